@@ -1,0 +1,60 @@
+# Needs Python, pip and make. Each target installs what it needs first: nothing is done by hand.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+INSTALLED := $(VENV)/.installed
+OLDEST_INSTALLED := $(OLDEST)/.installed
+
+# One thread per test process: pytest-xdist starts one process per core.
+PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST_FLAGS := -n auto
+
+.PHONY: help setup train test test-gpu test-oldest check bench clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(INSTALLED) ## make .venv with the pinned versions
+
+train: setup ## train a small model patched and unpatched (ARGS="--model-type qwen3")
+	$(VENV)/bin/python examples/train.py $(ARGS)
+
+test: setup ## run the tests that need no GPU (ARGS="-k softcap")
+	$(PARALLEL) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "not gpu and not interpreter" $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m interpreter $(ARGS)
+
+test-gpu: setup ## run the tests that need a CUDA GPU, one at a time
+	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+test-oldest: $(OLDEST_INSTALLED) ## run the quick tests on the oldest supported versions
+	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) \
+		-m "not gpu and not interpreter and not slow" $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) \
+		-m "interpreter and not slow" $(ARGS)
+
+check: setup ## formatting, lint, types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+bench: setup ## time and weigh the loss against its peers (ARGS="--help")
+	$(VENV)/bin/python benchmarks/linear_cross_entropy.py $(ARGS)
+
+clean: ## remove the environments, builds and caches
+	rm -rf $(VENV) $(OLDEST) build dist liger_patch.egg-info
+	rm -rf .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e '.[test]'
+	touch $@
