@@ -1,0 +1,23 @@
+"""Which form of a kernel serves a tensor: Triton where it runs, PyTorch operations elsewhere."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
+
+
+def serves_triton(tensor: Tensor) -> bool:
+    """Whether the Triton kernels serve this tensor: its device (CUDA or ROCm) and its dtype.
+
+    Under TRITON_INTERPRET=1, Triton's own switch, CPU tensors are served too: by Triton's
+    interpreter, for tests.
+    """
+    if not HAS_TRITON or tensor.dtype not in TRITON_DTYPES:
+        return False
+    return tensor.is_cuda or (
+        tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )

@@ -1,0 +1,125 @@
+"""Cross entropy of ready-made logits: the rows' kernel behind an autograd function.
+
+N: tokens, V: vocabulary, C: rows of a chunk.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels import cross_entropy_pytorch
+from liger_patch.kernels.backend import serves_triton
+from liger_patch.kernels.compilation import runs_eagerly
+from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.supervised import check_tokens, find_supervised, row_factors
+
+
+def cross_entropy_rows(
+    logits: Tensor,  # (C, V)
+    labels: Tensor,  # (C,)
+    options: LossOptions,
+    *,
+    dlogits: Tensor | None = None,  # (C, V)
+    row_scale: Tensor | None = None,  # (C,)
+) -> Tensor:
+    """Losses (C,) in float32 (float64 for float64 logits), 0 where ignored.
+
+    The form of the kernel that serves the device computes them. With ``dlogits``, which may be
+    ``logits`` itself, each row's gradient times its ``row_scale`` is written there.
+    """
+    if serves_triton(logits):
+        from liger_patch.kernels import cross_entropy_triton as form
+    else:
+        form = cross_entropy_pytorch
+    return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, reduction: str
+    ) -> Tensor:
+        ctx.save_for_backward(logits, labels, factors)
+        ctx.options = options
+        losses = cross_entropy_rows(logits, labels, options) * factors
+        return losses if reduction == "none" else losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        refuse_second_derivative("cross_entropy")
+        logits, labels, factors = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        cross_entropy_rows(
+            logits, labels, ctx.options, dlogits=dlogits, row_scale=factors * grad_output
+        )
+        return dlogits, None, None, None, None
+
+
+@runs_eagerly
+def cross_entropy(
+    logits: Tensor,  # (N, V)
+    labels: Tensor,  # (N,)
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,  # (V,)
+    token_weight: Tensor | None = None,  # (N,)
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` in float32, without a float32 copy of the logits.
+
+    Args:
+        logits: (N, V), any floating dtype; left as they are. The backward pass allocates their
+            gradient, nothing else.
+        labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
+        reduction: "mean", "sum" or "none".
+        softcap: logits become ``softcap * tanh(logits / softcap)``, after ``logit_scale``.
+        label_smoothing: as in PyTorch, in [0, 1].
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
+        class_weight: PyTorch's ``weight``.
+        token_weight: factor on each token's loss; the mean is then the weighted mean.
+        num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
+            tokens.
+
+    Returns:
+        () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits. Without a
+        supervised token the loss is 0 with zero gradients, where PyTorch's mean is nan.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or values that do not fit, a label outside the
+            vocabulary.
+    """
+    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
+        raise ValueError(
+            "logits must be a floating-point (N, V) tensor, got "
+            f"{logits.dtype} {tuple(logits.shape)}"
+        )
+    tokens, vocab_size = logits.shape
+    options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
+    options.check(vocab_size, logits.device)
+    check_tokens(
+        labels,
+        tokens,
+        logits.device,
+        reduction=reduction,
+        token_weight=token_weight,
+        num_items_in_batch=num_items_in_batch,
+    )
+    supervised = find_supervised(labels, vocab_size, ignore_index)
+    factors = supervised.scatter(
+        row_factors(
+            supervised,
+            options,
+            reduction=reduction,
+            token_weight=token_weight,
+            num_items_in_batch=num_items_in_batch,
+            dtype=cross_entropy_pytorch.accumulation_dtype(logits.dtype),
+        )
+    )
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)

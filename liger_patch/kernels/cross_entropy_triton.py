@@ -1,0 +1,211 @@
+"""Triton form of the cross entropy of rows: (C, V) logits to losses and, in place, to gradients.
+
+The formula is in ``loss_options``. One program walks one row twice: the first walk finds the
+log-sum-exp with a running maximum, the second turns each logit into its gradient, so a row is read
+from memory once and from the L2 cache once, and written once. C: rows, V: vocabulary. Extra memory:
+one float a row. Running maximum: Milakov and Gimelshein, "Online normalizer calculation for
+softmax" (arXiv:1805.02867).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_patch.kernels.loss_options import LossOptions
+
+MAX_BLOCK_V = 8192  # logits a program holds at a time
+ELEMENTS_PER_THREAD = 16  # of one block: two 16-byte loads of bf16
+MAX_THREADS = 512
+LOWEST = tl.constexpr(
+    -3.0e38
+)  # below every finite bf16 or fp32 logit that matters, and finite: -inf - -inf is nan
+
+
+@triton.jit
+def _tanh(x):
+    # (1 - e) / (1 + e) cancels near 0, where the series takes over: terms to x^9 leave 5e-8 of x at
+    # 0.3
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _tanh_derivative(x):
+    e = tl.exp(-2.0 * tl.abs(x))  # 1 - tanh(x)^2 would cancel
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _bend(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    z = x * logit_scale
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    return z
+
+
+@triton.heuristics(
+    {
+        "HAS_SOFTCAP": lambda args: args["softcap"] > 0,
+        "HAS_CLASS_WEIGHT": lambda args: args["class_weight_ptr"] is not None,
+        "HAS_SMOOTHING": lambda args: args["label_smoothing"] > 0,
+        "WRITES_GRADIENT": lambda args: args["dlogits_ptr"] is not None,
+    }
+)
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,  # (C, V)
+    logits_stride,
+    dlogits_ptr,  # (C, V), may be logits_ptr; None: losses only
+    dlogits_stride,
+    labels_ptr,  # (C,)
+    row_scale_ptr,  # (C,) factor on each row's gradient; None without gradient
+    class_weight_ptr,  # (V,) or None
+    loss_ptr,  # (C,)
+    vocab_size,
+    ignore_index,
+    softcap,  # 0 for none
+    logit_scale,
+    label_smoothing,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per row: its loss, and its gradient times the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    columns = tl.arange(0, BLOCK_V)
+    label = tl.load(labels_ptr + row)
+
+    if label == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        if WRITES_GRADIENT:
+            zeros = tl.zeros((BLOCK_V,), dtype=tl.float32)
+            for start in range(0, vocab_size, BLOCK_V):
+                mask = start + columns < vocab_size
+                tl.store(dlogits_ptr + row * dlogits_stride + start + columns, zeros, mask=mask)
+        return
+
+    label_logit = _bend(
+        tl.load(logits_ptr + label).to(tl.float32), logit_scale, softcap, HAS_SOFTCAP
+    )
+    label_weight = 1.0
+    if HAS_CLASS_WEIGHT:
+        label_weight = tl.load(class_weight_ptr + label).to(tl.float32)
+
+    # first walk: log-sum-exp, and the sums that label smoothing needs; the maximum stays apart from
+    # the logarithm of the sum, which would be rounded to the maximum's last digit
+    running_max = LOWEST
+    running_sum = 0.0  # without the label's part: near p = 1, p - 1 would cancel
+    weighted_logits = 0.0  # sum_v w_v (z_v - running_max)
+    weight_sum = 0.0  # sum_v w_v
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
+        x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        z = _bend(x, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where(mask, z, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(z, axis=0))
+        parts = tl.where(start + columns == label, 0.0, tl.exp(z - new_max))
+        running_sum = running_sum * tl.exp(running_max - new_max) + tl.sum(parts, axis=0)
+        if HAS_SMOOTHING:
+            weights = tl.where(mask, 1.0, 0.0)
+            if HAS_CLASS_WEIGHT:
+                weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0).to(
+                    tl.float32
+                )
+            weighted_logits += weight_sum * (running_max - new_max)
+            weighted_logits += tl.sum(weights * tl.where(mask, z - new_max, 0.0), axis=0)
+            weight_sum += tl.sum(weights, axis=0)
+        running_max = new_max
+    label_part = tl.exp(label_logit - running_max)
+    total = running_sum + label_part
+    log_sum = tl.log(total)
+    lse = running_max + log_sum
+
+    label_share = label_weight * (1.0 - label_smoothing)
+    smooth_share = label_smoothing / vocab_size
+    loss = label_share * (log_sum + (running_max - label_logit)) + z_loss * lse * lse
+    if HAS_SMOOTHING:
+        loss += smooth_share * (weight_sum * log_sum - weighted_logits)
+    tl.store(loss_ptr + row, loss)
+
+    # second walk: dloss/dx_v = dz_v/dx_v times
+    # label_share (p_v - [v = y]) + rest_share p_v - smooth_share w_v
+    if WRITES_GRADIENT:
+        tl.debug_barrier()  # every warp has read the label's logit before any warp overwrites it
+        rest_share = 2.0 * z_loss * lse
+        if HAS_SMOOTHING:
+            rest_share += smooth_share * weight_sum
+        lse_share = (label_share + rest_share) / total
+        label_gradient = (rest_share * label_part - label_share * running_sum) / total
+        row_scale = tl.load(row_scale_ptr + row) * logit_scale
+        for start in range(0, vocab_size, BLOCK_V):
+            mask = start + columns < vocab_size
+            x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+            z = _bend(x, logit_scale, softcap, HAS_SOFTCAP)
+            gradient = lse_share * tl.exp(z - running_max)
+            gradient = tl.where(start + columns == label, label_gradient, gradient)
+            if HAS_SMOOTHING:
+                weights = tl.full((BLOCK_V,), 1.0, dtype=tl.float32)
+                if HAS_CLASS_WEIGHT:
+                    weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0).to(
+                        tl.float32
+                    )
+                gradient -= smooth_share * weights
+            if HAS_SOFTCAP:
+                gradient *= _tanh_derivative(x * logit_scale / softcap)
+            tl.store(
+                dlogits_ptr + row * dlogits_stride + start + columns,
+                gradient * row_scale,
+                mask=mask,
+            )
+
+
+def block_and_warps(vocab_size: int, warp_size: int = 32) -> tuple[int, int]:
+    """Logits per block, and warps per program, for a row of ``vocab_size`` logits."""
+    block_v = min(MAX_BLOCK_V, 1 << (vocab_size - 1).bit_length())
+    threads = min(MAX_THREADS, max(warp_size, block_v // ELEMENTS_PER_THREAD))
+    return block_v, threads // warp_size
+
+
+def cross_entropy_rows(
+    logits: Tensor,  # (C, V)
+    labels: Tensor,  # (C,)
+    options: LossOptions,
+    *,
+    dlogits: Tensor | None = None,  # (C, V)
+    row_scale: Tensor | None = None,  # (C,) float32
+) -> Tensor:
+    """Losses (C,) in float32; gradients times ``row_scale`` go to ``dlogits``, maybe ``logits``."""
+    rows, vocab_size = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return losses
+    class_weight = options.class_weight
+    block_v, num_warps = block_and_warps(vocab_size, 64 if torch.version.hip else 32)
+    with torch.cuda.device_of(logits):
+        _cross_entropy_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            dlogits,
+            0 if dlogits is None else dlogits.stride(0),
+            labels.contiguous(),
+            None if row_scale is None else row_scale.contiguous(),
+            None if class_weight is None else class_weight.contiguous(),
+            losses,
+            vocab_size,
+            options.ignore_index,
+            options.softcap or 0.0,
+            options.logit_scale,
+            options.label_smoothing,
+            options.z_loss,
+            BLOCK_V=block_v,
+            num_warps=num_warps,
+        )
+    return losses

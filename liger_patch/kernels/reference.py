@@ -1,0 +1,78 @@
+"""The specification: the losses of this package in plain PyTorch, for any floating dtype,
+differentiated by autograd.
+
+Every other form is tested against this one in float64. It holds the whole (N, V) logits and is
+meant for nothing else. The formula is in ``loss_options``; softcap as in Gemma 2
+(arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
+"""
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.loss_options import LossOptions
+
+
+def cross_entropy(
+    logits: Tensor,  # (N, V)
+    labels: Tensor,  # (N,)
+    *,
+    reduction: str = "mean",
+    token_weight: Tensor | None = None,  # (N,)
+    num_items_in_batch: Tensor | int | None = None,
+    options: LossOptions | None = None,
+) -> Tensor:
+    """Loss of ready-made logits, in the dtype of the logits: () for "mean" and "sum", (N,) for
+    "none".
+    """
+    options = options or LossOptions()
+    vocab_size = logits.shape[-1]
+    ones = logits.new_ones(vocab_size)
+    class_weight = ones if options.class_weight is None else options.class_weight.to(logits.dtype)
+    token_weight = (
+        logits.new_ones(len(labels)) if token_weight is None else token_weight.to(logits.dtype)
+    )
+
+    supervised = labels != options.ignore_index
+    logits, labels, token_weight = logits[supervised], labels[supervised], token_weight[supervised]
+    z = options.logit_scale * logits
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    lse = torch.logsumexp(z, dim=-1)
+    nll = class_weight[labels] * (lse - z.gather(-1, labels[:, None])[:, 0])
+    losses = (1 - options.label_smoothing) * nll
+    if options.label_smoothing:  # otherwise a logit of -inf would give 0 * inf
+        smooth = (class_weight * (lse[:, None] - z)).sum(-1) / vocab_size
+        losses = losses + options.label_smoothing * smooth
+    losses = token_weight * (losses + options.z_loss * lse**2)
+
+    if reduction == "none":
+        return losses.new_zeros(len(supervised)).masked_scatter(supervised, losses)
+    if reduction == "sum":
+        return losses.sum()
+    denominator = (token_weight * class_weight[labels]).sum()
+    if num_items_in_batch is not None:
+        denominator = torch.as_tensor(num_items_in_batch, dtype=losses.dtype, device=losses.device)
+        denominator = denominator.reshape(())
+    return losses.sum() / torch.where(denominator == 0, 1, denominator)
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    labels: Tensor,  # (N,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    reduction: str = "mean",
+    token_weight: Tensor | None = None,  # (N,)
+    num_items_in_batch: Tensor | int | None = None,
+    options: LossOptions | None = None,
+) -> Tensor:
+    """``cross_entropy(linear(hidden_states, weight, bias), labels)``."""
+    return cross_entropy(
+        torch.nn.functional.linear(hidden_states, weight, bias),
+        labels,
+        reduction=reduction,
+        token_weight=token_weight,
+        num_items_in_batch=num_items_in_batch,
+        options=options,
+    )
