@@ -1,0 +1,15 @@
+"""Fused linear + cross-entropy for Hugging Face Transformers: training without the logits."""
+
+from liger_patch.apply import PatchStatus, apply_patch, patch_status, revert_patch
+from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+__all__ = [
+    "PatchStatus",
+    "apply_patch",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "patch_status",
+    "revert_patch",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,177 @@
+"""Patch one model, take it back, and say what is patched."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_patch import flags, registry
+from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
+from liger_patch.loss import LossSettings, PatchRecord
+from liger_patch.patched_model import (
+    RECORD,
+    class_name,
+    leads_to_patch,
+    original_class,
+    patched_class,
+    record_of,
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply_patch(
+    model: Model,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_mib: float = DEFAULT_CHUNK_MIB,
+    reduction: str = "mean",
+) -> Model:
+    """Make this one model compute its loss without holding its logits; change nothing else.
+
+    A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
+    and ``outputs.logits`` are computed when they are first looked at. A call without labels is not
+    touched. Patching a patched model again only replaces the options.
+
+    Args:
+        model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around
+            one.
+        label_smoothing: share of the target spread over the vocabulary, in [0, 1].
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
+        chunk_mib: MiB of logits held at once; the environment variable LIGER_PATCH_CHUNK_MIB
+            overrides it.
+        reduction: "mean" or "sum" over the supervised tokens, where the call brings no
+            ``num_items_in_batch``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: the architecture has no row in the registry (the message lists those that have),
+            or an option is out of range.
+        TypeError: not a Transformers model.
+    """
+    settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction)
+    target = _transformers_model(model)
+    record = record_of(target)
+    if record is not None:
+        record.settings = settings
+        return model
+    registry.find(target)
+    patched = patched_class(type(target))
+    record = PatchRecord(settings)
+    if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
+        record.replaced_forward = vars(target).pop("forward")
+    setattr(target, RECORD, record)
+    target.__class__ = patched
+    return model
+
+
+def revert_patch(model: Model) -> Model:
+    """Give the model back its own class and forward. A model that is not patched stays as it is.
+
+    Raises:
+        TypeError: not a Transformers model.
+        RuntimeError: something else has subclassed the patched instance since (FSDP's
+            ``fully_shard``).
+    """
+    target = _transformers_model(model)
+    record = record_of(target)
+    if record is None:
+        return model
+    original = original_class(target)
+    if type(target) is not patched_class(original):
+        raise RuntimeError(
+            f"{type(target).__name__} was given another class after apply_patch "
+            f"({type(target).__mro__[1]}): undo that before revert_patch"
+        )
+    target.__class__ = original
+    delattr(target, RECORD)
+    if record.replaced_forward is not None:
+        vars(target).setdefault("forward", record.replaced_forward)
+    return model
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """What ``patch_status`` says; ``str()`` of it is a table.
+
+    Attributes:
+        patched: whether the model is patched.
+        fused: whether its last loss was fused; None before the first call with labels.
+        reason: why not, None where it was.
+        rows: (what, value) of the table.
+    """
+
+    patched: bool
+    fused: bool | None
+    reason: str | None
+    rows: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+
+def patch_status(model: nn.Module) -> PatchStatus:
+    """What is fused for this model, what falls back to ordinary logits, and why.
+
+    Raises:
+        TypeError: not a Transformers model.
+    """
+    target = _transformers_model(model)
+    record = record_of(target)
+    rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
+    if record is None:
+        return PatchStatus(False, None, None, (*rows, ("patched", "no")))
+    head = target.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    described = class_name(head)
+    if weight is not None:
+        described += f" {tuple(weight.shape)} {weight.dtype} {weight.device}"
+    verdict = {
+        None: "no call with labels yet",
+        True: "fused",
+        False: f"ordinary logits: {record.reason}",
+    }
+    chunk_mib = flags.chunk_mib() or record.settings.chunk_mib
+    return PatchStatus(
+        True,
+        record.fused,
+        record.reason,
+        (
+            *rows,
+            ("patched", "yes"),
+            ("head", described),
+            ("last loss", verdict[record.fused]),
+            ("label smoothing", f"{record.settings.label_smoothing:g}"),
+            ("z-loss", f"{record.settings.z_loss:g}"),
+            ("reduction", f"{record.settings.reduction} without num_items_in_batch"),
+            ("logits held", f"{chunk_mib:g} MiB at most"),
+            (
+                "LIGER_PATCH_RETURN_LOGITS",
+                {None: "unset", True: "1", False: "0"}[flags.return_logits()],
+            ),
+            ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
+        ),
+    )
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    base = model
+    if "peft" in sys.modules:
+        from liger_patch.integrations import peft
+
+        base = peft.base_model(model)
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
+            f"{type(model).__name__}; patch it before torch.compile, DistributedDataParallel or "
+            "another wrapper"
+        )
+    return base

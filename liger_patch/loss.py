@@ -1,0 +1,242 @@
+"""The loss of a patched model: fused on deferred logits, ordinary on real ones.
+
+Stands in for Transformers' ``ForCausalLMLoss`` during a patched forward pass, and for
+``torch.nn.functional.cross_entropy`` of deferred logits in models that compute their own loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch import flags
+from liger_patch.deferred import RECORDED, DeferredLogits, Parts
+from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
+from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.verify import disagreement
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The options of ``apply_patch``.
+
+    Attributes:
+        label_smoothing: in [0, 1].
+        z_loss: >= 0.
+        chunk_mib: MiB of logits held at once, > 0; LIGER_PATCH_CHUNK_MIB overrides it.
+        reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
+            given.
+
+    Raises:
+        ValueError: names the option, its value and what was expected.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk_mib: float = DEFAULT_CHUNK_MIB
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
+        if not 0 < self.chunk_mib < float("inf"):
+            raise ValueError(f"chunk_mib must be a number of MiB > 0, got {self.chunk_mib}")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether the loss differs from that of Transformers."""
+        return self.label_smoothing > 0 or self.z_loss > 0 or self.reduction != "mean"
+
+
+@dataclass
+class PatchRecord:
+    """What has been decided for one patched model, at its last forward pass.
+
+    Attributes:
+        settings: the options of ``apply_patch``.
+        fused: whether the last loss was fused; None before the first.
+        reason: why the last loss was not fused.
+        warned: the reasons that have been warned of.
+        verified: whether LIGER_PATCH_VERIFY has had its step.
+        distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
+        replaced_forward: what the model's instance had as its own ``forward`` when it was patched
+            (hooks of accelerate).
+    """
+
+    settings: LossSettings
+    fused: bool | None = None
+    reason: str | None = None
+    warned: set[str] = field(default_factory=set)
+    verified: bool = False
+    distrusted: str | None = None
+    replaced_forward: Callable[..., Any] | None = None
+
+    def fall_back(self, reason: str) -> None:
+        """Say once that a loss is computed the ordinary way; an error where fusing was demanded."""
+        if flags.return_logits() is False:
+            raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
+        self.fused, self.reason = False, reason
+        if reason not in self.warned:
+            self.warned.add(reason)
+            warnings.warn(
+                f"liger_patch computes ordinary logits and an ordinary loss: {reason}", stacklevel=2
+            )
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass of a patched model, from its labels to its loss.
+
+    Attributes:
+        record: of the model.
+        head_name: class of the output embedding, for messages.
+        unfused: why the logits of this forward pass are not deferred, None where they are.
+        done: whether a loss was computed here.
+        running: False once the forward pass has returned its outputs.
+    """
+
+    record: PatchRecord
+    head_name: str
+    unfused: str | None = None
+    done: bool = False
+    running: bool = True
+
+    def causal_lm_loss(
+        self,
+        logits: Tensor,  # (B, T, V)
+        labels: Tensor,  # (B, T)
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,  # (B, T)
+        **kwargs: Any,
+    ) -> Tensor:
+        """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        self.done = True
+        reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
+        return self._loss(
+            logits,
+            shift_labels.reshape(-1).to(logits.device),
+            vocab_size,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            num_items_in_batch=num_items_in_batch,
+            label_smoothing=self.record.settings.label_smoothing,
+            z_loss=self.record.settings.z_loss,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        parts = self._fusable(logits, labels, vocab_size, **options)
+        if parts is not None:
+            self.record.fused, self.record.reason = True, None
+            return fused_loss(parts, labels, self.record, **options)
+        if isinstance(logits, DeferredLogits):
+            logits = logits.real_logits()
+        return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
+
+    def _fusable(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
+    ) -> Parts | None:
+        if flags.return_logits():
+            self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+            return None
+        if not isinstance(logits, DeferredLogits):
+            self.record.fall_back(
+                self.unfused or f"the head ({self.head_name}) computes its logits itself"
+            )
+            return None
+        if logits.is_computed:
+            self.record.fall_back(
+                f"the logits were read by {logits.read_by or 'the forward pass'} before the loss"
+            )
+            return None
+        parts = logits.parts()
+        if parts is None or logits.shape[-1] != vocab_size:
+            self.record.fall_back(
+                "the forward pass does more to its logits than a fused loss can follow"
+            )
+            return None
+        if not self.trusts(parts, labels, **options):
+            self.record.fall_back(self.record.distrusted or "")
+            return None
+        return parts
+
+    def trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
+        """Whether the fused loss may be used: with LIGER_PATCH_VERIFY=1, the first step decides."""
+        record = self.record
+        if flags.verify() and torch.is_grad_enabled() and not record.verified:
+            record.verified = True
+            record.distrusted = disagreement(parts, labels, **options)
+        return record.distrusted is None
+
+
+def fused_loss(parts: Parts, labels: Tensor, record: PatchRecord, **options: Any) -> Tensor:
+    """Loss of N rows of deferred logits and labels (N,); options of ``linear_cross_entropy``."""
+    return linear_cross_entropy(
+        parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
+        parts.weight,
+        labels,
+        bias=parts.bias,
+        softcap=parts.softcap,
+        logit_scale=parts.logit_scale,
+        chunk_mib=flags.chunk_mib() or record.settings.chunk_mib,
+        **options,
+    )
+
+
+def _cross_entropy_of_deferred(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of deferred logits (N, V), or NotImplemented."""
+    if (
+        not isinstance(input, DeferredLogits)
+        or input.dim() != 2
+        or target.dim() != 1
+        or target.is_floating_point()
+    ):
+        return NotImplemented
+    if size_average is not None or reduce is not None or input.is_computed:
+        return NotImplemented
+    forward_pass: ForwardPass = input.owner
+    parts = input.parts()
+    if parts is None:
+        return NotImplemented
+    options: dict[str, Any] = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "class_weight": weight,
+    }
+    if forward_pass.running:
+        # the model's own loss: apply_patch's options are meant for it
+        settings = forward_pass.record.settings
+        options["label_smoothing"] = label_smoothing or settings.label_smoothing
+        options["z_loss"] = settings.z_loss
+        if not forward_pass.trusts(parts, target, **options):
+            return NotImplemented
+        reduction = settings.reduction if reduction == "mean" else reduction
+        forward_pass.done = True
+        forward_pass.record.fused, forward_pass.record.reason = True, None
+    loss = fused_loss(parts, target, forward_pass.record, reduction=reduction, **options)
+    return loss.to(input.dtype)
+
+
+RECORDED[nn.functional.cross_entropy] = _cross_entropy_of_deferred

@@ -1,0 +1,169 @@
+"""The class that a patched model instance gets: its own, with another ``forward``.
+
+An instance's class and one attribute change, and nothing else: so a copy, a pickle or a
+DataParallel replica of a patched model is a patched model in its own right, and no attribute holds
+a reference back to the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from liger_patch import flags
+from liger_patch.deferred import deferring_head
+from liger_patch.loss import ForwardPass, PatchRecord
+
+RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
+ORIGINAL = "_liger_patch_original"  # attribute of its class: the class it had before
+
+
+def record_of(model: PreTrainedModel) -> PatchRecord | None:
+    """The record of a patched model, None for any other."""
+    return vars(model).get(RECORD) if hasattr(type(model), ORIGINAL) else None
+
+
+def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that a patched model had before."""
+    return getattr(type(model), ORIGINAL)
+
+
+@functools.cache
+def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The subclass of ``original`` for its patched instances: same name, same signature."""
+
+    position = _labels_position(original)
+
+    def patched_forward(self, *args, **kwargs):
+        record = record_of(self)
+        inner: Callable[..., Any] = functools.partial(original.forward, self)
+        if record is not None and record.replaced_forward is not None:
+            inner = record.replaced_forward
+        if record is None or _labels(position, args, kwargs) is None:
+            return inner(*args, **kwargs)
+        return _forward_with_loss(self, record, inner, args, kwargs)
+
+    vars(patched_forward)["__signature__"] = inspect.signature(original.forward)
+
+    # accelerate's unwrap_model(keep_fp32_wrapper=False) follows __wrapped__ from the bound
+    # method to a function and binds that again: one must be there, and it must be the patched one
+    @functools.wraps(original.forward)
+    def forward(self, *args, **kwargs):
+        return patched_forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = patched_forward
+
+    def __reduce_ex__(self, protocol):
+        _, _, *state = original.__reduce_ex__(self, protocol)
+        return (_new_patched, (original,), *state)
+
+    namespace = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        ORIGINAL: original,
+    }
+    return types.new_class(
+        original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)
+    )
+
+
+def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:
+    """Whether an instance's own ``forward`` (of accelerate) wraps the one of the patched class."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        if forward in (patched.forward, inspect.unwrap(patched.forward)):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _new_patched(original: type[PreTrainedModel]) -> PreTrainedModel:
+    cls = patched_class(original)
+    return cls.__new__(cls)
+
+
+def _labels_position(original: type[PreTrainedModel]) -> int | None:
+    names = list(inspect.signature(original.forward).parameters)
+    return names.index("labels") - 1 if "labels" in names else None
+
+
+def _labels(position: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if position is not None and position < len(args):
+        return args[position]
+    return kwargs.get("labels")
+
+
+def _forward_with_loss(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    inner: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    wants_logits = flags.return_logits() is True
+    head = model.get_output_embeddings()
+    unfused = record.distrusted
+    if head is None:
+        unfused = "get_output_embeddings() returns None"
+    elif getattr(model, "_is_replica", False):
+        unfused = "torch.nn.DataParallel gathers the logits of every replica"
+    forward_pass = ForwardPass(record, class_name(head), unfused)
+    with ExitStack() as stack:
+        if head is not None and not (wants_logits or unfused):
+            stack.enter_context(deferring_head(head, forward_pass))
+        if model.loss_function is ForCausalLMLoss:
+            stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
+        try:
+            outputs = inner(*args, **kwargs)
+        finally:
+            forward_pass.running = False
+    if not forward_pass.done:
+        _note_own_loss(model, record, unfused, wants_logits)
+    return outputs
+
+
+def class_name(head: nn.Module | None) -> str:
+    """Module and name of a head's class: that of PEFT's Linear is not torch's."""
+    return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
+def _note_own_loss(
+    model: PreTrainedModel, record: PatchRecord, unfused: str | None, wants_logits: bool
+) -> None:
+    """The model has computed a loss of its own on real logits."""
+    name = type(model).__name__
+    if record.settings.changes_loss:
+        raise ValueError(
+            f"{record.settings} cannot reach the loss that {name} computes itself on real logits: "
+            "use the options of apply_patch with their defaults"
+        )
+    if wants_logits:
+        record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+        return
+    record.fall_back(unfused or f"{name} computes a loss of its own that reads the logits")
+
+
+@contextmanager
+def _loss_function(model: PreTrainedModel, loss_function: Callable[..., Any]) -> Iterator[None]:
+    """Set ``model.loss_function``, a property of Transformers, within this context."""
+    missing = object()
+    before = vars(model).get("_loss_function", missing)
+    model.loss_function = loss_function
+    try:
+        yield
+    finally:
+        if before is missing:
+            del model._loss_function
+        else:
+            model.loss_function = before

@@ -1,0 +1,116 @@
+"""The architectures that apply_patch promises and that the tests cover: one row each, data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One supported model class.
+
+    model_type: `config.model_type` of the instance that is patched. A text model and the
+        vision-language model around it have one each, so it names a row uniquely.
+    class_name: the class with the language-model head, as `transformers` exports it.
+    family: heading in the README's table: "Llama", "Gemma", "Qwen" or "Others".
+    """
+
+    model_type: str
+    class_name: str
+    family: str
+
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture("cohere", "CohereForCausalLM", "Others"),
+    Architecture("cohere2", "Cohere2ForCausalLM", "Others"),
+    Architecture("gemma", "GemmaForCausalLM", "Gemma"),
+    Architecture("gemma2", "Gemma2ForCausalLM", "Gemma"),
+    Architecture("gemma3", "Gemma3ForConditionalGeneration", "Gemma"),
+    Architecture("gemma3_text", "Gemma3ForCausalLM", "Gemma"),
+    Architecture("gemma3n", "Gemma3nForConditionalGeneration", "Gemma"),
+    Architecture("gemma3n_text", "Gemma3nForCausalLM", "Gemma"),
+    Architecture("gemma4", "Gemma4ForConditionalGeneration", "Gemma"),
+    Architecture("gemma4_text", "Gemma4ForCausalLM", "Gemma"),
+    Architecture("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "Gemma"),
+    Architecture("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "Gemma"),
+    Architecture("glm4", "Glm4ForCausalLM", "Others"),
+    Architecture("granite", "GraniteForCausalLM", "Others"),
+    Architecture("granitemoe", "GraniteMoeForCausalLM", "Others"),
+    Architecture("llama", "LlamaForCausalLM", "Llama"),
+    Architecture("llama4", "Llama4ForConditionalGeneration", "Llama"),
+    Architecture("llama4_text", "Llama4ForCausalLM", "Llama"),
+    Architecture("llava", "LlavaForConditionalGeneration", "Others"),
+    Architecture("ministral3", "Ministral3ForCausalLM", "Others"),
+    Architecture("mistral", "MistralForCausalLM", "Others"),
+    Architecture("mistral3", "Mistral3ForConditionalGeneration", "Others"),
+    Architecture("mixtral", "MixtralForCausalLM", "Others"),
+    Architecture("mllama", "MllamaForConditionalGeneration", "Llama"),
+    Architecture("mllama_text_model", "MllamaForCausalLM", "Llama"),
+    Architecture("olmo2", "Olmo2ForCausalLM", "Others"),
+    Architecture("olmo3", "Olmo3ForCausalLM", "Others"),
+    Architecture("paligemma", "PaliGemmaForConditionalGeneration", "Gemma"),
+    Architecture("phi", "PhiForCausalLM", "Others"),
+    Architecture("phi3", "Phi3ForCausalLM", "Others"),
+    Architecture("qwen2", "Qwen2ForCausalLM", "Qwen"),
+    Architecture("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen"),
+    Architecture("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen"),
+    Architecture("qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen"),
+    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen"),
+    Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen"),
+    Architecture("qwen3", "Qwen3ForCausalLM", "Qwen"),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen"),
+    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen"),
+    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen"),
+    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen"),
+    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen"),
+    Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen"),
+    Architecture("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen"),
+    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen"),
+    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen"),
+    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen"),
+    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen"),
+    Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "Gemma"),
+    Architecture("smollm3", "SmolLM3ForCausalLM", "Others"),
+    Architecture("starcoder2", "Starcoder2ForCausalLM", "Others"),
+    Architecture("vaultgemma", "VaultGemmaForCausalLM", "Gemma"),
+)
+
+
+def find(model: PreTrainedModel) -> Architecture:
+    """The row of `model`, whose class may be a subclass of the row's.
+
+    Raises ValueError, naming every supported architecture, where there is none.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    class_names = {cls.__name__ for cls in type(model).__mro__}
+    for row in ARCHITECTURES:
+        if row.model_type == model_type and row.class_name in class_names:
+            return row
+    supported = "\n".join(f"  {row.model_type}: {row.class_name}" for row in ARCHITECTURES)
+    raise ValueError(
+        f"model is a {type(model).__name__} with config.model_type {model_type!r}, which has no "
+        f"row in liger_patch.registry. Expected one of\n{supported}"
+    )
+
+
+def available() -> list[Architecture]:
+    """The rows whose class the installed Transformers has."""
+    exported = _exported_names()
+    return [row for row in ARCHITECTURES if row.class_name in exported]
+
+
+def missing() -> list[Architecture]:
+    """The rows whose class the installed Transformers does not have."""
+    exported = _exported_names()
+    return [row for row in ARCHITECTURES if row.class_name not in exported]
+
+
+def _exported_names() -> frozenset[str]:
+    # The lazy module lists its names here; hasattr() would import each class's modeling file.
+    return frozenset(vars(transformers)["__all__"])

@@ -1,0 +1,103 @@
+"""LIGER_PATCH_VERIFY: the fused loss and gradients against the ordinary path, on a real batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_patch.deferred import Parts
+from liger_patch.kernels import reference
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.loss_options import LossOptions
+
+TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of 262144
+EAGER_ERRORS = 2.0  # times the ordinary path's own error that are allowed, beside one eps
+
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden states, weight, bias -> ()
+
+
+def disagreement(
+    parts: Parts,
+    labels: Tensor,  # (N,)
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    **reduced: Any,
+) -> str | None:
+    """What differs between the fused and the ordinary loss and gradients of a slice, or None.
+
+    The truth is the ordinary computation in float32 (float64 for float32 inputs). The fused results
+    may be as far from it as EAGER_ERRORS times the ordinary computation in the model's own dtype
+    is, plus one eps of the largest value. Takes the mean over the slice, whatever ``reduced`` says.
+    Needs two copies of the head's weight in the wider dtype.
+    """
+    chosen = (labels != ignore_index).nonzero()[:TOKENS, 0]
+    if len(chosen) == 0:
+        return None
+    labels = labels[chosen]
+    hidden_states = parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1])[chosen]
+    options = LossOptions(
+        ignore_index, parts.softcap, parts.logit_scale, label_smoothing, z_loss, class_weight
+    )
+
+    def fused(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_cross_entropy(
+            hidden_states,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            softcap=parts.softcap,
+            logit_scale=parts.logit_scale,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            class_weight=class_weight,
+        )
+
+    def ordinary(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.linear_cross_entropy(
+            hidden_states, weight, labels, bias=bias, options=options
+        )
+
+    device_type, dtype = parts.weight.device.type, parts.weight.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    inputs = (hidden_states, parts.weight, parts.bias)
+    truth = _loss_and_gradients(ordinary, inputs, wide)
+    eager = _loss_and_gradients(ordinary, inputs, dtype)
+    ours = _loss_and_gradients(fused, inputs, dtype)
+    for name, value in truth.items():
+        off, eager_off = _error(ours[name], value), _error(eager[name], value)
+        allowed = EAGER_ERRORS * eager_off + torch.finfo(dtype).eps * value.abs().max().item()
+        if not off <= allowed:
+            return (
+                f"LIGER_PATCH_VERIFY found a difference on the first {len(chosen)} supervised "
+                f"tokens: the fused {name} is off by {off:.3g}, the ordinary one by "
+                f"{eager_off:.3g} (allowed: {allowed:.3g})"
+            )
+    return None
+
+
+def _loss_and_gradients(
+    loss: Loss, inputs: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Name to value of the loss and of every gradient, computed in ``dtype``."""
+    hidden_states, weight, bias = inputs
+    hidden_states = hidden_states.detach().to(dtype).requires_grad_()
+    weight = weight.detach().to(dtype).requires_grad_()
+    wanted = {"gradient of the hidden states": hidden_states, "gradient of the weight": weight}
+    if bias is not None:
+        bias = bias.detach().to(dtype).requires_grad_()
+        wanted["gradient of the bias"] = bias
+    with torch.enable_grad(), torch.autocast(weight.device.type, enabled=False):
+        value = loss(hidden_states, weight, bias)
+        gradients = torch.autograd.grad(value, list(wanted.values()))
+    return {"loss": value.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def _error(truth: Tensor, value: Tensor) -> float:
+    return (value.to(truth.dtype) - truth).abs().max().item()
