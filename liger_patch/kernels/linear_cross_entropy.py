@@ -8,7 +8,8 @@ are dropped first. For each chunk, where gradients are wanted in the forward pas
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 so forward and backward cost three matrix products of 2 n H V operations, two with a frozen head,
-one without gradients. Extra memory: the gradients themselves and C * V logits.
+one without gradients. Extra memory: the gradients themselves and C * V logits; with more than
+NARROW_CHUNKS chunks, dW is summed in float32 beside its 16-bit result.
 
 The backward pass multiplies by the upstream gradient, and reads and writes nothing where that is 1.
 The chunks are computed again, with the upstream gradient in place, where it is not one number
@@ -34,6 +35,7 @@ from liger_patch.kernels.products import product_
 from liger_patch.kernels.scale import scale_
 from liger_patch.kernels.supervised import Supervised, check_tokens, find_supervised, row_factors
 
+NARROW_CHUNKS = 16  # up to so many, rounding dW to 16 bits after each stays within eager's error
 ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whatever V
 
 
@@ -83,9 +85,6 @@ def _run_chunks(
     if wanted.hidden_states:
         make = torch.empty if rows is None else torch.zeros  # ignored tokens have zero gradients
         dhidden = make(hidden_states.shape, dtype=hidden_states.dtype, device=device)
-    if wanted.weight:
-        make = torch.empty if n else torch.zeros  # the first chunk writes
-        dweight = make(weight.shape, dtype=weight.dtype, device=device)
     if wanted.bias:
         dbias = torch.zeros(vocab_size, dtype=losses.dtype, device=device)
 
@@ -93,6 +92,10 @@ def _run_chunks(
     bounds = chunk_bounds(n, row_elements * problem.dtype.itemsize, problem.chunk_bytes)
     most = bounds[0][1] if bounds else 0
     buffer = torch.empty(most, row_elements, dtype=problem.dtype, device=device)[:, :vocab_size]
+    if wanted.weight:
+        make = torch.empty if n else torch.zeros  # the first chunk writes
+        sum_dtype = weight.dtype if len(bounds) <= NARROW_CHUNKS else losses.dtype
+        dweight = make(weight.shape, dtype=sum_dtype, device=device)
     with torch.autocast(device.type, enabled=False):
         for start, stop in bounds:
             x_c = x[start:stop] if rows is None else x.index_select(0, rows[start:stop])
@@ -118,6 +121,8 @@ def _run_chunks(
                 product_(dweight, logits.t(), x_c, add=start > 0)
             if dbias is not None:
                 dbias += logits.sum(0, dtype=dbias.dtype)
+    if dweight is not None:
+        dweight = dweight.to(weight.dtype)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
     return losses, [dhidden, dweight, dbias]
@@ -143,10 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         refuse_second_derivative("linear_cross_entropy")
         problem: _Problem = ctx.problem
         per_token = problem.reduction == "none"
-        gradients, ctx.gradients = (
-            ctx.gradients,
-            None,
-        )  # given away: a second backward pass computes its own
+        # given away: a second backward pass computes its own
+        gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             upstream = problem.supervised.gather(grad_output) if per_token else grad_output
             hidden_states, weight, bias = ctx.saved_tensors
@@ -201,8 +204,9 @@ def linear_cross_entropy(
         token_weight: (N,) factor on each token's loss; the mean is then the weighted mean.
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
             tokens.
-        chunk_mib: MiB of logits held at once, > 0. At least one token's row is held whatever the
-            budget.
+        chunk_mib: MiB of logits held at once, > 0; at least one token's row. Where that makes more
+            than 16 chunks, a 16-bit gradient of the weight is summed in float32, which takes 4
+            bytes a weight more: a larger budget then needs less memory.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. Without a

@@ -87,7 +87,8 @@ def row_factors(
     if reduction != "mean":
         return factors
     if isinstance(num_items_in_batch, Tensor):
-        denominator = num_items_in_batch.reshape(()).to(device, dtype, non_blocking=True)
+        denominator = num_items_in_batch.reshape(())
+        denominator = denominator.to(device, dtype, non_blocking=not denominator.is_cuda)
     elif num_items_in_batch is not None:
         # full() fills on the device, where tensor() would copy from the host and wait
         denominator = torch.full((), num_items_in_batch, dtype=dtype, device=device)

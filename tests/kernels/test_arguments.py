@@ -1,0 +1,135 @@
+"""Arguments that do not fit: ValueError that names the argument and its value."""
+
+import math
+
+import pytest
+import torch
+
+from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+N, H, V = 4, 3, 8
+META = torch.device("meta")
+
+BOTH = [  # argument, value, what the message must hold
+    ("labels", torch.zeros(N - 1, dtype=torch.int64), "(3,)"),
+    ("labels", torch.zeros(N, 1, dtype=torch.int64), "(4, 1)"),
+    ("labels", torch.zeros(N), "torch.float32"),
+    ("labels", torch.zeros(N, dtype=torch.bool), "torch.bool"),
+    ("labels", torch.zeros(N, dtype=torch.int64, device=META), "meta"),
+    ("reduction", "average", "'average'"),
+    ("reduction", None, "None"),
+    ("softcap", 0.0, "0.0"),
+    ("softcap", -1.0, "-1.0"),
+    ("softcap", math.inf, "inf"),
+    ("softcap", math.nan, "nan"),
+    ("logit_scale", math.inf, "inf"),
+    ("logit_scale", math.nan, "nan"),
+    ("label_smoothing", -0.1, "-0.1"),
+    ("label_smoothing", 1.1, "1.1"),
+    ("label_smoothing", math.nan, "nan"),
+    ("z_loss", -1e-4, "-0.0001"),
+    ("z_loss", math.inf, "inf"),
+    ("z_loss", math.nan, "nan"),
+    ("class_weight", torch.ones(V - 1), "(7,)"),
+    ("class_weight", torch.ones(1, V), "(1, 8)"),
+    ("class_weight", torch.ones(V, dtype=torch.int64), "torch.int64"),
+    ("class_weight", torch.ones(V, device=META), "meta"),
+    ("class_weight", torch.ones(V, requires_grad=True), "gradient"),
+    ("token_weight", torch.ones(N + 1), "(5,)"),
+    ("token_weight", torch.ones(N, 1), "(4, 1)"),
+    ("token_weight", torch.ones(N, device=META), "meta"),
+    ("token_weight", torch.ones(N, requires_grad=True), "gradient"),
+    ("num_items_in_batch", -1, "-1"),
+    ("num_items_in_batch", torch.ones(2), "(2,)"),
+]
+LINEAR = [
+    ("hidden_states", torch.ones(N), "(4,)"),
+    ("hidden_states", torch.ones(2, N, H), "(2, 4, 3)"),
+    ("hidden_states", torch.ones(N, H, dtype=torch.int64), "torch.int64"),
+    ("weight", torch.ones(V, H + 1), "(8, 4)"),
+    ("weight", torch.ones(H), "(3,)"),
+    ("weight", torch.ones(0, H), "(0, 3)"),
+    ("weight", torch.ones(V, H, dtype=torch.int64), "torch.int64"),
+    ("weight", torch.ones(V, H, device=META), "meta"),
+    ("weight", torch.ones(V, H, dtype=torch.float64), "torch.float64"),
+    ("bias", torch.ones(V - 1), "(7,)"),
+    ("bias", torch.ones(V, 1), "(8, 1)"),
+    ("bias", torch.ones(V, dtype=torch.int64), "torch.int64"),
+    ("bias", torch.ones(V, device=META), "meta"),
+    ("chunk_mib", 0, "0"),
+    ("chunk_mib", -1.5, "-1.5"),
+    ("chunk_mib", math.nan, "nan"),
+    ("chunk_mib", math.inf, "inf"),
+]
+LOGITS = [
+    ("logits", torch.ones(V), "(8,)"),
+    ("logits", torch.ones(1, N, V), "(1, 4, 8)"),
+    ("logits", torch.ones(N, 0), "(4, 0)"),
+    ("logits", torch.ones(N, V, dtype=torch.int64), "torch.int64"),
+]
+
+
+def call_linear(**changes):
+    fitting = {
+        "hidden_states": torch.ones(N, H),
+        "weight": torch.ones(V, H),
+        "labels": torch.zeros(N, dtype=torch.int64),
+    }
+    return linear_cross_entropy(**(fitting | changes))
+
+
+def call_logits(**changes):
+    fitting = {"logits": torch.ones(N, V), "labels": torch.zeros(N, dtype=torch.int64)}
+    return cross_entropy(**(fitting | changes))
+
+
+def named(rows):
+    return [pytest.param(*row, id=f"{row[0]}-{row[2]}") for row in rows]
+
+
+def check_error(call, argument, value, shown):
+    with pytest.raises(ValueError, match=argument) as error:
+        call(**{argument: value})
+    assert shown in str(error.value)
+
+
+@pytest.mark.parametrize(("argument", "value", "shown"), named(BOTH + LINEAR))
+def test_linear_cross_entropy_names_what_does_not_fit(argument, value, shown):
+    check_error(call_linear, argument, value, shown)
+
+
+@pytest.mark.parametrize(("argument", "value", "shown"), named(BOTH + LOGITS))
+def test_cross_entropy_names_what_does_not_fit(argument, value, shown):
+    check_error(call_logits, argument, value, shown)
+
+
+@pytest.mark.parametrize("call", [call_linear, call_logits])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_number_of_items_without_a_mean_is_an_error(call, reduction):
+    with pytest.raises(ValueError, match=f"num_items_in_batch.*'{reduction}'"):
+        call(num_items_in_batch=3, reduction=reduction)
+
+
+@pytest.mark.parametrize("call", [call_linear, call_logits])
+@pytest.mark.parametrize("items", [6, torch.tensor(6), torch.tensor([6.0]), torch.tensor([[6]])])
+def test_number_of_items_in_any_form(call, items):
+    torch.testing.assert_close(call(num_items_in_batch=items), call(reduction="sum") / 6)
+
+
+@pytest.mark.parametrize("call", [call_linear, call_logits])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16], ids=str)
+def test_token_weights_of_any_dtype(call, dtype):
+    weight = torch.tensor([1, 0, 1, 1])
+    expected = call(token_weight=weight.float(), reduction="none")
+    torch.testing.assert_close(call(token_weight=weight.to(dtype), reduction="none"), expected)
+
+
+@pytest.mark.gpu
+def test_labels_on_another_device_are_an_error():
+    device = torch.device("cuda")
+    hidden_states, weight = torch.ones(N, H, device=device), torch.ones(V, H, device=device)
+    with pytest.raises(ValueError, match="labels must be on cuda:0, got cpu"):
+        call_linear(hidden_states=hidden_states, weight=weight)
+    with pytest.raises(ValueError, match="weight must be on cuda:0 as hidden_states are, got cpu"):
+        call_linear(hidden_states=hidden_states)

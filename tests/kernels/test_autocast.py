@@ -1,0 +1,78 @@
+"""Dtypes of the products: as torch.nn.functional.linear under the same autocast state."""
+
+import itertools
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from three_ways import eager_cross_entropy, linear_inputs, loss_and_gradients
+from torch.nn.functional import linear
+
+from liger_patch.kernels import reference
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+CPU = torch.device("cpu")
+MIXTURES = list(itertools.product([torch.bfloat16, torch.float32], repeat=3))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+def test_autocast_is_that_of_linear(mixture, dtype, reduction, ignored):
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True, ignored=ignored)
+    inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}
+
+    def under_autocast(function):
+        with torch.autocast("cpu", dtype):
+            return function()
+
+    ours = loss_and_gradients(
+        lambda **x: under_autocast(
+            lambda: linear_cross_entropy(**x, labels=labels, reduction=reduction)
+        ),
+        inputs,
+    )
+    eager = loss_and_gradients(
+        lambda **x: eager_cross_entropy(
+            under_autocast(lambda: linear(*x.values())), labels, reduction=reduction
+        ),
+        inputs,
+    )
+    truth = loss_and_gradients(
+        lambda **x: reference.linear_cross_entropy(**x, labels=labels, reduction=reduction),
+        {name: value.double() for name, value in inputs.items()},
+    )
+    assert_no_worse(ours, eager, truth, dtype)
+    assert ours["loss"].dtype == torch.float32
+    assert tuple(ours[name].dtype for name in inputs) == mixture
+
+
+def test_autocast_leaves_float64_alone():
+    inputs, labels = linear_inputs(torch.float64, CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(**inputs, labels=labels)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, reference.linear_cross_entropy(**inputs, labels=labels))
+
+
+@pytest.mark.parametrize("mixture", [m for m in MIXTURES if len(set(m)) > 1], ids=str)
+def test_mixed_dtypes_without_autocast_are_an_error(mixture):
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True)
+    inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}
+    with pytest.raises(RuntimeError):
+        linear(*inputs.values())
+    with pytest.raises(ValueError, match="must share a dtype outside autocast"):
+        linear_cross_entropy(**inputs, labels=labels)
+
+
+def test_backward_under_autocast_is_the_same():
+    inputs, labels = linear_inputs(torch.float16, CPU, bias=True)
+
+    def gradients(autocast):
+        leaves = [value.detach().requires_grad_() for value in inputs.values()]
+        loss = linear_cross_entropy(leaves[0], leaves[1], labels, bias=leaves[2])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return list(torch.autograd.grad(loss, leaves))
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)

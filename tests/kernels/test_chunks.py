@@ -1,0 +1,63 @@
+"""Chunks: how the rows are divided, and that the division does not show in the result."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from three_ways import OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+
+from liger_patch.kernels.chunks import ROW_MULTIPLE, chunk_bounds
+
+repeatable = settings(derandomize=True, deadline=None, database=None)
+
+
+@repeatable
+@given(
+    tokens=st.integers(0, 100_000),
+    row_bytes=st.integers(1, 1_000_000),
+    budget_bytes=st.integers(0, 2**30),
+)
+def test_chunks_cover_every_row_once_within_the_budget(tokens, row_bytes, budget_bytes):
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    edges = [0] + [stop for _, stop in bounds]
+    assert [start for start, _ in bounds] == edges[:-1]
+    assert edges[-1] == tokens
+    sizes = [stop - start for start, stop in bounds]
+    assert all(sizes)
+    assert all(size == 1 or size * row_bytes <= budget_bytes for size in sizes)
+    assert len(set(sizes[:-1])) <= 1  # equal, but for what is left at the end
+    assert not sizes or sizes[-1] <= sizes[0]
+    if budget_bytes >= ROW_MULTIPLE * row_bytes and len(sizes) > 1:
+        assert sizes[0] % ROW_MULTIPLE == 0
+
+
+@repeatable
+@given(rows=st.integers(1, 5000), tokens=st.integers(1, 100_000))
+def test_no_more_chunks_than_the_budget_asks_for(rows, tokens):
+    whole = rows if rows < ROW_MULTIPLE else rows - rows % ROW_MULTIPLE
+    assert len(chunk_bounds(tokens, 10, 10 * rows + 9)) <= -(-tokens // whole)
+
+
+def test_sizes_are_equal_rather_than_full_and_a_rest():
+    assert chunk_bounds(1100, 1, 1024) == [(0, 640), (640, 1100)]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 12, 100])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+def test_any_budget_gives_the_same(rows, reduction, ignored, device):
+    inputs, labels = linear_inputs(torch.float32, device, bias=True, ignored=ignored)
+    options = filled(OPTIONS["everything"], len(labels), 131, device)
+    budget = chunk_mib(rows, 131, torch.float32)
+    check_linear(inputs, labels, chunk_mib=budget, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 16, 64, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_error_of_dweight_does_not_grow_with_the_chunks(chunks, dtype):
+    """Rounded to 16 bits after every chunk, dweight loses what each one adds (Liger #512, #827)."""
+    tokens, vocab_size = 2048, 64
+    inputs, labels = linear_inputs(
+        dtype, torch.device("cpu"), tokens, 32, vocab_size, bias=True, ignored=0.0
+    )
+    check_linear(inputs, labels, chunk_mib=chunk_mib(tokens // chunks, vocab_size, dtype))

@@ -1,0 +1,200 @@
+"""Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
+
+sm_90 gets the full product of logits' dtypes and flags (48 compilations of the cross entropy). The
+other targets get all flags off, all flags on, and rows in which every pair of two flags' values
+occurs, for each dtype in turn. A compilation takes about a second. A kernel that has no row in
+KERNELS fails `test_every_kernel_is_in_the_matrix`.
+"""
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import INTERPRETED
+
+import liger_patch
+
+pytest.importorskip("triton")
+
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, KernelInterface
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
+
+FOLDER = Path(liger_patch.__file__).parent / "kernels"
+FULL = GPUTarget("cuda", 90, 32)
+TARGETS = [
+    FULL,
+    GPUTarget("cuda", 80, 32),
+    GPUTarget("cuda", 100, 32),
+    GPUTarget("hip", "gfx942", 64),
+]
+BINARY = {"cuda": "cubin", "hip": "hsaco"}
+DTYPES = ("*bf16", "*fp16", "*fp32")
+FLAGS = (  # softcap, class weight, label smoothing, gradient
+    (0, 0, 0, 0),
+    (1, 1, 1, 1),
+    (1, 0, 0, 1),
+    (0, 1, 0, 1),
+    (0, 0, 1, 1),
+    (1, 1, 1, 0),
+)
+
+
+def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(id, arguments: a type or a value, warps) of each compilation for the target."""
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    everything = itertools.product(DTYPES, itertools.product((0, 1), repeat=4), (MAX_BLOCK_V,))
+    rotated = ((DTYPES[i % 3], flags, MAX_BLOCK_V) for i, flags in enumerate(FLAGS * 2))
+    ends = itertools.product(DTYPES, FLAGS[:2], (MAX_BLOCK_V,))
+    small = [("*bf16", FLAGS[1], 131), ("*fp32", FLAGS[1], 2)]
+    cases = {*everything, *small} if target == FULL else {*rotated, *ends, *small}
+    for dtype, flags, vocab_size in sorted(cases):
+        softcap, class_weight, smoothing, gradient = flags
+        block_v, warps = block_and_warps(vocab_size, target.warp_size)
+        yield (
+            f"{dtype[1:]}-V{vocab_size}-" + "".join(map(str, flags)),
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "dlogits_ptr": dtype if gradient else None,
+                "dlogits_stride": "i32",
+                "labels_ptr": "*i64",
+                "row_scale_ptr": "*fp32" if gradient else None,
+                # class weights come in the model's dtype or in float32
+                "class_weight_ptr": (dtype if smoothing else "*fp32") if class_weight else None,
+                "loss_ptr": "*fp32",
+                "vocab_size": "i32",
+                "ignore_index": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "label_smoothing": ("fp32", 0.1 * smoothing),
+                "z_loss": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
+
+
+def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.scale_triton import BLOCK
+
+    for dtype, size in itertools.product(DTYPES, ("i32", "i64")):
+        yield (
+            f"{dtype[1:]}-{size}",
+            {
+                "values_ptr": dtype,
+                "factor_ptr": "*fp32",
+                "size": size,
+                "stride": "i32",
+                "BLOCK": BLOCK,
+            },
+            8,
+        )
+
+
+KERNELS = {"_cross_entropy_kernel": cross_entropy, "_scale_kernel": scale}
+
+
+def jit_functions() -> dict[str, KernelInterface]:
+    """Every function under @triton.jit in the package's kernels, with its heuristics, by name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        module = importlib.import_module(f"liger_patch.kernels.{path.stem}")
+        for name, value in vars(module).items():
+            if isinstance(value, KernelInterface) and plain(value).module == module.__name__:
+                found[name] = value
+    return found
+
+
+def plain(kernel: Any) -> JITFunction:
+    return kernel if isinstance(kernel, JITFunction) else plain(kernel.fn)
+
+
+def flags_of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The flags that the kernel's own heuristics make of the arguments."""
+    if isinstance(kernel, JITFunction):
+        return {}
+    values = {n: v[1] if isinstance(v, tuple) else v for n, v in arguments.items()}
+    return {n: derive(values) for n, derive in kernel.values.items()} | flags_of(
+        kernel.fn, arguments
+    )
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], warps: int, target: GPUTarget) -> Any:
+    function = plain(kernel)
+    arguments = arguments | flags_of(kernel, arguments)
+    assert sorted(arguments) == sorted(function.arg_names)
+    types = {n: v[0] if isinstance(v, tuple) else v for n, v in arguments.items()}
+    constants = {n: v for n, v in types.items() if not isinstance(v, str)}
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
+        # PyTorch's tensors start at multiples of 16 bytes: loads are as wide as in a real launch
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(function.arg_names)
+            if signature[n].startswith("*")
+        }
+        source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
+    else:  # Triton 3.2
+        signature = {n: types[n] for n in function.arg_names if n not in constants}
+        source = ASTSource(function, signature, constants=constants)
+    return compile_kernel(source, target=target, options={"num_warps": warps})
+
+
+def lacking(target: GPUTarget) -> str:
+    """What the installed Triton lacks to compile for the target; empty if nothing."""
+    if target.arch == 100 and "constexprs" not in inspect.signature(ASTSource).parameters:
+        return "sm_100 came with Triton 3.3"
+    if target.backend == "hip":
+        from triton.backends.amd.compiler import HIPBackend
+
+        try:  # newer ones bring their linker
+            getattr(HIPBackend, "path_to_rocm_lld", lambda: None)()
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+MATRIX = [
+    pytest.param(
+        target,
+        name,
+        case,
+        id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
+        marks=pytest.mark.skipif(bool(reason), reason=reason),
+    )
+    for target in TARGETS
+    for reason in [lacking(target)]
+    for name, cases in (() if INTERPRETED else KERNELS.items())
+    for case in cases(target)
+]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, KernelInterface]:
+    return jit_functions()
+
+
+def test_every_kernel_is_in_the_matrix(kernels):
+    sources = {name: plain(kernel).src for name, kernel in kernels.items()}
+    helpers = {
+        name
+        for name in sources
+        for other in sources
+        if other != name and f"{name}(" in sources[other]
+    }
+    assert kernels.keys() - helpers == KERNELS.keys()
+
+
+@pytest.mark.parametrize(("target", "name", "case"), MATRIX)
+def test_compiles(target, name, case, kernels):
+    _, arguments, warps = case
+    assert len(compiled(kernels[name], arguments, warps, target).asm[BINARY[target.backend]])

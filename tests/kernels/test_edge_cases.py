@@ -1,0 +1,223 @@
+"""Edge cases of the operators, each by the fact that must hold."""
+
+import math
+
+import pytest
+import torch
+from three_ways import (
+    LOW_DTYPES,
+    OPTIONS,
+    check_linear,
+    check_logits,
+    chunk_mib,
+    filled,
+    linear_inputs,
+    logits_inputs,
+    loss_and_gradients,
+)
+
+from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+CPU = torch.device("cpu")
+REDUCTIONS = ("none", "mean", "sum")
+# NumPy, with which Triton's interpreter computes, warns of the nan that is asked for here
+not_a_number = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+def all_zero(results):
+    return all(not value.any() and value.isfinite().all() for value in results.values())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_all_labels_ignored_gives_zero(reduction, dtype, tokens, device):
+    inputs, labels = linear_inputs(dtype, device, tokens, bias=True, ignored=1.1)
+    logits, _ = logits_inputs(dtype, device, tokens)
+    for options in ({}, OPTIONS["everything"]):
+        options = filled(options, tokens, 131, device) | {"reduction": reduction}
+        assert all_zero(check_linear(inputs, labels, **options))
+        assert all_zero(check_logits(logits, labels, **options))
+
+
+@pytest.mark.parametrize("items", [0, 3, True])
+def test_no_supervised_token_gives_zero_for_any_number_of_items(items, device):
+    inputs, labels = linear_inputs(torch.bfloat16, device, 5, bias=True, ignored=1.1)
+    options = filled({"num_items_in_batch": items}, 5, 131, device)
+    assert all_zero(check_linear(inputs, labels, **options))
+
+
+@pytest.mark.parametrize("weights", ["token_weight", "class_weight"])
+def test_weights_that_add_up_to_nothing_give_zero(weights, device):
+    inputs, labels = linear_inputs(torch.float32, device, bias=True)
+    size = len(labels) if weights == "token_weight" else 131
+    assert all_zero(check_linear(inputs, labels, **{weights: torch.zeros(size, device=device)}))
+
+
+@pytest.mark.parametrize("label", [-1, -101, 131, 10**12, -(2**62)])
+@pytest.mark.parametrize("position", [0, 11])
+def test_label_outside_the_vocabulary_is_an_error(label, position, device):
+    inputs, labels = linear_inputs(torch.float32, device)
+    logits, _ = logits_inputs(torch.float32, device)
+    labels[position] = label
+    expected = rf"labels must be in \[0, 131\) or ignore_index \(-100\), got {label} "
+    with pytest.raises(ValueError, match=expected):
+        linear_cross_entropy(**inputs, labels=labels)
+    with pytest.raises(ValueError, match=expected):
+        cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize("ignore_index", [0, 5, 130, -1, 131, 10**12])
+def test_any_ignore_index_also_within_the_vocabulary(ignore_index, device):
+    inputs, labels = linear_inputs(torch.float32, device, ignore_index=ignore_index)
+    logits, _ = logits_inputs(torch.float32, device)
+    check_linear(inputs, labels, ignore_index=ignore_index)
+    check_logits(logits, labels, ignore_index=ignore_index)
+
+
+@not_a_number
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_nan_and_infinity_in_hidden_states_reach_the_loss(value, reduction, device):
+    inputs, labels = linear_inputs(torch.float32, device, ignored=0.0)
+    inputs["hidden_states"][4, 2] = value
+    ours = loss_and_gradients(
+        lambda **x: linear_cross_entropy(**x, labels=labels, reduction=reduction), inputs
+    )
+    loss = ours["loss"]
+    assert loss[4].isnan() if reduction == "none" else loss.isnan()
+    assert ours["hidden_states"][4].isnan().all()
+    assert ours["weight"].isnan().any()
+    others = [row for row in range(len(labels)) if row != 4]
+    assert ours["hidden_states"][others].isfinite().all()
+
+
+def test_nan_in_an_ignored_token_reaches_nothing(device):
+    inputs, labels = linear_inputs(torch.float32, device, bias=True, ignored=0.0)
+    labels[4] = -100
+    clean = check_linear(inputs, labels)
+    inputs["hidden_states"][4] = math.nan
+    ours = loss_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
+    torch.testing.assert_close(ours, clean, rtol=0, atol=0)
+
+
+@not_a_number
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_infinity_in_logits_reach_the_loss(value, device):
+    logits, labels = logits_inputs(torch.float32, device, ignored=0.0)
+    logits[4, 2] = value
+    ours = loss_and_gradients(lambda logits: cross_entropy(logits, labels), {"logits": logits})
+    assert ours["loss"].isnan()
+    assert ours["logits"][4].isnan().all()
+    assert ours["logits"][[0, 3, 11]].isfinite().all()
+
+
+def test_minus_infinity_at_the_label_is_an_infinite_loss(device):
+    logits, labels = logits_inputs(torch.float32, device, ignored=0.0)
+    logits[4, labels[4]] = -math.inf
+    losses = cross_entropy(logits, labels, reduction="none")
+    assert losses[4] == math.inf
+    assert losses.isfinite().sum() == len(labels) - 1
+
+
+FROZEN = [
+    ("hidden_states",),
+    ("weight",),
+    ("bias",),
+    ("hidden_states", "weight"),
+    ("weight", "bias"),
+    ("hidden_states", "bias"),
+    ("hidden_states", "weight", "bias"),
+]
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=", ".join)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_exist_where_they_are_wanted(frozen, reduction, dtype, device):
+    inputs, labels = linear_inputs(dtype, device, 7, bias=True)
+    ours = check_linear(inputs, labels, frozen=frozen, reduction=reduction)
+    assert {name for name, value in ours.items() if value is None} == set(frozen)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_loss_without_gradients(mode, reduction, device):
+    inputs, labels = linear_inputs(torch.bfloat16, device, bias=True)
+    expected = check_linear(inputs, labels, reduction=reduction)["loss"]
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    with mode():
+        loss = linear_cross_entropy(**leaves, labels=labels, reduction=reduction)
+        logits = torch.nn.functional.linear(*leaves.values())
+        ready_made = cross_entropy(logits, labels, reduction=reduction)
+    assert not loss.requires_grad
+    assert not ready_made.requires_grad
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    torch.testing.assert_close(ready_made, expected)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen head"])
+def test_masked_average_by_the_caller_over_long_runs_of_ignored_labels(dtype, frozen, device):
+    """Losses per token, masked and averaged by the caller, as reinforcement learning does."""
+    inputs, labels = linear_inputs(dtype, device, 40, 20, 67, bias=True, ignored=0.0)
+    labels[3:30] = labels[35:] = -100
+    upstream = (labels != -100) * torch.rand(40, device=device) / 8
+    upstream[1] = 0
+    ours = check_linear(inputs, labels, upstream=upstream, reduction="none", frozen=frozen)
+    assert not ours["loss"][3:30].any()
+    assert not ours["hidden_states"][3:30].any()
+
+
+def test_upstream_gradients_of_ignored_tokens_do_not_matter(device):
+    inputs, labels = linear_inputs(torch.bfloat16, device, bias=True, ignored=0.5)
+    upstream = torch.ones(len(labels), device=device)
+    how = {"reduction": "none", "chunk_mib": chunk_mib(5, 131, torch.bfloat16)}
+    clean = check_linear(inputs, labels, upstream=upstream, **how)
+    upstream[labels == -100] = 1e30
+    torch.testing.assert_close(check_linear(inputs, labels, upstream=upstream, **how), clean)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_scale_in_float16_loses_no_small_gradient(reduction, device):
+    inputs, labels = linear_inputs(torch.float16, device, 16, 20, 1021, ignored=0.0)
+    inputs["hidden_states"] /= 32  # every p is about 1 / 1021
+    scale = torch.tensor(65536.0, device=device)
+    upstream = scale if reduction == "mean" else (scale / 16).expand(16)
+    ours = check_linear(inputs, labels, reduction=reduction, upstream=upstream)
+    exact = loss_and_gradients(
+        lambda **x: linear_cross_entropy(**x, labels=labels, reduction=reduction),
+        {name: value.double() for name, value in inputs.items()},
+        upstream,
+    )
+    for name in inputs:
+        seen = exact[name].abs() >= torch.finfo(torch.float16).tiny
+        assert ours[name][seen].all()
+        assert ours[name].isfinite().all()
+
+
+def test_one_class_has_no_loss(device):
+    inputs, labels = linear_inputs(torch.float32, device, 5, 7, 1)
+    assert not check_linear(inputs, labels)["loss"]
+
+
+@pytest.mark.parametrize("checkpoint_reentrant", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_checkpointed_loss_is_the_same(checkpoint_reentrant, reduction):
+    inputs, labels = linear_inputs(torch.bfloat16, CPU, bias=True)
+
+    def loss_of(hidden_states, weight, bias):
+        return linear_cross_entropy(hidden_states, weight, labels, bias=bias, reduction=reduction)
+
+    def checkpointed(**x):
+        return torch.utils.checkpoint.checkpoint(
+            loss_of, *x.values(), use_reentrant=checkpoint_reentrant
+        )
+
+    torch.testing.assert_close(
+        loss_and_gradients(checkpointed, inputs),
+        loss_and_gradients(loss_of, inputs),
+        rtol=0,
+        atol=0,
+    )

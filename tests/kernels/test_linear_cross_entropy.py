@@ -1,0 +1,102 @@
+"""Linear and cross entropy in one, in every option, dtype, shape and reduction."""
+
+import pytest
+import torch
+from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+CPU = torch.device("cpu")
+SHAPES = {  # N, H, V
+    "aligned": (64, 64, 256),
+    "unaligned": (13, 37, 131),
+    "one_of_each": (1, 1, 2),
+    "wide": (
+        6,
+        300,
+        32,
+    ),  # H above 256: a bias was once added per block of 256 (cut_cross_entropy #52)
+    "many_blocks": (5, 40, 9001),
+    "no_power": (9, 5, 1021),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_every_option_in_every_dtype(options, dtype, device):
+    inputs, labels = linear_inputs(dtype, device, bias=dtype != torch.float16)
+    options = filled(options, len(labels), 131, device)
+    check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_any_shape(shape, dtype, cpu_form):
+    tokens, _, vocab_size = shape
+    inputs, labels = linear_inputs(dtype, cpu_form, *shape, bias=True)
+    check_linear(inputs, labels, **filled(OPTIONS["everything"], tokens, vocab_size, cpu_form))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("frozen", [(), ("hidden_states",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+def test_every_reduction_with_any_upstream_gradient(reduction, dtype, frozen, ignored, device):
+    inputs, labels = linear_inputs(dtype, device, bias=True, ignored=ignored)
+    upstream = torch.tensor(-1.7, device=device)
+    if reduction == "none":
+        upstream = torch.randn(len(labels), device=device) * torch.arange(
+            len(labels), device=device
+        )
+    check_linear(
+        inputs,
+        labels,
+        upstream=upstream,
+        frozen=frozen,
+        reduction=reduction,
+        chunk_mib=chunk_mib(5, 131, dtype),
+        token_weight=torch.rand(len(labels), device=device),
+    )
+
+
+@pytest.mark.parametrize("options", ["plain", "class_weight_smoothing", "items_int", "everything"])
+def test_gradcheck_in_float64(options):
+    inputs, labels = linear_inputs(torch.float64, CPU, 5, 4, 11, bias=True)
+    options = filled(OPTIONS[options], 5, 11, CPU)
+    leaves = [value.requires_grad_() for value in inputs.values()]
+    small = chunk_mib(2, 11, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: linear_cross_entropy(x, w, labels, bias=b, chunk_mib=small, **options),
+        leaves,
+    )
+    check_linear({k: v.detach() for k, v in inputs.items()}, labels, chunk_mib=small, **options)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "linear_cross_entropy"),
+    reason="this torch has no linear_cross_entropy",
+)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_equals_torch_linear_cross_entropy(reduction, label_smoothing):
+    inputs, labels = linear_inputs(torch.float64, CPU)
+    how = {"reduction": reduction, "label_smoothing": label_smoothing}
+    theirs = torch.nn.functional.linear_cross_entropy(
+        inputs["hidden_states"], inputs["weight"], labels, **how
+    )
+    torch.testing.assert_close(linear_cross_entropy(**inputs, labels=labels, **how), theirs)
+
+
+def test_bias_changes_the_loss():
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True)
+    with_bias = linear_cross_entropy(**inputs, labels=labels)
+    del inputs["bias"]
+    assert abs(with_bias - linear_cross_entropy(**inputs, labels=labels)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_twice_the_same_bits(dtype, device):
+    inputs, labels = linear_inputs(dtype, device, bias=True)
+    how = {"label_smoothing": 0.1, "chunk_mib": chunk_mib(5, 131, dtype)}
+    first, second = (check_linear(inputs, labels, **how) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,46 @@
+"""Scaling a gradient in place by a factor on the device."""
+
+import math
+
+import pytest
+import torch
+from three_ways import LOW_DTYPES
+
+from liger_patch.kernels.scale import scale_
+
+SIZES = [(0,), (1,), (8191,), (8193,), (3, 5, 7), (131, 64)]
+
+
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, -2.0, 0.3, 0.0])
+def test_values_are_multiplied_in_place(dtype, size, factor, device):
+    values = torch.randn(size, device=device).to(dtype)
+    factor = torch.tensor(factor, device=device)
+    expected = (values.double() * factor.double()).to(dtype)
+    assert scale_(values, factor) is values
+    torch.testing.assert_close(values, expected)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_factor_of_one_leaves_every_bit(dtype, device):
+    values = torch.tensor([0.1, math.nan, math.inf, -math.inf, -0.0, 1e-7], device=device).to(dtype)
+    before = values.clone()
+    scale_(values, torch.tensor(1.0, device=device))
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert torch.equal(values.view(integers), before.view(integers))
+
+
+def test_nothing_beyond_the_end_is_touched(device):
+    whole = torch.ones(20_000, device=device)
+    scale_(whole[:8195], torch.tensor(3.0, device=device))
+    assert whole[:8195].eq(3).all()
+    assert whole[8195:].eq(1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2**31 + 77])
+def test_more_elements_than_32_bits_count(size):
+    values = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+    scale_(values, torch.tensor(3.0, device="cuda"))
+    assert values.eq(3).all()
