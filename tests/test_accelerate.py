@@ -1,0 +1,259 @@
+"""accelerate: prepared, unwrapped, dispatched and offloaded models stay patched, and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import Batch, tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call, joined, step, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred import DeferredLogits
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.hooks import (  # noqa: E402
+    AlignDevicesHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
+from accelerate.state import AcceleratorState  # noqa: E402
+
+ROWS = {row.model_type: row for row in registry.available()}
+CPU = torch.device("cpu")
+WHEN = ("before", "after")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_state() -> Iterator[None]:
+    """accelerate keeps one precision for the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def make_model(model_type: str = "llama") -> PreTrainedModel:
+    return tiny_model(ROWS[model_type])
+
+
+def patched_around(
+    change: Callable[[PreTrainedModel], Any], when: str, model_type: str = "llama"
+) -> PreTrainedModel:
+    """A model that is patched before or after `change`, or not ("")."""
+    model = make_model(model_type)
+    if when == "before":
+        apply_patch(model)
+    change(model)
+    if when == "after":
+        apply_patch(model)
+    return model
+
+
+def prepare(model: PreTrainedModel, mixed_precision: str = "bf16") -> accelerate.Accelerator:
+    accelerator = accelerate.Accelerator(mixed_precision=mixed_precision, cpu=True)
+    assert accelerator.prepare(model) is model
+    return accelerator
+
+
+def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert isinstance(logits, DeferredLogits)
+    assert not logits.is_computed
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str, when: str) -> None:
+    batch = tiny_batch(make_model(model_type))
+    results = {}
+    for patch in ("", when):
+        model = patched_around(lambda m: prepare(m, mixed_precision), patch, model_type)
+        results[patch] = step(model, batch)
+    outputs = call(model, batch)
+    assert outputs.loss.dtype == outputs.logits.dtype == torch.float32
+    assert_deferred(model, outputs.logits)
+    truth = step(widened(make_model(model_type)), batch)
+    truth, eager, ours = joined(truth, results[""], results[when])
+    assert_no_worse(
+        ours, eager, truth, torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    )
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
+    gathered = {}
+    for patch in ("", when):
+        model = make_model("gemma2")
+        if patch == "before":
+            apply_patch(model)
+        accelerator = prepare(model)
+        if patch == "after":
+            apply_patch(model)
+        batch = tiny_batch(model)
+        outputs = model(**batch)
+        accelerator.backward(outputs.loss)
+        gathered[patch] = [
+            accelerator.gather_for_metrics(outputs.logits),
+            *accelerator.gather_for_metrics((outputs.logits, batch["labels"])),
+            accelerator.gather(outputs.logits),
+            accelerator.pad_across_processes(outputs.logits, dim=1),
+            accelerator.reduce(outputs.logits),
+            accelerator.gather_for_metrics({"logits": outputs.logits.argmax(-1)})["logits"],
+        ]
+    for ours, eager in zip(gathered[when], gathered[""], strict=True):
+        assert ours.dtype == eager.dtype
+        assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
+@pytest.mark.parametrize("when", WHEN)
+def test_an_unwrapped_model_stays_patched(when: str, keep_fp32_wrapper: bool) -> None:
+    def prepare_and_unwrap(model: PreTrainedModel) -> None:
+        accelerators.append(prepare(model))
+
+    accelerators: list[accelerate.Accelerator] = []
+    model = patched_around(prepare_and_unwrap, when)
+    batch = tiny_batch(model)
+    prepared, unprepared = model(**batch).loss, apply_patch(make_model())(**batch).loss
+    assert prepared != unprepared
+    unwrapped = accelerators[0].unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+    assert unwrapped is model
+    outputs = model(**batch)
+    assert_deferred(model, outputs.logits)
+    # a forward that accelerate had replaced before the patch stays replaced
+    stays_bf16 = keep_fp32_wrapper or when == "after"
+    assert torch.equal(outputs.loss, prepared if stays_bf16 else unprepared)
+    assert isinstance(model(**batch, return_dict=False)[1], Tensor)
+
+
+@pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
+@pytest.mark.parametrize("when", WHEN)
+def test_a_prepared_model_can_be_reverted_and_patched_again(
+    when: str, keep_fp32_wrapper: bool
+) -> None:
+    accelerators: list[accelerate.Accelerator] = []
+    model = patched_around(lambda m: accelerators.append(prepare(m)), when)
+    batch = tiny_batch(model)
+    fused = model(**batch).loss
+    revert_patch(model)
+    assert type(model(**batch).logits) is Tensor
+    apply_patch(model)
+    outputs = model(**batch)
+    assert_deferred(model, outputs.logits)
+    assert torch.equal(outputs.loss, fused)
+    accelerators[0].unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+    assert_deferred(model, model(**batch).logits)
+    revert_patch(model)
+    assert type(model(**batch).logits) is Tensor
+
+
+def hook_every_module(model: PreTrainedModel) -> None:
+    add_hook_to_module(model, AlignDevicesHook(CPU, io_same_device=True))
+    for name, module in model.named_modules():
+        if name and not list(module.children()):
+            add_hook_to_module(module, AlignDevicesHook(CPU))
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_hooks_come_and_go(when: str) -> None:
+    eager_class = type(make_model())
+    model = patched_around(hook_every_module, when)
+    batch = tiny_batch(model)
+    expected = apply_patch(make_model())(**batch).loss
+    for change in (revert_patch, apply_patch):
+        change(model)
+        assert isinstance(model(**batch).logits, DeferredLogits) is (change is apply_patch)
+    remove_hook_from_module(model, recurse=True)
+    for change in (revert_patch, apply_patch):
+        change(model)
+        outputs = model(**batch)
+        assert isinstance(outputs.logits, DeferredLogits) is (change is apply_patch)
+    assert torch.equal(outputs.loss, expected)
+    assert type(revert_patch(model)) is eager_class
+
+
+def dispatch(model: PreTrainedModel, folder: Path) -> None:
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def dispatch_parts(model: PreTrainedModel, folder: Path) -> None:
+    devices = {"model": "cpu", "lm_head": "cpu"}
+    accelerate.dispatch_model(model, devices, main_device="cpu", force_hooks=True)
+
+
+def head_on_disk(model: PreTrainedModel, folder: Path) -> None:
+    devices = {"model": "cpu", "lm_head": "disk"}
+    accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=str(folder))
+
+
+def head_offloaded(model: PreTrainedModel, folder: Path) -> None:
+    accelerate.cpu_offload(model.lm_head, execution_device=CPU)
+
+
+def all_offloaded(model: PreTrainedModel, folder: Path) -> None:
+    accelerate.cpu_offload(model, execution_device=CPU)
+
+
+def all_on_disk(model: PreTrainedModel, folder: Path) -> None:
+    accelerate.disk_offload(model, str(folder), execution_device=CPU)
+
+
+def gradients_that_exist(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+    """Offloaded weights have none: their parameters are on the meta device."""
+    if loss.requires_grad:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.device.type != "meta"}
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    ("place", "model_type"),
+    [
+        (dispatch, "llama"),
+        (dispatch_parts, "llama"),
+        (head_on_disk, "llama"),
+        (head_offloaded, "llama"),
+        (all_offloaded, "llama"),
+        (all_on_disk, "llama"),
+        (dispatch, "gemma2"),
+        (all_offloaded, "gemma2"),
+    ],
+)
+def test_a_dispatched_model_is_fused_and_trains_as_eager(
+    place: Callable[[PreTrainedModel, Path], None], model_type: str, when: str, tmp_path: Path
+) -> None:
+    batch: Batch = tiny_batch(make_model(model_type))
+    results = {}
+    for patch in ("", when):
+        model = patched_around(lambda m: place(m, tmp_path), patch, model_type)
+        outputs = model(**batch)
+        results[patch] = {
+            "loss": outputs.loss.detach(),
+            **gradients_that_exist(model, outputs.loss),
+        }
+        if not patch:
+            eager_logits = outputs.logits
+    assert_deferred(model, outputs.logits)
+    assert torch.equal(outputs.logits, eager_logits)
+    truth = step(widened(make_model(model_type)), batch)
+    # a weight that is offloaded has no gradient, patched or not
+    truth = {name: None if value is None else truth[name] for name, value in results[""].items()}
+    assert_no_worse(results[when], results[""], truth, torch.float32)
+
+
+def test_logits_of_an_offloaded_head_can_be_read_after_the_forward_pass() -> None:
+    batch = tiny_batch(make_model())
+    expected = make_model()(**batch).logits
+    model = apply_patch(make_model())
+    accelerate.cpu_offload(model, execution_device=CPU)
+    outputs = model(**batch)
+    assert_deferred(model, outputs.logits)
+    assert torch.equal(outputs.logits, expected)

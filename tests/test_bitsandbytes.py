@@ -1,0 +1,198 @@
+"""bitsandbytes on the CPU: a 4-bit model with a 16-bit head is fused; a 4-bit head says why not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import Batch, tiny_batch, tiny_model
+from torch import nn
+from training_step import joined
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred import DeferredLogits
+
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+ROWS = {row.model_type: row for row in registry.available()}
+# peft 0.21 calls Transformers' gradient_checkpointing_enable, which 5.23 has renamed.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"
+)
+FALLBACK = "liger_patch computes ordinary logits"
+
+
+class Checkpoint(NamedTuple):
+    model: PreTrainedModel
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    model = tiny_model(ROWS[request.param], dtype=torch.bfloat16)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return Checkpoint(model, folder)
+
+
+def load(checkpoint: Checkpoint) -> PreTrainedModel:
+    """In 4 bits, but for the head and what is not a linear layer."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head"],
+    )
+    model = type(checkpoint.model).from_pretrained(
+        checkpoint.folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    assert isinstance(model.model.layers[0].self_attn.q_proj, bnb.nn.Linear4bit)
+    assert type(model.lm_head) is nn.Linear
+    return model
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    return peft.get_peft_model(model, config)
+
+
+def results(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    model.train()
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert any(gradient.any() for gradient in gradients.values())
+    return {"loss": loss.detach(), **gradients}
+
+
+def dequantised(model: nn.Module) -> nn.Module:
+    """The same model with the 4-bit weights written out, in float64."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, bnb.nn.Linear4bit):
+                weight = bnb.functional.dequantize_4bit(child.weight.data, child.weight.quant_state)
+                plain = nn.Linear(child.in_features, child.out_features, bias=False)
+                plain.weight = nn.Parameter(weight, requires_grad=False)
+                setattr(module, name, plain)
+    return model.double()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_lora_on_a_4_bit_model_trains_as_eager(
+    checkpoint: Checkpoint, use_reentrant: bool | None
+) -> None:
+    batch = tiny_batch(checkpoint.model)
+
+    def make() -> nn.Module:
+        checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+        model = peft.prepare_model_for_kbit_training(
+            load(checkpoint),
+            use_gradient_checkpointing=use_reentrant is not None,
+            **({} if use_reentrant is None else checkpointing),
+        )
+        return with_lora(model)
+
+    eager_model, model = make(), apply_patch(make())
+    eager, ours = results(eager_model, batch), results(model, batch)
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert not any(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
+    truth = results(dequantised(eager_model), batch)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+    revert_patch(model)
+    assert not isinstance(model(**batch).logits, DeferredLogits)
+
+
+def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    batch = tiny_batch(checkpoint.model, batch=4)
+    samples = [{name: value[i] for name, value in batch.items()} for i in range(4)]
+    runs = []
+    for patch in (False, True):
+        base = peft.prepare_model_for_kbit_training(
+            load(checkpoint), gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        model = with_lora(base)
+        if patch:
+            apply_patch(model)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-3,
+            bf16=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=samples)
+        trainer.train()
+        history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+        runs.append(torch.tensor(history, dtype=torch.float64))
+    assert patch_status(model).fused
+    eager, ours = runs
+    assert eager.shape == (2, 2)
+    # no float64 of a 4-bit model in Trainer: eager is the truth, in the dtype of the products
+    assert_no_worse({"": ours}, {"": eager}, {"": eager}, torch.bfloat16)
+
+
+def with_4_bit_head(model: PreTrainedModel) -> PreTrainedModel:
+    weight = model.lm_head.weight.detach().clone()
+    head = bnb.nn.Linear4bit(*weight.shape[::-1], bias=False, compute_dtype=weight.dtype)
+    head.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+    model.lm_head = head.to("cpu")
+    assert model.lm_head.weight.dtype == torch.uint8
+    return model
+
+
+@pytest.mark.parametrize("trained", ["whole backbone", "lora"])
+def test_a_4_bit_head_falls_back_with_one_warning(checkpoint: Checkpoint, trained: str) -> None:
+    batch = tiny_batch(checkpoint.model)
+
+    def make() -> nn.Module:
+        model = with_4_bit_head(copy.deepcopy(checkpoint.model))
+        return with_lora(model) if trained == "lora" else model
+
+    eager_model, model = make(), apply_patch(make())
+    eager = results(eager_model, batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = results(model, batch)
+        results(model, batch)
+    (warning,) = [w for w in caught if FALLBACK in str(w.message)]
+    assert "Linear4bit" in str(warning.message)
+    status = patch_status(model)
+    assert status.fused is False
+    assert status.reason in str(warning.message)
+    assert "Linear4bit" in str(status)
+    truth = results(dequantised(eager_model), batch)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+
+
+def test_a_4_bit_head_where_fusing_is_demanded_is_an_error(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_patch(with_4_bit_head(copy.deepcopy(checkpoint.model)))
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    with pytest.raises(RuntimeError, match="Linear4bit"):
+        model(**tiny_batch(model))

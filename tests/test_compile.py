@@ -1,0 +1,243 @@
+"""torch.compile of a patched model: eager's loss and gradients, and the backbone in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import Batch, tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from training_step import joined, step, tell_apart
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred import DeferredLogits
+
+ROWS = {row.model_type: row for row in registry.available()}
+# What torch says of its own tracing; pyproject.toml makes every warning an error.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+]
+IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
+
+
+class Graphs:
+    """A backend that keeps the number of ``linear`` calls in each graph, and runs the graphs."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        self.linears: list[int] = []
+        self.run = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.linears.append(
+            sum(
+                "linear" in str(node.target)
+                for node in graph.graph.nodes
+                if node.op == "call_function"
+            )
+        )
+        return self.run(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:
+    """With one layer, for the sake of the compiler's time."""
+    model = tiny_model(ROWS[model_type]).double()
+    del model.model.layers[1:]
+    return apply_patch(model) if patch else model
+
+
+def batch_of(model: nn.Module, seed: int = 0, ignored: float = 0.3) -> Batch:
+    batch = tiny_batch(model, seed=seed, ignored=ignored)
+    if ignored == 1.0:
+        batch["labels"].fill_(-100)
+    return batch
+
+
+def assert_same_step(ours: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> None:
+    truth, ours = tell_apart(truth, ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def run(
+    model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None
+) -> dict[str, Tensor | None]:
+    """Loss and gradients of `call`, which is `model` compiled, or of `model`."""
+    model.zero_grad()
+    loss = (model if call is None else call)(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "backend"),
+    [
+        ("llama", "eager"),
+        pytest.param("gemma2", "eager", marks=pytest.mark.slow),
+        pytest.param("llama", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_any_number_of_ignored_labels_gives_the_loss_and_gradients_of_eager(
+    model_type: str, backend: str
+) -> None:
+    model, uncompiled = make_model(model_type), make_model(model_type)
+    eager, wide = (make_model(model_type, patch=False) for _ in range(2))
+    graphs = Graphs(backend)
+    compiled = torch.compile(model, backend=graphs)
+    counts = []
+    for seed, ignored in enumerate(IGNORED):
+        batch = batch_of(model, seed, ignored)
+        ours = run(model, batch, compiled)
+        counts.append(len(graphs.linears))
+        assert patch_status(model).fused
+        assert_same_step(ours, run(uncompiled, batch))
+        if ignored < 1.0:  # eager's mean of no token is nan
+            results = joined(step(wide, batch), run(eager, batch), ours)
+            assert_no_worse(results[2], results[1], results[0], torch.float32)
+        else:
+            assert ours["loss"].item() == 0.0
+    assert len(set(counts)) == 1, "compiled again for another number of ignored labels"
+
+
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_the_backbone_is_in_one_graph_and_the_head_in_none(model_type: str) -> None:
+    model = make_model(model_type)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    batch = batch_of(model)
+    for _ in range(2):
+        logits = compiled(**batch).logits
+        assert isinstance(logits, DeferredLogits)
+        assert not logits.is_computed
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert [count for count in graphs.linears if count] == [layers - 1]
+    expected = make_model(model_type)(**batch).logits
+    torch.testing.assert_close(logits.detach(), expected.detach(), rtol=0, atol=0)
+
+
+def test_calls_with_and_without_labels_alternate() -> None:
+    model, uncompiled = make_model(), make_model()
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    counts = []
+    for seed in range(3):
+        batch = batch_of(model, seed)
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        batch.pop("labels")
+        outputs, expected = compiled(**batch), uncompiled(**batch)
+        assert outputs.loss is None
+        assert not isinstance(outputs.logits, DeferredLogits)
+        torch.testing.assert_close(outputs.logits, expected.logits)
+        counts.append(len(graphs.linears))
+    assert len(set(counts)) == 1, "compiled again for a kind of call that was compiled before"
+
+
+def test_the_flag_is_read_at_every_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, uncompiled = make_model(), make_model()
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    batch = batch_of(model)
+    counts = []
+    for _ in range(2):
+        for flag, deferred in ((None, True), ("1", False), ("0", True)):
+            if flag is None:
+                monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS", raising=False)
+            else:
+                monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", flag)
+            assert isinstance(compiled(**batch).logits, DeferredLogits) is deferred
+            assert patch_status(model).fused is deferred
+            assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        counts.append(len(graphs.linears))
+    assert counts[0] == counts[1]
+
+
+def compile_in_place(model: PreTrainedModel, graphs: Graphs) -> None:
+    model.compile(backend=graphs)
+
+
+def compile_backbone(model: PreTrainedModel, graphs: Graphs) -> None:
+    model.model.compile(backend=graphs)
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "patch_first"),
+    [(compile_in_place, True), (compile_backbone, True), (compile_in_place, False)],
+)
+def test_a_model_that_is_compiled_in_place_trains_as_uncompiled(
+    compile_it: Callable[[PreTrainedModel, Graphs], None], patch_first: bool
+) -> None:
+    model = make_model(patch=patch_first)
+    graphs = Graphs()
+    compile_it(model, graphs)
+    apply_patch(model)
+    for seed in range(2):
+        batch = batch_of(model, seed)
+        assert_same_step(run(model, batch), run(make_model(), batch))
+    assert patch_status(model).fused
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert [count for count in graphs.linears if count] == [layers - 1]
+
+
+def test_a_compiled_model_is_to_be_patched_before() -> None:
+    with pytest.raises(TypeError, match=r"before torch\.compile"):
+        apply_patch(torch.compile(make_model(patch=False), backend=Graphs()))
+
+
+@pytest.mark.slow
+def test_autocast_is_no_worse_than_eager() -> None:
+    results = {}
+    for name in ("eager", "ours"):
+        model = make_model(patch=name == "ours").float()
+        forward = torch.compile(model, backend=Graphs()) if name == "ours" else model
+        with torch.autocast("cpu", torch.bfloat16):
+            results[name] = run(model, batch_of(model), forward)
+    assert patch_status(model).fused
+    truth = step(make_model(patch=False), batch_of(model))
+    truth, eager, ours = joined(truth, results["eager"], results["ours"])
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_trainer_trains_a_compiled_model_as_the_uncompiled_one(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    runs = []
+    for torch_compile in (False, True):
+        model = make_model()
+        batch = tiny_batch(model, batch=8)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=0.05,
+            torch_compile=torch_compile,
+            torch_compile_backend="eager" if torch_compile else None,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+        )
+        samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
+        trainer = Trainer(model, arguments, train_dataset=samples)
+        trainer.train()
+        history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+        runs.append(torch.tensor(history, dtype=torch.float64))
+        assert patch_status(model).fused
+    assert runs[0].shape == (3, 2)
+    assert_no_worse({"": runs[1]}, {"": runs[0]}, {"": runs[0]}, torch.float32)

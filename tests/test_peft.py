@@ -1,0 +1,290 @@
+"""PEFT: adapters of a patched model train as the eager one's, wherever it was patched."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_step import Float64, call, joined, step, tell_apart, widened
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred import DeferredLogits
+
+peft = pytest.importorskip("peft")
+
+# PEFT says so where an adapter touches a tied head, which is what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embeddings:UserWarning")
+
+ROWS = {row.model_type: row for row in registry.available()}
+FALLBACK = "liger_patch computes ordinary logits"
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **options}
+    return peft.LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+class Case(NamedTuple):
+    """A PEFT configuration, and whether the head under it is an ordinary product."""
+
+    config: Callable[[], Any]
+    fused: bool = True
+    model_type: str = "llama"
+
+
+CASES = {
+    "lora": Case(lora),
+    "lora, softcap and tied head": Case(lora, model_type="gemma2"),
+    "dora": Case(lambda: lora(use_dora=True)),
+    "rank-stabilised lora with dropout": Case(lambda: lora(use_rslora=True, lora_dropout=0.2)),
+    "head saved with the adapter": Case(lambda: lora(modules_to_save=["lm_head"])),
+    "tied head saved with the adapter": Case(
+        lambda: lora(modules_to_save=["lm_head"]), model_type="gemma2"
+    ),
+    "lora on the embedding of a tied head": Case(
+        lambda: lora(target_modules=["q_proj", "embed_tokens"]), model_type="gemma2"
+    ),
+    "lora on the head": Case(lambda: lora(target_modules=["q_proj", "lm_head"]), fused=False),
+    "dora on the head": Case(
+        lambda: lora(target_modules=["q_proj", "lm_head"], use_dora=True), fused=False
+    ),
+    "ia3 on the head": Case(
+        lambda: peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=["k_proj", "lm_head"], feedforward_modules=[]
+        ),
+        fused=False,
+    ),
+    "trainable tokens": Case(lambda: lora(trainable_token_indices=[20, 21])),
+    "trainable tokens of a tied head": Case(
+        lambda: lora(trainable_token_indices=[20, 21]), fused=False, model_type="gemma2"
+    ),
+    "prompt tuning": Case(
+        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ),
+    "prefix tuning": Case(
+        lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ),
+}
+PATCHES = ("before", "after", "before and after")
+
+
+def wrapped(model: nn.Module, config: Any, patch: str = "") -> nn.Module:
+    """`model` with adapters that have an effect, patched before wrapping, after it, both or not."""
+    if "before" in patch:
+        apply_patch(model)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and not parameter.any():
+            nn.init.normal_(parameter, std=0.3)
+    if "after" in patch:
+        assert apply_patch(model) is model
+    return model
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_adapters_gradient_is_eagers(name: str, patch: str) -> None:
+    case = CASES[name]
+    base = widened(tiny_model(ROWS[case.model_type]))
+    batch = tiny_batch(base)
+    truth = step(wrapped(widened(tiny_model(ROWS[case.model_type])), case.config()), batch)
+    model = wrapped(base, case.config(), patch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = step(model, batch)
+        step(model, batch)
+    assert sum(FALLBACK in str(warning.message) for warning in caught) == (not case.fused)
+    assert patch_status(model).fused is case.fused
+    assert any(value is not None for name, value in truth.items() if name != "loss")
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["lora", "head saved with the adapter"])
+def test_low_precision_is_no_worse_than_eager(name: str, dtype: torch.dtype) -> None:
+    config = CASES[name].config
+    low = tiny_model(ROWS["llama"], dtype=dtype)
+    batch = tiny_batch(low)
+    eager_model = wrapped(low, config())
+    eager = step(eager_model, batch)
+    model = wrapped(tiny_model(ROWS["llama"], dtype=dtype), config(), "after")
+    ours = step(model, batch)
+    assert patch_status(model).fused
+    wide = wrapped(widened(tiny_model(ROWS["llama"], dtype=dtype)), config())
+    wide.load_state_dict(eager_model.state_dict())
+    truth, eager, ours = joined(step(wide, batch), eager, ours)
+    assert_no_worse(ours, eager, truth, dtype)
+
+
+class ProductShapes(TorchDispatchMode):
+    """The shapes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__ and isinstance(result, Tensor):
+            self.shapes.add(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_head_costs_no_gradient_product(frozen: bool) -> None:
+    config = lora() if frozen else lora(modules_to_save=["lm_head"])
+    model = wrapped(tiny_model(ROWS["llama"]), config, "after")
+    batch = tiny_batch(model)
+    with ProductShapes() as products:
+        call(model, batch).loss.backward()
+    assert (tuple(model.get_output_embeddings().weight.shape) in products.shapes) is not frozen
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert any("lora_" in name for name in gradients)
+    assert any("lm_head" in name for name in gradients) is not frozen
+
+
+def test_adapters_of_transformers_own_integration_train_as_eager() -> None:
+    results = []
+    for patch in (False, True):
+        model = widened(tiny_model(ROWS["llama"]))
+        if patch:
+            apply_patch(model)
+        torch.manual_seed(1)
+        model.add_adapter(lora(init_lora_weights=False))
+        results.append(step(model, tiny_batch(model)))
+    truth, ours = results
+    assert patch_status(model).fused
+    assert any(value is not None for name, value in truth.items() if "lora_" in name)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+# PEFT looks up the base model's config, which models made here do not have on disk.
+@pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
+def test_a_saved_adapter_is_one_of_the_eager_model(tmp_path: Path) -> None:
+    model = wrapped(tiny_model(ROWS["llama"]), lora(modules_to_save=["lm_head"]), "before")
+    batch = tiny_batch(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    call(model, batch).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    trained = call(model, batch)
+    loaded = peft.PeftModel.from_pretrained(tiny_model(ROWS["llama"]), tmp_path)
+    assert torch.equal(call(loaded, batch).logits, trained.logits)
+    patched_before = apply_patch(tiny_model(ROWS["llama"]))
+    loaded = peft.PeftModel.from_pretrained(patched_before, tmp_path, is_trainable=True)
+    again = call(loaded, batch)
+    assert patch_status(loaded).fused
+    assert torch.equal(again.loss, trained.loss)
+    assert isinstance(again.logits, DeferredLogits)
+
+
+@pytest.mark.parametrize("name", ["lora", "head saved with the adapter", "lora on the head"])
+@pytest.mark.filterwarnings(f"ignore:{FALLBACK}")
+def test_merge_and_unload_leaves_a_patched_model(name: str) -> None:
+    config = CASES[name].config
+    merged = {}
+    for patch in ("", "after"):
+        model = wrapped(widened(tiny_model(ROWS["llama"])), config(), patch)
+        batch = tiny_batch(model)
+        call(model, batch)
+        merged[patch] = model.merge_and_unload()
+        for parameter in merged[patch].parameters():
+            parameter.requires_grad_()
+    truth, ours = (step(model, batch) for model in merged.values())
+    assert patch_status(merged["after"]).fused
+    truth, ours = tell_apart(truth, ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+    revert_patch(merged["after"])
+    assert type(merged["after"]) is type(merged[""])
+
+
+def test_a_disabled_adapter_gives_the_loss_of_the_base_model() -> None:
+    base = tiny_model(ROWS["llama"])
+    batch = tiny_batch(base)
+    expected = call(apply_patch(base), batch).loss
+    model = wrapped(tiny_model(ROWS["llama"]), lora(modules_to_save=["lm_head"]), "after")
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    with model.disable_adapter():
+        assert torch.equal(call(model, batch).loss, expected)
+        assert patch_status(model).fused
+    assert not torch.equal(call(model, batch).loss, expected)
+    assert patch_status(model).fused
+
+
+def test_the_active_adapters_head_is_the_one_that_is_used() -> None:
+    results = []
+    for patch in ("", "after"):
+        model = wrapped(
+            widened(tiny_model(ROWS["llama"])), lora(modules_to_save=["lm_head"]), patch
+        )
+        model.add_adapter("second", lora(modules_to_save=["lm_head"], init_lora_weights=False))
+        heads = model.base_model.model.lm_head.modules_to_save
+        with torch.no_grad():
+            heads["second"].weight.copy_(heads["default"].weight.flip(0))
+        for name in ("second", "default"):
+            torch.manual_seed(2)
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_" in parameter_name:
+                    nn.init.normal_(parameter, std=0.3)
+            model.set_adapter(name)
+            results.append(step(model, tiny_batch(model)))
+        assert patch_status(model).fused is (True if patch else None)
+    for truth, ours in zip(results[:2], results[2:], strict=True):
+        assert_no_worse(ours, truth, truth, torch.float32)
+    assert results[2]["loss"] != results[3]["loss"]
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_revert_through_the_wrapper_restores_the_base_model(patch: str) -> None:
+    base = tiny_model(ROWS["llama"])
+    eager_class = type(base)
+    model = wrapped(base, lora(), patch)
+    assert type(base) is not eager_class
+    assert revert_patch(model) is model
+    assert type(base) is eager_class
+    assert "forward" not in vars(base)
+    assert not patch_status(model).patched
+    assert type(call(model, tiny_batch(model)).logits) is Tensor
+
+
+def test_trainer_trains_adapters_as_eager(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    runs = []
+    for patch in ("", "before"):
+        model = wrapped(widened(tiny_model(ROWS["llama"])), lora(), patch)
+        batch = tiny_batch(model, batch=8)
+        samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=0.05,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=samples)
+        with Float64():
+            trainer.train()
+        assert trainer.model_accepts_loss_kwargs
+        history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+        runs.append({"loss and norm": torch.tensor(history, dtype=torch.float64)})
+    assert patch_status(model).fused
+    assert len(history) == 3
+    assert_no_worse(runs[1], runs[0], runs[0], torch.float32)

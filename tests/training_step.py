@@ -1,0 +1,122 @@
+"""One training step of a model as named tensors: eager, patched, or in float64 as the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, revert_patch
+
+Step = dict[str, Tensor | None]
+ROUNDING = (
+    1e-12  # of the largest gradient: in float64, a gradient below it is zero but for rounding
+)
+
+# Transformers 5.0 collects no router logits, or other tensors, for these and fails on their loss.
+FAIL_ON_ROUTERS = ("granitemoe", "qwen3_next", "qwen3_omni_moe_thinker")
+
+
+class Float64(TorchFunctionMode):
+    """A float64 model stays in float64 where its code, or Transformers' loss, casts to float32.
+
+    So the loss that a model computes within this context is the truth, auxiliary losses included.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.float:
+            return args[0] if args[0].dtype == torch.float64 else args[0].double()
+        args, kwargs = tree_map_only(
+            torch.dtype, lambda d: torch.float64 if d == torch.float32 else d, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def widened(model: PreTrainedModel) -> PreTrainedModel:
+    """A float64 copy of a model that has not been called yet."""
+    return copy.deepcopy(model).double()
+
+
+@contextlib.contextmanager
+def patched(model: PreTrainedModel, **options: Any) -> Iterator[PreTrainedModel]:
+    apply_patch(model, **options)
+    try:
+        yield model
+    finally:
+        revert_patch(model)
+
+
+def router_arguments(model: PreTrainedModel) -> dict[str, bool]:
+    """What makes a mixture of experts add its auxiliary loss."""
+    takes_it = "output_router_logits" in inspect.signature(model.forward).parameters
+    if transformers.__version__.startswith("5.0.") and model.config.model_type in FAIL_ON_ROUTERS:
+        takes_it = False
+    return {"output_router_logits": True} if takes_it else {}
+
+
+def call(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Any:
+    """The model's outputs. A float64 model computes in float64 throughout."""
+    torch.manual_seed(0)
+    if model.dtype != torch.float64:
+        return model(**batch, **arguments)
+    wide = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    with Float64():
+        return model(**wide, **arguments)
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> Step:
+    """{name of each parameter: its gradient}; the model keeps none."""
+    model.zero_grad()
+    loss.backward()
+    results = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return results
+
+
+def step(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Step:
+    """{"loss": ..., name of each parameter: its gradient} of one training step."""
+    loss = call(model, batch, **arguments).loss
+    return {"loss": loss.detach(), **gradients(model, loss)}
+
+
+def tell_apart(truth: Step, *others: Step) -> list[Step]:
+    """All of them without the gradients that are zero but for rounding.
+
+    Such are those of a key's bias: it shifts all scores of a softmax alike.
+    """
+    sizes = {n: t.abs().max().item() for n, t in truth.items() if t is not None and t.numel()}
+    largest = max((size for name, size in sizes.items() if name != "loss"), default=0.0)
+    kept = [n for n in truth if n == "loss" or n not in sizes or sizes[n] >= ROUNDING * largest]
+    assert len(kept) > len(truth) / 2
+    return [{name: results[name] for name in kept} for results in (truth, *others)]
+
+
+def joined(truth: Step, *others: Step) -> list[Step]:
+    """All of them as one tensor: the loss and every gradient, each over its largest true value.
+
+    In float32 the luck of a few roundings decides the error of a loss, or of a gradient of a few
+    numbers (a gate, a norm): the rule for errors wants many numbers to compare.
+    """
+    results = []
+    told_apart = tell_apart(truth, *others)
+    for values in told_apart:
+        parts = []
+        for name, expected in told_apart[0].items():
+            value = values[name]
+            assert (value is None) == (expected is None), name
+            if value is not None and expected is not None and value.numel():
+                parts.append((value.double() / (expected.abs().max().item() or 1.0)).flatten())
+        results.append({"loss and gradients": torch.cat(parts)})
+    return results
