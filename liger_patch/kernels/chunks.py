@@ -4,6 +4,7 @@ MIB = 2**20
 DEFAULT_CHUNK_MIB = (
     512  # 2048 rows of a 128k vocabulary in bf16: enough to keep the matrix products at full speed
 )
+NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
 
 
@@ -22,3 +23,23 @@ def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[i
     size = -(-tokens // count)
     size = -(-size // multiple) * multiple
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def summed_chunk_bounds(
+    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """``chunk_bounds`` for a sum over the chunks that is kept in 16 bits, and whether to widen it.
+
+    Beyond NARROW_CHUNKS chunks, rounding the sum after each would cost accuracy. Then either the
+    chunks are larger than the budget, or the sum is kept in ``wide_bytes`` more: whichever needs
+    less memory.
+    """
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    if len(bounds) <= NARROW_CHUNKS:
+        return bounds, False
+    rows = -(-tokens // NARROW_CHUNKS)
+    if rows > ROW_MULTIPLE:
+        rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    if rows * row_bytes - budget_bytes > wide_bytes:
+        return bounds, True
+    return chunk_bounds(tokens, row_bytes, rows * row_bytes), False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_patch.kernels.loss_options import LossOptions
 
-MAX_BLOCK_V = 8192  # logits a program holds at a time
+MAX_BLOCK_V = 8192  # logits that a program holds at a time
 ELEMENTS_PER_THREAD = 16  # of one block: two 16-byte loads of bf16
 MAX_THREADS = 512
 # below every finite bf16 or fp32 logit that matters, and finite: -inf - -inf is nan
@@ -38,10 +38,10 @@ def _tanh_derivative(x):
 
 
 @triton.jit
-def _bend(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    z = x * logit_scale
+def _bend(x, softcap, HAS_SOFTCAP: tl.constexpr):
+    z = x
     if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
+        z = softcap * _tanh(x / softcap)
     return z
 
 
@@ -90,33 +90,40 @@ def _cross_entropy_kernel(
                 tl.store(dlogits_ptr + row * dlogits_stride + start + columns, zeros, mask=mask)
         return
 
-    label_logit = _bend(
-        tl.load(logits_ptr + label).to(tl.float32), logit_scale, softcap, HAS_SOFTCAP
-    )
+    label_x = tl.load(logits_ptr + label).to(tl.float32) * logit_scale
+    label_logit = _bend(label_x, softcap, HAS_SOFTCAP)
     label_weight = 1.0
     if HAS_CLASS_WEIGHT:
         label_weight = tl.load(class_weight_ptr + label).to(tl.float32)
 
     # first walk: log-sum-exp, and the sums that label smoothing needs; the maximum stays apart from
-    # the logarithm of the sum, which would be rounded to the maximum's last digit
+    # the logarithm of the sum, which would be rounded to the maximum's last digit. Arithmetic takes
+    # the time: only the block at the end is masked, only the label's block looks for the label. The
+    # L2 cache is asked to keep what the second walk will read again, and nothing after that
     running_max = LOWEST
     running_sum = 0.0  # without the label's part: near p = 1, p - 1 would cancel
     weighted_logits = 0.0  # sum_v w_v (z_v - running_max)
     weight_sum = 0.0  # sum_v w_v
     for start in range(0, vocab_size, BLOCK_V):
-        mask = start + columns < vocab_size
-        x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        z = _bend(x, logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where(mask, z, float("-inf"))
+        if start + BLOCK_V <= vocab_size:
+            x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last")
+            x = x.to(tl.float32) * logit_scale
+            z = _bend(x, softcap, HAS_SOFTCAP)
+        else:
+            mask = start + columns < vocab_size
+            x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+            z = tl.where(mask, _bend(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
         new_max = tl.maximum(running_max, tl.max(z, axis=0))
-        parts = tl.where(start + columns == label, 0.0, tl.exp(z - new_max))
+        parts = tl.exp(z - new_max)
+        if (label >= start) & (label < start + BLOCK_V):
+            parts = tl.where(columns == label - start, 0.0, parts)
         running_sum = running_sum * tl.exp(running_max - new_max) + tl.sum(parts, axis=0)
         if HAS_SMOOTHING:
+            mask = start + columns < vocab_size
             weights = tl.where(mask, 1.0, 0.0)
             if HAS_CLASS_WEIGHT:
-                weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0).to(
-                    tl.float32
-                )
+                weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
+                weights = weights.to(tl.float32)
             weighted_logits += weight_sum * (running_max - new_max)
             weighted_logits += tl.sum(weights * tl.where(mask, z - new_max, 0.0), axis=0)
             weight_sum += tl.sum(weights, axis=0)
@@ -137,32 +144,43 @@ def _cross_entropy_kernel(
     # label_share (p_v - [v = y]) + rest_share p_v - smooth_share w_v
     if WRITES_GRADIENT:
         tl.debug_barrier()  # every warp has read the label's logit before any warp overwrites it
+        dlogits_ptr += row * dlogits_stride
+        row_scale = tl.load(row_scale_ptr + row) * logit_scale
         rest_share = 2.0 * z_loss * lse
         if HAS_SMOOTHING:
             rest_share += smooth_share * weight_sum
-        lse_share = (label_share + rest_share) / total
-        label_gradient = (rest_share * label_part - label_share * running_sum) / total
-        row_scale = tl.load(row_scale_ptr + row) * logit_scale
+        share = (label_share + rest_share) / total * row_scale
+        smooth_scale = smooth_share * row_scale
         for start in range(0, vocab_size, BLOCK_V):
+            is_whole = start + BLOCK_V <= vocab_size
             mask = start + columns < vocab_size
-            x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-            z = _bend(x, logit_scale, softcap, HAS_SOFTCAP)
-            gradient = lse_share * tl.exp(z - running_max)
-            gradient = tl.where(start + columns == label, label_gradient, gradient)
+            if is_whole:
+                x = tl.load(logits_ptr + start + columns, eviction_policy="evict_first")
+                x = x.to(tl.float32) * logit_scale
+            else:
+                x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+                x *= logit_scale
+            gradient = share * tl.exp(_bend(x, softcap, HAS_SOFTCAP) - running_max)
             if HAS_SMOOTHING:
                 weights = tl.full((BLOCK_V,), 1.0, dtype=tl.float32)
                 if HAS_CLASS_WEIGHT:
-                    weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0).to(
-                        tl.float32
-                    )
-                gradient -= smooth_share * weights
+                    weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
+                    weights = weights.to(tl.float32)
+                gradient -= smooth_scale * weights
             if HAS_SOFTCAP:
-                gradient *= _tanh_derivative(x * logit_scale / softcap)
-            tl.store(
-                dlogits_ptr + row * dlogits_stride + start + columns,
-                gradient * row_scale,
-                mask=mask,
-            )
+                gradient *= _tanh_derivative(x / softcap)
+            if is_whole:
+                tl.store(dlogits_ptr + start + columns, gradient, eviction_policy="evict_first")
+            else:
+                tl.store(dlogits_ptr + start + columns, gradient, mask=mask)
+
+        label_gradient = (rest_share * label_part - label_share * running_sum) / total
+        if HAS_SMOOTHING:
+            label_gradient -= smooth_share * label_weight
+        if HAS_SOFTCAP:
+            label_gradient *= _tanh_derivative(label_x / softcap)
+        tl.debug_barrier()  # the walk has written something else there
+        tl.store(dlogits_ptr + label, label_gradient * row_scale)
 
 
 def block_and_warps(vocab_size: int, warp_size: int = 32) -> tuple[int, int]:

@@ -8,8 +8,8 @@ are dropped first. For each chunk, where gradients are wanted in the forward pas
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 so forward and backward cost three matrix products of 2 n H V operations, two with a frozen head,
-one without gradients. Extra memory: the gradients themselves and C * V logits; with more than
-NARROW_CHUNKS chunks, dW is summed in float32 beside its 16-bit result.
+one without gradients. Extra memory: the gradients themselves and C * V logits. Rounding a 16-bit
+dW after each of many chunks would lose accuracy: see ``summed_chunk_bounds``.
 
 The backward pass multiplies by the upstream gradient, and reads and writes nothing where that is 1.
 The chunks are computed again, with the upstream gradient in place, where it is not one number
@@ -25,7 +25,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB, MIB, chunk_bounds
+from liger_patch.kernels.chunks import (
+    DEFAULT_CHUNK_MIB,
+    MIB,
+    chunk_bounds,
+    summed_chunk_bounds,
+)
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy_rows
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
@@ -35,7 +40,6 @@ from liger_patch.kernels.products import product_
 from liger_patch.kernels.scale import scale_
 from liger_patch.kernels.supervised import Supervised, check_tokens, find_supervised, row_factors
 
-NARROW_CHUNKS = 16  # up to so many, rounding dW to 16 bits after each stays within eager's error
 ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whatever V
 
 
@@ -89,12 +93,17 @@ def _run_chunks(
         dbias = torch.zeros(vocab_size, dtype=losses.dtype, device=device)
 
     row_elements = -(-vocab_size // ALIGNED_V) * ALIGNED_V
-    bounds = chunk_bounds(n, row_elements * problem.dtype.itemsize, problem.chunk_bytes)
+    row_bytes = row_elements * problem.dtype.itemsize
+    bounds = chunk_bounds(n, row_bytes, problem.chunk_bytes)
+    sum_dtype = weight.dtype
+    if wanted.weight and sum_dtype.itemsize < losses.dtype.itemsize:
+        wide_bytes = weight.numel() * losses.dtype.itemsize
+        bounds, widen = summed_chunk_bounds(n, row_bytes, problem.chunk_bytes, wide_bytes)
+        sum_dtype = losses.dtype if widen else sum_dtype
     most = bounds[0][1] if bounds else 0
     buffer = torch.empty(most, row_elements, dtype=problem.dtype, device=device)[:, :vocab_size]
     if wanted.weight:
         make = torch.empty if n else torch.zeros  # the first chunk writes
-        sum_dtype = weight.dtype if len(bounds) <= NARROW_CHUNKS else losses.dtype
         dweight = make(weight.shape, dtype=sum_dtype, device=device)
     with torch.autocast(device.type, enabled=False):
         for start, stop in bounds:
@@ -204,9 +213,9 @@ def linear_cross_entropy(
         token_weight: (N,) factor on each token's loss; the mean is then the weighted mean.
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
             tokens.
-        chunk_mib: MiB of logits held at once, > 0; at least one token's row. Where that makes more
-            than 16 chunks, a 16-bit gradient of the weight is summed in float32, which takes 4
-            bytes a weight more: a larger budget then needs less memory.
+        chunk_mib: MiB of logits held at once, > 0; at least one token's row. Where a 16-bit
+            gradient of the weight would be summed over more than 16 chunks, more logits are held,
+            or the sum is kept in float32, whichever takes less memory.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. Without a

@@ -79,11 +79,14 @@ def row_factors(
     A denominator of 0 (no supervised token, or weights that add up to 0) counts as 1: loss and
     gradients are 0.
     """
-    device = supervised.labels.device
-    if token_weight is None:
-        factors = torch.ones(len(supervised.labels), dtype=dtype, device=device)
-    else:
+    n, device = len(supervised.labels), supervised.labels.device
+    if token_weight is not None:
         factors = supervised.gather(token_weight).to(dtype)
+    elif reduction == "mean" and num_items_in_batch is None and options.class_weight is None:
+        # the usual case in one launch: the device waits for it
+        return torch.full((n,), 1.0 / max(n, 1), dtype=dtype, device=device)
+    else:
+        factors = torch.ones(n, dtype=dtype, device=device)
     if reduction != "mean":
         return factors
     if isinstance(num_items_in_batch, Tensor):
@@ -96,10 +99,8 @@ def row_factors(
         denominator = (
             factors * options.class_weight.to(dtype).index_select(0, supervised.labels)
         ).sum()
-    elif token_weight is not None:
-        denominator = factors.sum()
     else:
-        return factors / max(len(factors), 1)
+        denominator = factors.sum()
     # torch.where would copy its 1.0 to the device and wait for the device to take it
     return factors / denominator.masked_fill(denominator == 0, 1.0)
 

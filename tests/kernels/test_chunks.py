@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from three_ways import OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
-from liger_patch.kernels.chunks import ROW_MULTIPLE, chunk_bounds
+from liger_patch.kernels.chunks import (
+    NARROW_CHUNKS,
+    ROW_MULTIPLE,
+    chunk_bounds,
+    summed_chunk_bounds,
+)
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
 
@@ -61,3 +66,24 @@ def test_error_of_dweight_does_not_grow_with_the_chunks(chunks, dtype):
         dtype, torch.device("cpu"), tokens, 32, vocab_size, bias=True, ignored=0.0
     )
     check_linear(inputs, labels, chunk_mib=chunk_mib(tokens // chunks, vocab_size, dtype))
+
+
+@repeatable
+@given(tokens=st.integers(0, 100_000), rows=st.integers(1, 3000), wide=st.integers(0, 10**7))
+def test_a_16_bit_sum_is_rounded_at_most_16_times(tokens, rows, wide):
+    bounds, widened = summed_chunk_bounds(tokens, 10, 10 * rows, wide)
+    within_budget = chunk_bounds(tokens, 10, 10 * rows)
+    if widened:
+        assert bounds == within_budget
+        assert len(bounds) > NARROW_CHUNKS
+        assert 10 * tokens / NARROW_CHUNKS + 10 * ROW_MULTIPLE - 10 * rows > wide
+    elif bounds != within_budget:
+        assert len(bounds) <= NARROW_CHUNKS < len(within_budget)
+        assert 10 * bounds[0][1] - 10 * rows <= wide
+    else:
+        assert len(bounds) <= NARROW_CHUNKS
+
+
+def test_the_cheaper_way_to_fewer_roundings_is_taken():
+    assert summed_chunk_bounds(4096, 1, 128, 10_000) == (chunk_bounds(4096, 1, 256), False)
+    assert summed_chunk_bounds(4096, 1, 128, 127) == (chunk_bounds(4096, 1, 128), True)
