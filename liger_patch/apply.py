@@ -13,6 +13,7 @@ from liger_patch import flags, registry
 from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
 from liger_patch.loss import LossSettings, PatchRecord
 from liger_patch.patched_model import (
+    ORIGINAL,
     RECORD,
     class_name,
     leads_to_patch,
@@ -63,7 +64,9 @@ def apply_patch(
         record.settings = settings
         return model
     registry.find(target)
-    patched = patched_class(type(target))
+    patched = type(target)
+    if ORIGINAL not in vars(patched):  # type(patched model).from_pretrained(...) has it already
+        patched = patched_class(patched)
     record = PatchRecord(settings)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from liger_patch.kernels.compilation import runs_eagerly
+
+
+class Owner(Protocol):
+    """The forward pass that deferred logits belong to."""
+
+    def note_read(self, operation: str) -> None:
+        """Take note that the named operation needs the values of the logits."""
 
 
 class Step(NamedTuple):
@@ -40,10 +47,6 @@ class Step(NamedTuple):
     kind: str
     apply: Callable[[Tensor], Tensor]
     factor: float = 1.0
-
-    @property
-    def is_view(self) -> bool:
-        return self.kind in ("rows", "detach")
 
 
 class Parts(NamedTuple):
@@ -76,10 +79,12 @@ class HeadCall:
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     versions: tuple[int | None, ...]
-    owner: Any  # of the forward pass; handed on to whoever computes a loss from these logits
+    owner: Owner
 
     @classmethod
-    def of(cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, owner: Any) -> HeadCall:
+    def of(
+        cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, owner: Owner
+    ) -> HeadCall:
         device_type = hidden_states.device.type
         autocast_dtype = (
             torch.get_autocast_dtype(device_type)
@@ -169,21 +174,30 @@ class DeferredLogits(Tensor):
     _rows: Tensor  # (..., H), the hidden states of the rows that were chosen so far
     _parent: DeferredLogits | None
     _step: Step | None
+    _is_view: bool  # whether eager's result of the step would share its parent's memory
+    _grad_enabled: bool  # while the step was recorded
     _value: Tensor | None
-    _value_version: int | None
-    _read_by: str | None
 
     @classmethod
     def of_head(cls, call: HeadCall) -> DeferredLogits:
         inputs = (call.hidden_states, call.weight, call.bias)
-        return cls._make(call, call.hidden_states, call.dtype, call.linear, inputs, None, None)
+        rows = call.hidden_states.contiguous()  # as the product is, whose views they stand for
+        return cls._make(call, rows, call.dtype, call.linear, inputs, None, None)
 
     def then(self, step: Step, *, dtype: torch.dtype | None = None) -> Tensor:
-        """These logits after one more operation: recorded, or real if they are computed already."""
-        if self._value is not None:
-            with torch.set_grad_enabled(self._head_call.grad_enabled):
-                return step.apply(self._value)
+        """These logits after one more operation.
+
+        It is recorded, or real where somebody has read (and may have written to) these logits or
+        those that they stem from.
+        """
+        node: DeferredLogits | None = self
+        while node is not None:
+            if node._value is not None:
+                return step.apply(self.real_logits())
+            node = node._parent
         rows = step.apply(self._rows) if step.kind == "rows" else self._rows
+        if step.kind not in ("rows", "detach"):
+            rows = rows.contiguous()  # as the result of an elementwise operation on a slice is
         return self._make(
             self._head_call, rows, dtype or self.dtype, step.apply, (self,), self, step
         )
@@ -200,11 +214,19 @@ class DeferredLogits(Tensor):
         base: DeferredLogits | None,
         step: Step | None,
     ) -> DeferredLogits:
-        def make() -> Tensor:
-            shape = (*rows.shape[:-1], call.weight.shape[0])
-            return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.weight.device)
+        vocab_size, hidden_size = call.weight.shape
 
-        recorded = call.grad_enabled and not (step is not None and step.kind == "detach")
+        def make() -> Tensor:
+            return Tensor._make_wrapper_subclass(
+                cls,
+                (*rows.shape[:-1], vocab_size),
+                strides=(*(stride // hidden_size * vocab_size for stride in rows.stride()[:-1]), 1),
+                dtype=dtype,
+                device=call.weight.device,
+            )
+
+        grad_enabled = torch.is_grad_enabled()
+        recorded = grad_enabled and not (step is not None and step.kind == "detach")
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
             deferred = _Record.apply(compute, make, *inputs)
         deferred._head_call, deferred._rows, deferred._parent, deferred._step = (
@@ -213,29 +235,34 @@ class DeferredLogits(Tensor):
             base,
             step,
         )
-        deferred._value = deferred._value_version = deferred._read_by = None
+        deferred._grad_enabled = grad_enabled
+        deferred._is_view = (
+            base is not None
+            and step is not None
+            and step.kind in ("rows", "detach")
+            and _share_memory(rows, base._rows)
+        )
+        deferred._value = None
         return deferred
 
     def real_logits(self) -> Tensor:
         """The real logits, computed at the first call."""
         if self._value is None:
-            self._value = self._compute()
-            self._value_version = _version(self._value)
+            self._value = self._compute(lambda parent: parent.real_logits())
         return self._value
 
-    def _compute(self) -> Tensor:
-        base, step = self._parent, self._step
-        if base is None or step is None:
+    def _compute(self, of_view: Callable[[DeferredLogits], Tensor]) -> Tensor:
+        parent, step = self._parent, self._step
+        if parent is None or step is None:
             return self._head_call.logits()
-        with torch.set_grad_enabled(self._head_call.grad_enabled):
-            if step.is_view:  # shares memory with its base, as a slice of real logits does
-                return step.apply(base.real_logits())
-            # computed from the head again if somebody wrote to the base's values after this step
-            # was recorded
-            value = base._value
-            if value is None or _version(value) != base._value_version:
-                value = base._compute()
+        # A view shares the memory of its parent. What eager copies was copied before anybody read
+        # these logits, let alone wrote to them: it is computed from the head again.
+        value = of_view(parent) if self._is_view else parent._compute_untouched()
+        with torch.set_grad_enabled(self._grad_enabled):
             return step.apply(value)
+
+    def _compute_untouched(self) -> Tensor:
+        return self._compute(DeferredLogits._compute_untouched)
 
     def parts(self) -> Parts | None:
         """What a fused loss needs, or None where the steps are not a scale and a softcap."""
@@ -253,7 +280,7 @@ class DeferredLogits(Tensor):
                 scale *= step.factor
             elif step.kind == "tanh" and not capped:
                 capped = True
-            elif step.kind not in ("rows", "cast"):
+            elif step.kind not in ("rows", "cast", "detach"):
                 return None
         if not capped:
             return Parts(self._rows, call.weight, call.bias, scale, None)
@@ -268,29 +295,24 @@ class DeferredLogits(Tensor):
         return self._value is not None
 
     @property
-    def read_by(self) -> str | None:
-        """Name of the operation that first needed the values of these or of their parents."""
-        node: DeferredLogits | None = self
-        while node is not None:
-            if node._read_by is not None:
-                return node._read_by
-            node = node._parent
-        return None
-
-    @property
-    def owner(self) -> Any:
+    def owner(self) -> Owner:
         return self._head_call.owner
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in NEED_A_GRADIENT:
+            raise RuntimeError(
+                f"{func.__name__} of outputs.logits: the fused loss has no gradient with respect "
+                "to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary loss"
+            )
         recorded = RECORDED.get(func)
-        if recorded is not None:
+        if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
             result = recorded(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA and not args[0].is_computed:
+            if func in METADATA and args and not args[0].is_computed:
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
             args, kwargs = tree_map_only(DeferredLogits, lambda d: _read(d, name), (args, kwargs))
@@ -306,6 +328,9 @@ class DeferredLogits(Tensor):
         )
         return func(*args, **kwargs)
 
+    def __hash__(self) -> int:
+        return id(self)
+
     def __reduce_ex__(self, protocol):
         return real(self).__reduce_ex__(protocol)
 
@@ -315,8 +340,12 @@ class DeferredLogits(Tensor):
 
 def _read(deferred: DeferredLogits, name: str) -> Tensor:
     if deferred._value is None:
-        deferred._read_by = name
+        deferred.owner.note_read(name)
     return deferred.real_logits()
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -327,7 +356,7 @@ def real(tensor: Tensor) -> Tensor:
 class _DeferLinear(TorchFunctionMode):
     """Within the head's own forward: its product with its own weight is deferred."""
 
-    def __init__(self, head: nn.Module, owner: Any) -> None:
+    def __init__(self, head: nn.Module, owner: Owner) -> None:
         super().__init__()
         self.head, self.owner = head, owner
 
@@ -367,7 +396,7 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 @contextmanager
-def deferring_head(head: nn.Module, owner: Any) -> Iterator[None]:
+def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
     """Within this context the output embedding ``head`` defers its product with its weight.
 
     Its hooks and whatever has replaced its ``forward`` run as always; a head that computes in
@@ -398,13 +427,8 @@ def _scale(a: Any, b: Any) -> Tensor:
     return deferred.then(Step("scale", lambda t: t * number, float(number)))
 
 
-def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Tensor:
-    if (
-        not isinstance(a, DeferredLogits)
-        or not _is_number(b)
-        or b == 0
-        or rounding_mode is not None
-    ):
+def _divide(a: Any, b: Any) -> Tensor:
+    if not isinstance(a, DeferredLogits) or not _is_number(b) or b == 0:
         return NotImplemented
     return a.then(Step("scale", lambda t: t / b, 1.0 / b))
 
@@ -454,7 +478,8 @@ def _getitem(logits: Any, index: Any) -> Tensor:
         position = next(i for i, item in enumerate(items) if item is Ellipsis)
         if position != len(items) - 1 and items[-1] != slice(None):
             return NotImplemented
-        if used - 1 > logits.dim():
+        # an ellipsis at the end says nothing of the last dimension: it must be left to it
+        if used - 1 > logits.dim() - (position == len(items) - 1):
             return NotImplemented
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
@@ -477,8 +502,15 @@ def _reshape(logits: Any, *shape: Any) -> Tensor:
     return _rows(logits, lambda t: t.reshape(*leading, t.shape[-1]))
 
 
-def _contiguous(logits: DeferredLogits, **kwargs: Any) -> Tensor:
-    return NotImplemented if kwargs else logits
+def _view(logits: Any, *shape: Any) -> Tensor:
+    result = _reshape(logits, *shape)
+    if isinstance(result, DeferredLogits) and not result._is_view:
+        return NotImplemented  # the real logits say why there is no such view
+    return result
+
+
+def _contiguous(logits: DeferredLogits) -> Tensor:
+    return logits if logits.is_contiguous() else _rows(logits, Tensor.contiguous)
 
 
 def _detach(logits: DeferredLogits) -> Tensor:
@@ -500,10 +532,14 @@ RECORDED: dict[Callable, Callable] = {
     Tensor.half: lambda logits: _cast(logits, torch.float16),
     Tensor.to: _to,
     Tensor.__getitem__: _getitem,
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshape),
+    **dict.fromkeys((Tensor.reshape, torch.reshape), _reshape),
+    Tensor.view: _view,
     Tensor.contiguous: _contiguous,
     Tensor.detach: _detach,
 }
+
+# those of them whose handlers take keywords
+TAKE_KEYWORDS: set[Callable] = {Tensor.to}
 
 _METADATA_PROPERTIES = """
     shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu is_quantized
@@ -511,8 +547,10 @@ _METADATA_PROPERTIES = """
 """
 _METADATA_METHODS = """
     size dim numel nelement ndimension element_size is_floating_point is_complex is_contiguous
-    stride get_device __len__ __hash__ is_inference is_shared register_hook retain_grad
+    stride get_device __len__ is_inference is_shared
 """
+# what is refused
+NEED_A_GRADIENT: frozenset[Callable] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 # what is answered without values
 METADATA: frozenset[Callable] = frozenset(
     [

@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from liger_patch import flags
-from liger_patch.deferred import RECORDED, DeferredLogits, Parts
+from liger_patch.deferred import RECORDED, TAKE_KEYWORDS, DeferredLogits, Parts
 from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -103,6 +103,7 @@ class ForwardPass:
         unfused: why the logits of this forward pass are not deferred, None where they are.
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
+        read_by: the operation that first needed the values of the logits.
     """
 
     record: PatchRecord
@@ -110,6 +111,11 @@ class ForwardPass:
     unfused: str | None = None
     done: bool = False
     running: bool = True
+    read_by: str | None = None
+
+    def note_read(self, operation: str) -> None:
+        """Take note that the named operation needs the values of the logits."""
+        self.read_by = self.read_by or operation
 
     def causal_lm_loss(
         self,
@@ -141,7 +147,8 @@ class ForwardPass:
         parts = self._fusable(logits, labels, vocab_size, **options)
         if parts is not None:
             self.record.fused, self.record.reason = True, None
-            return fused_loss(parts, labels, self.record, **options)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+                return fused_loss(parts, labels, self.record, **options)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
@@ -152,15 +159,14 @@ class ForwardPass:
         if flags.return_logits():
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
             return None
-        if not isinstance(logits, DeferredLogits):
-            self.record.fall_back(
-                self.unfused or f"the head ({self.head_name}) computes its logits itself"
-            )
+        if self.unfused is not None:
+            self.record.fall_back(self.unfused)
             return None
-        if logits.is_computed:
-            self.record.fall_back(
-                f"the logits were read by {logits.read_by or 'the forward pass'} before the loss"
-            )
+        if self.read_by is not None:
+            self.record.fall_back(f"the logits were read by {self.read_by} before the loss")
+            return None
+        if not isinstance(logits, DeferredLogits):
+            self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
             return None
         parts = logits.parts()
         if parts is None or logits.shape[-1] != vocab_size:
@@ -177,7 +183,7 @@ class ForwardPass:
         """Whether the fused loss may be used: with LIGER_PATCH_VERIFY=1, the first step decides."""
         record = self.record
         if flags.verify() and torch.is_grad_enabled() and not record.verified:
-            record.verified = True
+            record.verified = bool((labels != options["ignore_index"]).any())
             record.distrusted = disagreement(parts, labels, **options)
         return record.distrusted is None
 
@@ -216,7 +222,7 @@ def _cross_entropy_of_deferred(
         return NotImplemented
     if size_average is not None or reduce is not None or input.is_computed:
         return NotImplemented
-    forward_pass: ForwardPass = input.owner
+    forward_pass = cast(ForwardPass, input.owner)
     parts = input.parts()
     if parts is None:
         return NotImplemented
@@ -235,8 +241,11 @@ def _cross_entropy_of_deferred(
         reduction = settings.reduction if reduction == "mean" else reduction
         forward_pass.done = True
         forward_pass.record.fused, forward_pass.record.reason = True, None
-    loss = fused_loss(parts, target, forward_pass.record, reduction=reduction, **options)
-    return loss.to(input.dtype)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
+        loss = fused_loss(parts, target, forward_pass.record, reduction=reduction, **options)
+    # autocast computes cross entropy in float32
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
 RECORDED[nn.functional.cross_entropy] = _cross_entropy_of_deferred
+TAKE_KEYWORDS.add(nn.functional.cross_entropy)

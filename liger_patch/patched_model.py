@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -118,11 +119,14 @@ def _forward_with_loss(
         unfused = "get_output_embeddings() returns None"
     elif getattr(model, "_is_replica", False):
         unfused = "torch.nn.DataParallel gathers the logits of every replica"
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed:
+        unfused = "torch.func transforms the forward pass"
     forward_pass = ForwardPass(record, class_name(head), unfused)
     with ExitStack() as stack:
         if head is not None and not (wants_logits or unfused):
             stack.enter_context(deferring_head(head, forward_pass))
-        if model.loss_function is ForCausalLMLoss:
+        if model.loss_function is ForCausalLMLoss and not transformed:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         try:
             outputs = inner(*args, **kwargs)
