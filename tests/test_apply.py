@@ -1,0 +1,222 @@
+"""apply_patch, revert_patch and patch_status: options, errors, and what they say of a model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import Float64, call, gradients, patched, step, widened
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.kernels import reference
+from liger_patch.kernels.loss_options import LossOptions
+
+LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
+GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model(LLAMA)
+
+
+@pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])
+def test_what_is_not_a_transformers_model_is_a_type_error(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"transformers.PreTrainedModel .* got Linear"):
+        function(nn.Linear(2, 2))
+
+
+def test_a_wrapped_model_is_a_type_error_that_says_when_to_patch(model: Any) -> None:
+    with pytest.raises(TypeError, match="patch it before"):
+        apply_patch(nn.DataParallel(model))
+
+
+@pytest.mark.parametrize("already_patched", [False, True])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("label_smoothing", -0.1),
+        ("label_smoothing", 1.1),
+        ("label_smoothing", float("nan")),
+        ("z_loss", -1.0),
+        ("z_loss", float("inf")),
+        ("z_loss", float("nan")),
+        ("chunk_mib", 0),
+        ("chunk_mib", -1.0),
+        ("chunk_mib", float("inf")),
+        ("reduction", "none"),
+        ("reduction", "average"),
+    ],
+)
+def test_an_option_out_of_range_is_named_with_its_value(
+    model: Any, option: str, value: Any, already_patched: bool
+) -> None:
+    if already_patched:
+        apply_patch(model)
+    before, status = type(model), patch_status(model)
+    with pytest.raises(ValueError, match=rf"{option} must be .*got {value!r}"):
+        apply_patch(model, **{option: value})
+    assert type(model) is before
+    assert patch_status(model) == status
+
+
+def test_options_are_keywords_and_unknown_ones_are_errors(model: Any) -> None:
+    with pytest.raises(TypeError):
+        apply_patch(model, 0.1)
+    with pytest.raises(TypeError, match="smoothing"):
+        apply_patch(model, smoothing=0.1)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0},
+    {"z_loss": 1e-2},
+    {"reduction": "sum"},
+    {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "sum"},
+    {"chunk_mib": 0.001},
+]
+
+
+def reference_step(model: Any, batch: dict, options: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Loss and gradients of a float64 model by the specification."""
+    outputs = call(model, batch)
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    with Float64():
+        loss = reference.cross_entropy(
+            outputs.logits.flatten(0, 1),
+            labels,
+            reduction=options.get("reduction", "mean"),
+            num_items_in_batch=batch.get("num_items_in_batch"),
+            options=LossOptions(
+                label_smoothing=options.get("label_smoothing", 0.0),
+                z_loss=options.get("z_loss", 0.0),
+            ),
+        )
+    return {"loss": loss.detach(), **gradients(model, loss)}
+
+
+@pytest.mark.parametrize("return_logits", ["0", "1"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+@pytest.mark.parametrize("row", [LLAMA, GEMMA2], ids=lambda row: row.model_type)
+def test_options_are_those_of_the_reference_fused_and_not(
+    monkeypatch: pytest.MonkeyPatch,
+    row: registry.Architecture,
+    options: dict[str, Any],
+    return_logits: str,
+) -> None:
+    model = widened(tiny_model(row))
+    batch = tiny_batch(model)
+    truth = reference_step(model, batch, options)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", return_logits)
+    with patched(model, **options):
+        ours = step(model, batch)
+        assert patch_status(model).fused is (return_logits == "0")
+    assert_no_worse(ours, truth, truth, torch.float32)
+    plain = step(model, batch)["loss"]
+    assert torch.allclose(plain, truth["loss"]) is (options == {"chunk_mib": 0.001})
+
+
+def test_num_items_in_batch_comes_before_the_reduction(model: Any) -> None:
+    model = widened(model)
+    batch = {**tiny_batch(model), "num_items_in_batch": 5}
+    truth = step(model, batch)
+    with patched(model, reduction="sum"):
+        ours = step(model, batch)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_labels_may_be_given_by_position(model: Any) -> None:
+    batch = tiny_batch(model)
+    names = list(inspect.signature(model.forward).parameters)
+    arguments = [batch.get(name) for name in names[: names.index("labels") + 1]]
+    expected = model(*arguments)
+    with patched(model):
+        outputs = model(*arguments)
+        assert patch_status(model).fused
+        assert not outputs.logits.is_computed
+    torch.testing.assert_close(outputs.loss, expected.loss)
+
+
+def test_patching_twice_is_patching_once_with_the_new_options(model: Any) -> None:
+    batch = tiny_batch(model)
+    once = apply_patch(tiny_model(LLAMA), z_loss=0.1)
+    assert apply_patch(model, label_smoothing=0.3) is model
+    call(model, batch)
+    its_class = type(model)
+    assert apply_patch(model, z_loss=0.1) is model
+    assert type(model) is its_class
+    assert torch.equal(call(model, batch).loss, call(once, batch).loss)
+    revert_patch(model)
+    assert not patch_status(model).patched
+    assert type(model) is type(revert_patch(once))
+
+
+def test_reverting_what_is_not_patched_changes_nothing(model: Any) -> None:
+    before, its_class = dict(vars(model)), type(model)
+    assert revert_patch(model) is model
+    assert type(model) is its_class
+    assert vars(model) == before
+
+
+def test_a_model_that_got_another_class_since_is_not_reverted(model: Any) -> None:
+    apply_patch(model)
+    sharded = type("FSDPLlamaForCausalLM", (type(model),), {})
+    model.__class__ = sharded
+    batch = tiny_batch(model)
+    call(model, batch)
+    assert patch_status(model).fused
+    with pytest.raises(RuntimeError, match="FSDPLlamaForCausalLM was given another class"):
+        revert_patch(model)
+    assert type(model) is sharded
+
+
+def status_table(model: Any) -> dict[str, str]:
+    """The rows of the printed table; the values start in one column."""
+    lines = str(patch_status(model)).splitlines()
+    width = max(len(name) for name, _ in patch_status(model).rows)
+    assert all(line[width : width + 2] == "  " and line[width + 2] != " " for line in lines)
+    return {line[:width].rstrip(): line[width + 2 :] for line in lines}
+
+
+def test_the_status_of_a_model_that_is_not_patched(model: Any) -> None:
+    status = patch_status(model)
+    assert (status.patched, status.fused, status.reason) == (False, None, None)
+    assert status_table(model) == {"model": "LlamaForCausalLM (llama)", "patched": "no"}
+
+
+def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:
+    apply_patch(model, label_smoothing=0.1, z_loss=1e-4, reduction="sum", chunk_mib=64)
+    before = status_table(model)
+    assert before["patched"] == "yes"
+    assert before["last loss"] == "no call with labels yet"
+    assert before["head"] == "torch.nn.modules.linear.Linear (131, 32) torch.float32 cpu"
+    assert before["label smoothing"] == "0.1"
+    assert before["z-loss"] == "0.0001"
+    assert before["reduction"] == "sum without num_items_in_batch"
+    assert before["logits held"] == "64 MiB at most"
+    assert before["LIGER_PATCH_RETURN_LOGITS"] == "unset"
+    assert patch_status(model).fused is None
+    call(model, tiny_batch(model))
+    assert status_table(model) == before | {"last loss": "fused"}
+    assert patch_status(model).fused is True
+
+
+def test_the_status_after_a_fallback_gives_the_reason(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_patch(model)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "7.5")
+    call(model, tiny_batch(model))
+    status, rows = patch_status(model), status_table(model)
+    assert (status.fused, status.reason) == (False, "LIGER_PATCH_RETURN_LOGITS=1")
+    assert rows["last loss"] == "ordinary logits: LIGER_PATCH_RETURN_LOGITS=1"
+    assert rows["LIGER_PATCH_RETURN_LOGITS"] == "1"
+    assert rows["LIGER_PATCH_VERIFY"] == "1"
+    assert rows["logits held"] == "7.5 MiB at most"

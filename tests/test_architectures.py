@@ -1,0 +1,242 @@
+"""Every row of the registry: a patched model computes what the eager one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from tiny_models import takes_images, tiny_batch, tiny_model, with_image
+from torch import Tensor
+from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred import DeferredLogits
+
+
+class Subject:
+    """The models of one row, and what they are called with."""
+
+    def __init__(self, row: registry.Architecture) -> None:
+        self.row = row
+        self.model = tiny_model(row)
+        self.wide = widened(self.model)
+        self.batch = tiny_batch(self.model)
+        self.arguments = router_arguments(self.model)
+
+
+def model_type(row: registry.Architecture) -> str:
+    return row.model_type
+
+
+WITH_IMAGES = [r for r in registry.available() if r.class_name.endswith("ConditionalGeneration")]
+
+
+@pytest.fixture(scope="module", params=registry.available(), ids=model_type)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return Subject(request.param)
+
+
+def shift_labels_beside_labels(subject: Subject) -> dict[str, Any]:
+    # not what shifting the labels would give: a forward that ignores it is found out
+    return {**subject.batch, "shift_labels": subject.batch["labels"].flip(1).contiguous()}
+
+
+BATCHES: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "labels": lambda subject: subject.batch,
+    "num_items_in_batch=7": lambda subject: {**subject.batch, "num_items_in_batch": 7},
+    "num_items_in_batch=tensor(7)": lambda subject: {
+        **subject.batch,
+        "num_items_in_batch": torch.tensor(7),
+    },
+    "shift_labels": shift_labels_beside_labels,
+}
+
+
+def assert_float32_is_no_worse(subject: Subject, batch: dict[str, Any]) -> None:
+    truth = step(subject.wide, batch, **subject.arguments)
+    eager = step(subject.model, batch, **subject.arguments)
+    with patched(subject.model):
+        ours = step(subject.model, batch, **subject.arguments)
+        assert patch_status(subject.model).fused
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def assert_float64_agrees(subject: Subject, batch: dict[str, Any]) -> None:
+    """Each gradient for itself: no rounding is in the way, so any term that is lost shows."""
+    truth = step(subject.wide, batch, **subject.arguments)
+    with patched(subject.wide):
+        ours = step(subject.wide, batch, **subject.arguments)
+        assert patch_status(subject.wide).fused
+    truth, ours = tell_apart(truth, ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def assert_fused(model: PreTrainedModel, logits: Tensor) -> None:
+    status = patch_status(model)
+    assert (status.fused, status.reason) == (True, None)
+    assert isinstance(logits, DeferredLogits)
+    assert not logits.is_computed
+
+
+def test_loss_and_gradients_are_no_worse_than_eager(subject: Subject) -> None:
+    assert_float32_is_no_worse(subject, subject.batch)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_loss_and_each_gradient_agree_in_float64(subject: Subject, name: str) -> None:
+    assert_float64_agrees(subject, BATCHES[name](subject))
+
+
+@pytest.mark.parametrize("subject", WITH_IMAGES, indirect=True, ids=model_type)
+def test_loss_and_gradients_of_an_image_and_text(subject: Subject) -> None:
+    if not takes_images(subject.model):
+        pytest.skip(f"tiny_models has no pixels for {subject.row.class_name}")
+    batch = with_image(subject.model, subject.batch)
+    assert_float32_is_no_worse(subject, batch)
+    assert_float64_agrees(subject, batch)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    subject: Subject, use_reentrant: bool
+) -> None:
+    model = subject.model
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"{subject.row.class_name} has no gradient checkpointing")
+    truth = step(subject.wide, subject.batch)
+    # Transformers 5.23 has renamed both.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": use_reentrant})
+    try:
+        eager = step(model, subject.batch)
+        with patched(model):
+            ours = step(model, subject.batch)
+            assert patch_status(model).fused
+    finally:
+        getattr(model, f"{name}_checkpointing_disable")()
+    without = {name for name, gradient in eager.items() if gradient is None}
+    assert without == {name for name, gradient in ours.items() if gradient is None}
+    if without != {name for name, gradient in truth.items() if gradient is None}:
+        version = transformers.__version__
+        pytest.skip(
+            f"Transformers {version} loses gradients by checkpointing {subject.row.class_name}"
+        )
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def test_the_step_computes_no_logits_and_they_are_eagers_when_read(subject: Subject) -> None:
+    eager = call(subject.model, subject.batch)
+    with patched(subject.model):
+        outputs = call(subject.model, subject.batch)
+        outputs.loss.backward()
+        subject.model.zero_grad()
+        assert_fused(subject.model, outputs.logits)
+        assert outputs.logits.shape == eager.logits.shape
+        assert outputs.logits.dtype == eager.logits.dtype
+        assert torch.equal(outputs.logits, eager.logits)
+
+
+def test_evaluation_computes_a_loss_without_logits(subject: Subject) -> None:
+    model = subject.wide.eval()
+    try:
+        with torch.no_grad():
+            truth = call(model, subject.batch, **subject.arguments).loss
+            with patched(model):
+                outputs = call(model, subject.batch, **subject.arguments)
+                assert_fused(model, outputs.logits)
+    finally:
+        model.train()
+    assert not outputs.loss.requires_grad
+    assert_no_worse({"loss": outputs.loss}, {"loss": truth}, {"loss": truth}, torch.float32)
+
+
+def test_a_call_without_labels_is_eagers(subject: Subject) -> None:
+    batch = {name: value for name, value in subject.batch.items() if name != "labels"}
+    eager = call(subject.model, batch)
+    with patched(subject.model):
+        outputs = call(subject.model, batch)
+        assert patch_status(subject.model).fused is None
+    assert outputs.loss is None
+    assert type(outputs.logits) is Tensor
+    assert torch.equal(outputs.logits, eager.logits)
+
+
+def test_generate_gives_the_same_tokens(subject: Subject) -> None:
+    model = subject.model.eval()
+    prompt = {"input_ids": subject.batch["input_ids"][:1, :4]}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    try:
+        eager = model.generate(**prompt, **options)
+        with patched(model):
+            ours = model.generate(**prompt, **options)
+    finally:
+        model.train()
+    assert eager.shape[1] == 8
+    assert torch.equal(ours, eager)
+
+
+def test_all_labels_ignored_gives_zero_loss_and_zero_gradients(subject: Subject) -> None:
+    batch = subject.batch | {"labels": torch.full_like(subject.batch["labels"], -100)}
+    with patched(subject.model):
+        ours = step(subject.model, batch)
+        assert patch_status(subject.model).fused
+    assert ours.pop("loss").item() == 0.0
+    trained = [gradient for gradient in ours.values() if gradient is not None]
+    assert trained
+    assert all((gradient == 0).all() for gradient in trained)
+
+
+def test_revert_restores_the_model(subject: Subject) -> None:
+    model = subject.model
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    its_class, its_loss = type(model), call(model, subject.batch).loss
+    apply_patch(model)
+    assert type(model) is not its_class
+    call(model, subject.batch)
+    assert "forward" not in vars(model)
+    assert revert_patch(model) is model
+    assert type(model) is its_class
+    after = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert {n: v.keys() for n, v in after.items()} == {n: v.keys() for n, v in before.items()}
+    assert torch.equal(call(model, subject.batch).loss, its_loss)
+
+
+LOW_PRECISION_ROWS = [
+    "cohere",
+    "gemma2",
+    "gemma3",
+    "llama",
+    "mllama_text_model",
+    "qwen2_vl",
+    "qwen3",
+]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    "row",
+    [row for row in registry.available() if row.model_type in LOW_PRECISION_ROWS],
+    ids=model_type,
+)
+def test_bfloat16_is_no_worse_than_eager(row: registry.Architecture, autocast: bool) -> None:
+    model = tiny_model(row, dtype=torch.float32 if autocast else torch.bfloat16)
+    wide, batch = widened(model), tiny_batch(model)
+    truth = step(wide, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        eager = step(model, batch)
+        with patched(model):
+            ours = step(model, batch)
+            assert patch_status(model).fused
+    for name, gradient in eager.items():
+        assert gradient is None or ours[name].dtype == gradient.dtype, name
+    losses = [{"loss": results["loss"]} for results in (ours, eager, truth)]
+    assert_no_worse(*losses, torch.bfloat16)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)

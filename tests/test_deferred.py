@@ -1,0 +1,568 @@
+"""Reading deferred logits: whatever is asked of them, the answer is that of the eager logits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call
+
+from liger_patch import apply_patch, registry
+from liger_patch.deferred import DeferredLogits
+
+LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
+V = 131
+
+
+@functools.cache
+def unchanged_model(patch: bool) -> Any:
+    model = tiny_model(LLAMA)
+    return apply_patch(model) if patch else model
+
+
+def outputs_of(patch: bool, **arguments: Any) -> Any:
+    model = unchanged_model(patch)
+    return call(model, tiny_batch(model), **arguments)
+
+
+@pytest.fixture
+def eager() -> Tensor:
+    return outputs_of(False).logits
+
+
+@pytest.fixture
+def deferred() -> DeferredLogits:
+    logits = outputs_of(True).logits
+    assert isinstance(logits, DeferredLogits)
+    assert not logits.is_computed
+    return logits
+
+
+def assert_same(ours: Any, expected: Any) -> None:
+    """The same values, shapes, dtypes and need of a gradient, in whatever they are nested."""
+    if isinstance(expected, Tensor):
+        assert isinstance(ours, Tensor)
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+        assert ours.requires_grad == expected.requires_grad
+        assert torch.equal(torch.nan_to_num(ours), torch.nan_to_num(expected))
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(ours, expected)
+    elif isinstance(expected, (tuple, list)):
+        assert len(ours) == len(expected)
+        for one, other in zip(ours, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == expected
+
+
+METADATA: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda x: x.shape,
+    "size": lambda x: (x.size(), x.size(-1), x.size(dim=0)),
+    "dtype": lambda x: x.dtype,
+    "device": lambda x: x.device,
+    "get_device": lambda x: x.get_device(),
+    "ndim": lambda x: (x.ndim, x.dim(), x.ndimension()),
+    "len": len,
+    "numel": lambda x: (x.numel(), x.nelement(), torch.numel(x)),
+    "element_size": lambda x: (x.element_size(), x.itemsize, x.nbytes),
+    "requires_grad": lambda x: x.requires_grad,
+    "grad_fn": lambda x: x.grad_fn is not None,
+    "is_leaf": lambda x: x.is_leaf,
+    "stride": lambda x: (x.stride(), x.stride(-1)),
+    "is_contiguous": lambda x: x.is_contiguous(),
+    "is_floating_point": lambda x: (x.is_floating_point(), torch.is_floating_point(x)),
+    "is_complex": lambda x: (x.is_complex(), torch.is_complex(x)),
+    "is_inference": lambda x: x.is_inference(),
+    "is_cuda": lambda x: (x.is_cuda, x.is_cpu, x.is_meta, x.is_sparse, x.is_quantized),
+    "layout": lambda x: x.layout,
+    "is_tensor": lambda x: (torch.is_tensor(x), isinstance(x, Tensor)),
+    "of a slice": lambda x: (x[:, :-1].shape, x[:, :-1].stride(), x[0].requires_grad),
+    "of a slice of a slice": lambda x: (x[:, 1:][..., ::2, :].stride(), x[:, 0].is_contiguous()),
+    "of a view": lambda x: (x.view(-1, V).shape, x.float().dtype, x.bfloat16().dtype),
+    "of a detached": lambda x: (x.detach().requires_grad, x.detach().shape),
+    "of a product": lambda x: ((x * 2).shape, (x / 3).dtype, x.tanh().requires_grad),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_is_answered_without_values(
+    deferred: DeferredLogits, eager: Tensor, name: str
+) -> None:
+    assert METADATA[name](deferred) == METADATA[name](eager)
+    assert not deferred.is_computed
+    deferred + 0
+    assert deferred.is_computed
+    assert METADATA[name](deferred) == METADATA[name](eager)
+
+
+def test_the_hash_stays_when_the_logits_are_read(deferred: DeferredLogits) -> None:
+    names = {deferred: "logits"}
+    deferred + 0
+    assert names[deferred] == "logits"
+
+
+def to_file(x: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(x.detach(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def unlike(x: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, x.numel()).view(x.shape)
+
+
+READINGS: dict[str, Callable[[Tensor], Any]] = {
+    "repr": repr,
+    "str": str,
+    "format": lambda x: f"{x.mean():.3f}",
+    "numpy": lambda x: x.detach().numpy(),
+    "numpy function": lambda x: np.asarray(x.detach()),
+    "numpy forced": lambda x: x.numpy(force=True),
+    "tolist": lambda x: x.tolist(),
+    "item": lambda x: x[0, 0, 0].item(),
+    "float()": lambda x: float(x.detach().sum()),
+    "bool()": lambda x: bool(x.sum() > 0),
+    "iteration": list,
+    "unpacking": lambda x: [*x.unbind(1)],
+    "membership": lambda x: 3.0 in x,
+    "argmax": lambda x: x.argmax(-1),
+    "max": lambda x: x.max(dim=-1),
+    "topk": lambda x: torch.topk(x, 3),
+    "softmax": lambda x: x.softmax(-1),
+    "functional": lambda x: nn.functional.log_softmax(x, dim=-1),
+    "gather": lambda x: x.gather(-1, torch.zeros(2, 9, 1, dtype=torch.int64)),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
+    "matmul": lambda x: x @ x.transpose(1, 2),
+    "transpose": lambda x: x.mT,
+    "permute": lambda x: x.permute(2, 0, 1),
+    "flatten": lambda x: x.flatten(),
+    "flatten tokens": lambda x: x.flatten(0, 1),
+    "split": lambda x: x.split(4, dim=1),
+    "chunk": lambda x: torch.chunk(x, 3, dim=-1),
+    "clone": lambda x: x.clone(),
+    "cpu": lambda x: x.cpu(),
+    "double": lambda x: x.double(),
+    "int": lambda x: x.int(),
+    "float16": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "data": lambda x: x.data,
+    "detach": lambda x: x.detach() + 0,
+    "detached, in place": lambda x: x.detach().zero_(),
+    "type": lambda x: x.type(torch.float64),
+    "type_as": lambda x: x.type_as(torch.zeros(1, dtype=torch.float16)),
+    "to dtype": lambda x: x.to(torch.float16),
+    "to dtype by name": lambda x: x.to(dtype=torch.float16),
+    "to wider": lambda x: x.to(torch.float64),
+    "to device": lambda x: x.to("cpu"),
+    "to device by name": lambda x: x.to(device=torch.device("cpu")),
+    "to device and dtype": lambda x: x.to("cpu", torch.float16),
+    "to copy": lambda x: x.to(torch.float32, copy=True),
+    "to other": lambda x: x.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "to meta": lambda x: x.to("meta").shape,
+    "to non_blocking": lambda x: x.to("cpu", non_blocking=True),
+    "add tensor": lambda x: x + unlike(x),
+    "tensor add": lambda x: unlike(x) + x,
+    "add itself": lambda x: x + x,
+    "subtract itself": lambda x: x - x[:, :1],
+    "number minus": lambda x: 1.0 - x,
+    "number over": lambda x: 1.0 / x,
+    "number times": lambda x: 3 * x,
+    "times number": lambda x: x * 3,
+    "times tensor": lambda x: x * torch.tensor(2.0),
+    "times itself": lambda x: x * x,
+    "times bool": lambda x: x * True,
+    "over number": lambda x: x / 7,
+    "over zero": lambda x: x / 0,
+    "over tensor": lambda x: x / torch.tensor(7.0),
+    "floor division": lambda x: x // 0.1,
+    "rounded division": lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
+    "power": lambda x: x**2,
+    "negative": lambda x: -x,
+    "abs": abs,
+    "modulo": lambda x: x % 0.5,
+    "tanh": lambda x: x.tanh(),
+    "softcap": lambda x: torch.tanh(x / 3.0) * 3.0,
+    "tanh of tanh": lambda x: x.tanh().tanh(),
+    "greater": lambda x: x > 0,
+    "equal": lambda x: x == x[0],
+    "torch.equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(unlike(x), x),
+    "isnan": lambda x: x.isnan().any(),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
+    "cat": lambda x: torch.cat([x, unlike(x)], dim=1),
+    "cat of slices": lambda x: torch.cat([x[:, :2], x[:, 5:]], dim=1),
+    "stack": lambda x: torch.stack([x, x]),
+    "pad": lambda x: nn.functional.pad(x, (0, 1)),
+    "zeros_like": torch.zeros_like,
+    "new_ones": lambda x: x.new_ones(2),
+    "expand": lambda x: x[None].expand(3, -1, -1, -1),
+    "squeeze": lambda x: x.squeeze(),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
+    "torch.save": to_file,
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+    "copy": lambda x: copy.copy(x.detach()),
+    "storage": lambda x: x.untyped_storage().nbytes(),
+    "by name: tanh": lambda x: torch.tanh(input=x),
+    "by name: mul": lambda x: torch.mul(input=x, other=2),
+    "by name: method": lambda x: x.mul(other=2),
+    "by name: div": lambda x: torch.div(x, other=2),
+    "by name: reshape": lambda x: torch.reshape(input=x, shape=(-1, V)),
+    "by name: reshaped": lambda x: x.reshape(shape=(-1, V)),
+    "by name: view": lambda x: x.view(size=(-1, V)),
+    "by name: float": lambda x: x.float(memory_format=torch.preserve_format),
+    "by name: numel": lambda x: torch.numel(input=x),
+    "by name: contiguous": lambda x: x.contiguous(memory_format=torch.contiguous_format),
+    "out": lambda x: torch.mul(x.detach(), 2, out=torch.empty(x.shape)),
+    "view of dtype": lambda x: x.detach().view(torch.int32),
+    "view as": lambda x: x.view_as(torch.empty(18, V)),
+    "view of all": lambda x: x.view(-1),
+    "view apart": lambda x: x.view(2, 3, 3, V),
+    "view of sizes": lambda x: x.view(torch.Size([18, V])),
+    "view of a list": lambda x: x.view([18, V]),
+    "view of a slice that is none": lambda x: outcome(lambda: x[:, 1:].view(-1, V)),
+    "view that does not fit": lambda x: outcome(lambda: x.view(-1, 4, V)),
+    "reshape across": lambda x: x.reshape(-1, 9),
+    "reshape to the last": lambda x: x.reshape(18, -1),
+    "view of a slice": lambda x: x[:, 1:].reshape(-1, V)[3:5],
+    "nested views": lambda x: x[:, 1:][1].view(4, 2, V)[2, 1].float(),
+    "cast and back": lambda x: x.bfloat16().float(),
+    "cast, cap, cut": lambda x: (torch.tanh(x.bfloat16() / 2) * 2).float()[:, :-1],
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_reading_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str) -> None:
+    read = READINGS[name]
+    assert_same(read(deferred), read(eager))
+    assert_same(read(deferred), read(eager))  # now that they are computed
+    assert_same(deferred + 0, eager + 0)
+
+
+MASK = torch.tensor([[True, False, True] * 3, [False, True, False] * 3])
+INDICES: dict[str, Any] = {
+    "int": 0,
+    "negative int": -1,
+    "ints": (1, 2),
+    "three ints": (1, 2, 3),
+    "numpy int": np.int64(1),
+    "slice": slice(1, None),
+    "slices": (slice(None), slice(1, -1)),
+    "three slices": (slice(None), slice(None, -1), slice(None)),
+    "slice of the vocabulary": (slice(None), slice(None), slice(0, 7)),
+    "one word": (slice(None), slice(None), 5),
+    "step": (slice(None), slice(None, None, 2)),
+    "step in the vocabulary": (slice(None), slice(None), slice(None, None, 3)),
+    "empty slice": (slice(None), slice(4, 4)),
+    "empty tuple": (),
+    "ellipsis": ...,
+    "ellipsis, last": (..., -1),
+    "ellipsis, slice": (..., slice(None, -1)),
+    "ellipsis, rows": (..., slice(None, -1), slice(None)),
+    "ellipsis, row": (..., 2, slice(None)),
+    "row, ellipsis": (1, ...),
+    "two ints, ellipsis": (1, 2, ...),
+    "three ints, ellipsis": (1, 2, 3, ...),
+    "three slices, ellipsis": (slice(None), slice(1, None), slice(0, 40), ...),
+    "row, ellipsis, all": (1, ..., slice(None)),
+    "two ints, ellipsis, all": (1, 2, ..., slice(None)),
+    "None": None,
+    "None, row": (None, 1),
+    "row, None": (1, None),
+    "slice, None": (slice(None), None),
+    "ellipsis, None": (..., None),
+    "bool": True,
+    "false": False,
+    "bool tensor": torch.tensor(True),
+    "mask of tokens": MASK,
+    "mask of sequences": torch.tensor([True, False]),
+    "mask, all": (MASK, slice(None)),
+    "mask, word": (MASK, 5),
+    "mask, ellipsis": (MASK, ...),
+    "mask of the vocabulary": (..., torch.arange(V) % 2 == 0),
+    "mask of all": torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0,
+    "mask of all, ellipsis": (torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0, ...),
+    "row, mask": (1, MASK[0]),
+    "empty mask": torch.zeros_like(MASK),
+    "indices": torch.tensor([1, 0, 1]),
+    "int32 indices": torch.tensor([1, 0, 1], dtype=torch.int32),
+    "uint8 mask": torch.tensor([1, 0, 1], dtype=torch.int64),
+    "negative indices": (slice(None), torch.tensor([-1, -2])),
+    "square of indices": torch.tensor([[1, 0], [0, 1]]),
+    "pairs of indices": (torch.tensor([0, 1]), torch.tensor([3, 4])),
+    "three of indices": (torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([5, 6])),
+    "indices apart": (torch.tensor([0, 1]), slice(None), torch.tensor([5, 6])),
+    "scalar index": torch.tensor(1),
+    "list": [1, 0],
+    "lists": ([0, 1], [3, 4]),
+    "array": np.array([1, 0]),
+    "range": range(2),
+    "last of each": (torch.arange(2), torch.tensor([5, 7])),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str) -> None:
+    index = INDICES[name]
+    ours, expected = outcome(lambda: deferred[index]), outcome(lambda: eager[index])
+    assert_same(ours, expected)
+    if isinstance(expected, Tensor):
+        assert_same(ours * 2, expected * 2)
+    assert_same(outcome(lambda: (deferred + 0)[index]), expected)
+
+
+@pytest.mark.parametrize("index", [5, (0, 99), (0, 0, V), (0, 0, 0, 0), "word", 1.5])
+def test_an_index_that_is_an_error_stays_one(deferred: DeferredLogits, index: Any) -> None:
+    with pytest.raises((IndexError, TypeError)):
+        deferred[index] + 0
+
+
+def outcome(function: Callable[[], Any]) -> Any:
+    """What it returns, or the kind of error that it raises."""
+    try:
+        return function()
+    except (IndexError, TypeError, RuntimeError, ValueError) as error:
+        return type(error)
+
+
+def write_by_mask(x: Tensor) -> None:
+    x[MASK] = 0
+
+
+def write_to_a_slice(x: Tensor) -> None:
+    x[:, 2:4].fill_(3.0)
+
+
+def write_to_a_view(x: Tensor) -> None:
+    x.view(-1, V)[4] += 1
+
+
+def write_words(x: Tensor) -> None:
+    x[..., :10] = float("-inf")
+
+
+def write_out(x: Tensor) -> None:
+    with torch.no_grad():
+        torch.add(x, 1, out=x)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "by mask": write_by_mask,
+    "to a slice": write_to_a_slice,
+    "to a view": write_to_a_view,
+    "to words": write_words,
+    "add_": lambda x: x.add_(1),
+    "mul_": lambda x: x.mul_(3),
+    "+=": lambda x: operator.iadd(x, 1),
+    "*=": lambda x: operator.imul(x, 2),
+    "div_": lambda x: x.div_(2),
+    "tanh_": lambda x: x.tanh_(),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0),
+    "copy_": lambda x: x.copy_(unlike(x)),
+    "zero_": lambda x: x.zero_(),
+    "data": lambda x: x.data.fill_(2.0),
+    "detached": lambda x: x.detach().fill_(2.0),
+    "functional": lambda x: nn.functional.relu_(x),
+}
+
+# what was derived from the logits before the write
+DERIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "slice": lambda x: x[:, 1:],
+    "view": lambda x: x.view(-1, V),
+    "slice of a view": lambda x: x.view(-1, V)[2:7],
+    "detached": lambda x: x.detach(),
+    "same dtype": lambda x: x.float(),
+    "product": lambda x: x * 2,
+    "cast": lambda x: x.bfloat16(),
+    "masked": lambda x: x[MASK],
+    "indexed": lambda x: x[torch.tensor([1, 0])],
+    "reshaped slice": lambda x: x[:, :-1].reshape(-1, V),
+    "contiguous slice": lambda x: x[:, :-1].contiguous(),
+    "contiguous": lambda x: x.contiguous(),
+    "product of a slice": lambda x: x[:, :-1] * 2,
+    "slice of a product": lambda x: (x * 2)[:, :-1],
+    "view of a product of a slice": lambda x: (x[:, 1:] / 2).view(-1, V),
+}
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+@pytest.mark.parametrize("derivation", DERIVATIONS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen_where_eagers_is(
+    deferred: DeferredLogits, eager: Tensor, write: str, derivation: str, read_first: bool
+) -> None:
+    seen = []
+    for x in (deferred, eager):
+        logits = x.requires_grad_(x.requires_grad) if read_first else x
+        derived = DERIVATIONS[derivation](logits)
+        if read_first:
+            derived + 0
+        WRITES[write](logits)
+        seen.append((derived.detach() + 0, logits.detach() + 0))
+    assert_same(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("derivation", DERIVATIONS)
+def test_a_write_to_what_was_derived_is_seen_where_eagers_is(
+    deferred: DeferredLogits, eager: Tensor, derivation: str
+) -> None:
+    seen = []
+    for x in (deferred, eager):
+        derived = DERIVATIONS[derivation](x)
+        derived.mul_(2)
+        seen.append((derived.detach() + 0, x.detach() + 0))
+    assert_same(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("derivation", DERIVATIONS)
+def test_what_is_derived_after_a_write_has_it(
+    deferred: DeferredLogits, eager: Tensor, derivation: str
+) -> None:
+    seen = []
+    for x in (deferred, eager):
+        part = x[:, :5]
+        x.detach()[:, 1:3] = 7.0
+        derived = DERIVATIONS[derivation](x)
+        product_of_part = part * 2
+        x.detach()[:, 2:4] = 9.0
+        seen.append((derived.detach() + 0, product_of_part.detach() + 0, x.detach() + 0))
+    assert_same(seen[0], seen[1])
+
+
+OUTPUTS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda outputs: outputs.logits,
+    "key": lambda outputs: outputs["logits"],
+    "position": lambda outputs: outputs[1],
+    "slice": lambda outputs: outputs[:2],
+    "to_tuple": lambda outputs: outputs.to_tuple()[:2],
+    "keys": lambda outputs: [name for name in outputs if name != "past_key_values"],
+    "values": lambda outputs: list(outputs.values())[:2],
+    "dict": lambda outputs: dict(outputs)["logits"],
+    "items": lambda outputs: [value for name, value in outputs.items() if name == "logits"],
+    "type": lambda outputs: type(outputs).__name__,
+    "get": lambda outputs: outputs.get("logits"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_output_class_holds_the_logits(name: str) -> None:
+    ours, expected = OUTPUTS[name](outputs_of(True)), OUTPUTS[name](outputs_of(False))
+    assert_close_losses(ours, expected)
+
+
+def assert_close_losses(ours: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor) and expected.dim() == 0:
+        torch.testing.assert_close(ours, expected)
+    elif isinstance(expected, (tuple, list)):
+        for one, other in zip(ours, expected, strict=True):
+            assert_close_losses(one, other)
+    else:
+        assert_same(ours, expected)
+
+
+def test_a_tuple_of_outputs_holds_the_logits() -> None:
+    ours, expected = (outputs_of(patch, return_dict=False) for patch in (True, False))
+    assert type(ours) is tuple
+    assert not ours[1].is_computed
+    assert_close_losses(ours[:2], expected[:2])
+
+
+def test_other_outputs_are_eagers() -> None:
+    ours, expected = (outputs_of(patch, output_hidden_states=True) for patch in (True, False))
+    assert not ours.logits.is_computed
+    assert list(ours) == list(expected)
+    assert_same(ours.hidden_states, expected.hidden_states)
+
+
+def test_outputs_can_be_pickled_and_copied() -> None:
+    expected = outputs_of(False).logits.detach()
+    with torch.no_grad():
+        outputs = outputs_of(True)
+    for again in (pickle.loads(pickle.dumps(outputs)), copy.deepcopy(outputs)):
+        assert type(again.logits) is Tensor
+        assert torch.equal(again.logits, expected)
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__
+)
+def test_logits_can_be_read_in_another_mode_than_they_were_made_in(mode: Any) -> None:
+    with mode():
+        ours, expected = outputs_of(True).logits, outputs_of(False).logits
+        inside, expected_inside = ours[:, 1:], expected[:, 1:]
+    assert_same(ours, expected)
+    assert_same(ours * 2 + 1, expected * 2 + 1)
+    assert_same(inside.softmax(-1), expected_inside.softmax(-1))
+    with torch.no_grad():
+        assert_same(ours * 3, expected * 3)
+
+
+@pytest.mark.parametrize("device_dtype", [torch.bfloat16, torch.float16])
+def test_logits_read_after_autocast_are_those_of_autocast(device_dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=device_dtype):
+        ours, expected = outputs_of(True).logits, outputs_of(False).logits
+    assert ours.dtype == expected.dtype == device_dtype
+    assert_same(ours + 0, expected + 0)
+
+
+def optimizer_step(model: Any) -> None:
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    torch.optim.SGD([model.lm_head.weight], lr=0.1).step()
+
+
+def write_to_the_head(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+
+
+def load_the_head(model: Any) -> None:
+    model.lm_head.load_state_dict({"weight": torch.zeros(V, 32)})
+
+
+def free_the_head(model: Any) -> None:
+    model.lm_head.weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    "change", [optimizer_step, write_to_the_head, load_the_head, free_the_head]
+)
+def test_logits_of_a_head_that_has_changed_are_an_error(change: Any) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    logits = call(model, batch).logits
+    rows = logits[:, 1:] * 2
+    change(model)
+    for late in (logits, rows):
+        with pytest.raises(RuntimeError, match="the head's weight changed since the forward pass"):
+            late + 0
+        assert late.shape[-1] == V
+
+
+def test_logits_read_before_the_head_changes_can_be_read_again() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    logits = call(model, tiny_batch(model)).logits
+    expected = logits.detach().clone()
+    optimizer_step(model)
+    assert torch.equal(logits, expected)
+
+
+def test_logits_of_hidden_states_that_have_changed_are_an_error() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    outputs = call(model, tiny_batch(model), output_hidden_states=True)
+    with torch.no_grad():
+        outputs.hidden_states[-1].zero_()
+    with pytest.raises(RuntimeError, match="hidden states changed since the forward pass"):
+        outputs.logits + 0

@@ -1,0 +1,229 @@
+"""The environment variables: read at every forward pass, and never ignored."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call, joined, step, widened
+
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred import DeferredLogits
+from liger_patch.kernels import linear_cross_entropy as operator
+
+LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
+FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model(LLAMA)
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["yes", "true", "2", "-1", "nan", "inf", " "])
+def test_an_unknown_value_is_an_error_that_names_the_flag(
+    model: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    if name == "LIGER_PATCH_CHUNK_MIB" and value == "2":
+        pytest.skip("2 MiB is a budget")
+    apply_patch(model)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name} must be .*{re.escape(repr(value))}"):
+        call(model, tiny_batch(model))
+    with pytest.raises(ValueError, match=name):
+        patch_status(model)
+    monkeypatch.delenv(name)
+    call(model, tiny_batch(model))
+    assert patch_status(model).fused
+
+
+def test_return_logits_is_read_at_every_forward(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_patch(model)
+    batch = tiny_batch(model)
+    for value, kind in [("1", Tensor), ("", DeferredLogits), ("1", Tensor), ("0", DeferredLogits)]:
+        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", value)
+        assert type(call(model, batch).logits) is kind
+        assert patch_status(model).fused is (kind is DeferredLogits)
+
+
+def test_returned_logits_and_their_loss_are_eagers(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = tiny_batch(model)
+    logits, eager = call(model, batch).logits, step(model, batch)
+    truth = step(widened(model), batch)
+    apply_patch(model)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    outputs = call(model, batch)
+    assert torch.equal(outputs.logits, logits)
+    assert outputs.logits.grad_fn is not None
+    truth, eager, ours = joined(truth, eager, step(model, batch))
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+class Projection(nn.Module):
+    """A head that multiplies in its own way."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.projection = weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states @ self.projection.T
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clone()
+
+
+class Subclass(Tensor):
+    """As quantised weights are: an ordinary product would be wrong to assume."""
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        copied = self.as_subclass(Tensor).detach().clone().as_subclass(Subclass)
+        return nn.Parameter(copied, requires_grad=self.requires_grad)
+
+
+def own_module(model: Any) -> None:
+    model.lm_head = Projection(model.lm_head.weight)
+
+
+def own_forward(model: Any) -> None:
+    head = Twice(32, 131, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+
+
+def tensor_subclass(model: Any) -> None:
+    weight = model.lm_head.weight.detach().as_subclass(Subclass)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def reading_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda head, args, logits: logits + logits.softmax(-1))
+
+
+def normalising_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda head, args, logits: logits.log_softmax(-1))
+
+
+def indexing_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda head, args, logits: logits.flip(0))
+
+
+FALLBACKS = {
+    own_module: r"the head \(\S*\bProjection\) computes its logits itself",
+    own_forward: r"the logits were read by \S+ before the loss",
+    tensor_subclass: r"the head \(\S*\bLinear\) computes its logits itself",
+    reading_hook: r"the logits were read by \S+ before the loss",
+    normalising_hook: r"the logits were read by \S+ before the loss",
+    indexing_hook: r"the logits were read by \S+ before the loss",
+}
+
+
+@pytest.mark.parametrize("change", FALLBACKS)
+def test_what_cannot_be_fused_warns_once_with_the_reason_and_is_right(
+    model: Any, change: Any
+) -> None:
+    change(model)
+    truth = step(widened(model), tiny_batch(model))
+    eager = step(model, tiny_batch(model))
+    apply_patch(model)
+    with pytest.warns(UserWarning, match=FALLBACKS[change]) as warned:
+        ours = step(model, tiny_batch(model))
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, tiny_batch(model))
+    status = patch_status(model)
+    assert status.fused is False
+    assert status.reason in str(warned[0].message)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("change", FALLBACKS)
+def test_demanding_the_fused_loss_of_what_cannot_be_fused_is_an_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    change(model)
+    apply_patch(model)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    reason = f"LIGER_PATCH_RETURN_LOGITS=0 demands .*{FALLBACKS[change]}"
+    with pytest.raises(RuntimeError, match=reason):
+        call(model, tiny_batch(model))
+    assert "forward" not in vars(model.lm_head)
+    assert "_loss_function" not in vars(model)
+
+
+def own_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return logits.float().square().mean() + 0.0 * labels.float().mean()
+
+
+def test_a_loss_function_of_ones_own_is_called_on_the_logits(model: Any) -> None:
+    model.loss_function = own_loss
+    truth, eager = step(widened(model), tiny_batch(model)), step(model, tiny_batch(model))
+    apply_patch(model)
+    with pytest.warns(UserWarning, match="computes a loss of its own") as warned:
+        ours = step(model, tiny_batch(model))
+    assert len(warned) == 1
+    assert model.loss_function is own_loss
+    assert patch_status(model).fused is False
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def test_demanding_the_fused_loss_with_a_loss_function_of_ones_own_is_an_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.loss_function = own_loss
+    apply_patch(model)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    with pytest.raises(RuntimeError, match="computes a loss of its own"):
+        call(model, tiny_batch(model))
+
+
+def test_options_that_cannot_reach_a_loss_of_ones_own_are_an_error(model: Any) -> None:
+    model.loss_function = own_loss
+    apply_patch(model, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing=0.1.* cannot reach the loss"):
+        call(model, tiny_batch(model))
+
+
+@pytest.mark.parametrize(("flag", "chunks"), [(None, 1), ("0.001", 7), ("1000", 1)])
+def test_chunk_mib_of_the_environment_comes_before_the_argument(
+    model: Any, monkeypatch: pytest.MonkeyPatch, flag: str | None, chunks: int
+) -> None:
+    batch = tiny_batch(model)
+    counts = []
+    rows = operator.cross_entropy_rows
+
+    def counted(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        counts.append(len(logits))
+        return rows(logits, *args, **kwargs)
+
+    monkeypatch.setattr(operator, "cross_entropy_rows", counted)
+    if flag is not None:
+        monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", flag)
+    apply_patch(model, chunk_mib=0.001 if flag == "1000" else 512)
+    call(model, batch)
+    supervised = (batch["labels"][:, 1:] != -100).sum().item()
+    assert sum(counts) == supervised
+    # a float32 row of 131 logits, padded to 192, takes 768 bytes: one row in 0.001 MiB
+    assert len(counts) == (supervised if chunks > 1 else 1)

@@ -1,0 +1,455 @@
+"""A patch belongs to one model instance: copies have their own, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import Float64, call, gradients, patched, step, widened
+from transformers.loss import loss_utils
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred import DeferredLogits
+
+LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
+GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
+CLASS = transformers.LlamaForCausalLM
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model(LLAMA)
+
+
+def snapshot() -> dict[str, dict[str, Any]]:
+    """Every attribute of the class, its bases and the modules that a patch could reach."""
+    holders = [
+        *CLASS.__mro__[:-1],
+        nn.Linear,
+        nn.functional,
+        torch,
+        torch.overrides,
+        loss_utils,
+        transformers.models.llama.modeling_llama,
+        transformers.modeling_utils,
+    ]
+    contents = {f"{holder!r}": dict(vars(holder)) for holder in holders}
+    contents["LOSS_MAPPING"] = dict(loss_utils.LOSS_MAPPING)
+    return contents
+
+
+def test_no_class_module_or_other_model_changes(model: Any) -> None:
+    other = tiny_model(LLAMA, seed=1)
+    batch = tiny_batch(model)
+    expected = step(other, batch)
+    attributes = {name: dict(vars(module)) for name, module in other.named_modules()}
+    before = snapshot()
+    apply_patch(model)
+    assert_unchanged(before)
+    step(model, batch)
+    assert_unchanged(before)
+    assert type(other) is CLASS
+    for name, module in other.named_modules():
+        assert vars(module).keys() == attributes[name].keys()
+    outputs = call(other, batch)
+    assert type(outputs.logits) is Tensor
+    for name, value in step(other, batch).items():
+        assert torch.equal(value, expected[name]), name
+    assert type(tiny_model(LLAMA)) is CLASS
+    revert_patch(model)
+    assert_unchanged(before)
+
+
+def assert_unchanged(before: dict[str, dict[str, Any]]) -> None:
+    for name, contents in snapshot().items():
+        # caches that a call fills anew are not of the patch
+        changed = [
+            key
+            for key in contents.keys() | before[name].keys()
+            if contents.get(key) is not before[name].get(key) and not key.startswith("__abc")
+        ]
+        # bound class methods and properties of modules are the same objects, so any other is news
+        assert changed == [], f"{name}: {changed}"
+
+
+def test_during_the_call_no_class_or_module_is_changed(model: Any) -> None:
+    apply_patch(model)
+    before, seen = snapshot(), []
+    model.model.norm.register_forward_hook(lambda *_: seen.append(assert_unchanged(before)))
+    call(model, tiny_batch(model))
+    assert seen == [None]
+
+
+def test_the_patched_class_looks_like_its_own(model: Any) -> None:
+    signature = inspect.signature(model.forward)
+    described = repr(model)
+    apply_patch(model)
+    assert isinstance(model, CLASS)
+    assert type(model).__name__ == CLASS.__name__
+    assert type(model).__qualname__ == CLASS.__qualname__
+    assert type(model).__module__ == CLASS.__module__
+    assert inspect.signature(model.forward) == signature
+    assert inspect.signature(type(model).forward) == inspect.signature(CLASS.forward)
+    assert repr(model) == described
+    assert model.forward.__doc__ == CLASS.forward.__doc__
+    assert type(apply_patch(tiny_model(LLAMA))) is type(model)
+
+
+def deep_copied(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [deep_copied, pickled, saved])
+@pytest.mark.parametrize("after_a_call", [False, True])
+def test_a_copy_is_patched_and_independent(
+    model: Any, copied: Callable, after_a_call: bool
+) -> None:
+    batch = tiny_batch(model)
+    expected = call(model, batch).loss
+    apply_patch(model, z_loss=0.0, chunk_mib=77)
+    if after_a_call:
+        call(model, batch).loss.backward()
+    again = copied(model)
+    assert type(again) is type(model)
+    status = patch_status(again)
+    assert status.patched
+    assert status.fused is (True if after_a_call else None)
+    assert dict(status.rows)["logits held"] == "77 MiB at most"
+    outputs = call(again, batch)
+    assert isinstance(outputs.logits, DeferredLogits)
+    torch.testing.assert_close(outputs.loss, expected)
+
+    apply_patch(again, chunk_mib=5)
+    assert dict(patch_status(model).rows)["logits held"] == "77 MiB at most"
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.5)
+    outputs.loss.backward()
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    torch.testing.assert_close(call(model, batch).loss, expected)
+    assert call(again, batch).loss < expected - 0.01
+
+    revert_patch(again)
+    assert type(again) is CLASS
+    assert patch_status(model).patched
+    assert isinstance(call(model, batch).logits, DeferredLogits)
+    assert type(call(again, batch).logits) is Tensor
+
+
+def test_a_copy_of_a_copy_survives_the_first(model: Any) -> None:
+    batch = tiny_batch(model)
+    again = copy.deepcopy(copy.deepcopy(apply_patch(model)))
+    revert_patch(model)
+    del model
+    assert patch_status(again).patched
+    assert not call(again, batch).logits.is_computed
+
+
+READ_AGAIN = """
+import sys
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+batch = torch.load(sys.argv[2])
+outputs = model(**batch)
+outputs.loss.backward()
+from liger_patch import patch_status
+assert patch_status(model).fused, patch_status(model)
+assert not outputs.logits.is_computed
+print(repr(outputs.loss.item()))
+"""
+
+
+def test_a_saved_model_is_patched_in_another_process(model: Any, tmp_path: Path) -> None:
+    batch = tiny_batch(model)
+    apply_patch(model)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(batch, tmp_path / "batch.pt")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", READ_AGAIN, str(tmp_path / "model.pt"), str(tmp_path / "batch.pt")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.tensor(float(done.stdout)), call(model, batch).loss.detach())
+
+
+def test_the_state_dict_is_the_same(model: Any) -> None:
+    before = model.state_dict()
+    apply_patch(model)
+    call(model, tiny_batch(model))
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].data_ptr() == value.data_ptr() for name, value in before.items())
+    assert model.load_state_dict(before).missing_keys == []
+
+
+@pytest.mark.parametrize("row", [LLAMA, GEMMA2], ids=lambda row: row.model_type)
+def test_a_checkpoint_is_the_same(row: registry.Architecture, tmp_path: Path) -> None:
+    model = tiny_model(row)
+    model.save_pretrained(tmp_path / "eager")
+    apply_patch(model)
+    call(model, tiny_batch(model))
+    model.save_pretrained(tmp_path / "patched")
+    names = sorted(path.name for path in (tmp_path / "eager").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "patched").iterdir())
+    for name in names:
+        contents = [(tmp_path / kind / name).read_bytes() for kind in ("eager", "patched")]
+        assert contents[0] == contents[1], name
+    config = json.loads((tmp_path / "patched" / "config.json").read_text())
+    assert config["architectures"] == [row.class_name]
+    loaded = type(revert_patch(model)).from_pretrained(tmp_path / "patched")
+    assert type(loaded) is type(model)
+    assert not patch_status(loaded).patched
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    batch = tiny_batch(model)
+    assert torch.equal(call(auto.train(), batch).loss, call(model, batch).loss)
+
+
+def test_a_patched_class_can_load_a_checkpoint(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = type(apply_patch(model)).from_pretrained(tmp_path)
+    assert not patch_status(loaded).patched
+    assert type(call(loaded, tiny_batch(model)).logits) is Tensor
+    apply_patch(loaded)
+    assert not call(loaded, tiny_batch(model)).logits.is_computed
+
+
+@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
+@pytest.mark.parametrize("use", ["nothing", "step", "read logits", "fallback", "revert", "error"])
+def test_a_deleted_model_is_freed_at_once(
+    patch: bool, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(LLAMA)
+    if patch:
+        apply_patch(model)
+    batch = tiny_batch(model)
+    outputs = None
+    if use == "error":
+        with pytest.raises((ValueError, IndexError)):
+            call(model, batch | {"labels": batch["labels"] + 1000})
+    elif use != "nothing":
+        if use == "fallback":
+            monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+        outputs = call(model, batch)
+        if use == "read logits":
+            outputs.logits[:, 1:] + 0
+        outputs.loss.backward()
+    if use == "revert":
+        revert_patch(model)
+    dead = [weakref.ref(model), weakref.ref(model.model), weakref.ref(model.lm_head)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, outputs
+        assert [reference() for reference in dead] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
+def test_outputs_are_freed_at_once(model: Any, patch: bool) -> None:
+    if patch:
+        apply_patch(model)
+    outputs = call(model, tiny_batch(model))
+    view = outputs.logits[:, 1:] * 2
+    outputs.loss.backward()
+    dead = [weakref.ref(outputs.loss), weakref.ref(outputs.logits), weakref.ref(view)]
+    gc.collect()
+    gc.disable()
+    try:
+        del outputs, view
+        assert [reference() for reference in dead] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_outputs_keep_no_model_alive() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    outputs = call(model, tiny_batch(model))
+    expected = outputs.logits.detach().clone()
+    again = call(model, tiny_batch(model))
+    dead = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert dead() is None
+    finally:
+        gc.enable()
+    assert torch.equal(again.logits, expected)
+    again.loss.backward()
+
+
+def replica_of(model: Any) -> Any:
+    """What torch.nn.DataParallel gives each device: the instance without its parameters."""
+    replica = model._replicate_for_data_parallel()
+    children = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    children[model] = replica
+    for module, copied in children.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else children[child]
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, None if parameter is None else parameter * 1.0)
+        for name, buffer in module._buffers.items():
+            copied._buffers[name] = buffer
+    return replica
+
+
+def test_a_replica_of_data_parallel_trains_unfused_and_says_so() -> None:
+    model = widened(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    apply_patch(model)
+    with pytest.warns(UserWarning, match="DataParallel gathers the logits") as warned, Float64():
+        outputs = replica_of(model)(**batch)
+    assert len(warned) == 1
+    assert type(outputs.logits) is Tensor
+    ours = {"loss": outputs.loss.detach(), **gradients(model, outputs.loss)}
+    assert_no_worse(ours, truth, truth, torch.float32)
+    assert patch_status(model).fused is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replica_of(model)(**batch)
+    call(model, batch)
+    assert patch_status(model).fused
+
+
+class Counted:
+    """A forward that is set on the instance, as accelerate's hooks are."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls = 0
+        self.inner = model.forward
+        model.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+
+def test_a_forward_set_before_the_patch_still_runs(model: Any) -> None:
+    batch = tiny_batch(model)
+    expected = call(model, batch).loss
+    counted = Counted(model)
+    apply_patch(model)
+    outputs = call(model, batch)
+    assert counted.calls == 1
+    assert not outputs.logits.is_computed
+    assert patch_status(model).fused
+    torch.testing.assert_close(outputs.loss, expected)
+    call(model, {name: value for name, value in batch.items() if name != "labels"})
+    assert counted.calls == 2
+    revert_patch(model)
+    assert vars(model)["forward"] is counted
+    assert type(call(model, batch).logits) is Tensor
+    assert counted.calls == 3
+
+
+def test_a_forward_set_after_the_patch_runs_the_patched_one(model: Any) -> None:
+    batch = tiny_batch(model)
+    expected = call(model, batch).loss
+    apply_patch(model)
+    counted = Counted(model)
+    outputs = call(model, batch)
+    assert counted.calls == 1
+    assert not outputs.logits.is_computed
+    torch.testing.assert_close(outputs.loss, expected)
+    del model.forward
+    assert not call(model, batch).logits.is_computed
+
+
+def test_a_forward_set_before_and_one_after_both_run(model: Any) -> None:
+    first = Counted(model)
+    apply_patch(model)
+    second = Counted(model)
+    assert not call(model, tiny_batch(model)).logits.is_computed
+    assert (first.calls, second.calls) == (1, 1)
+    apply_patch(model, chunk_mib=3)
+    assert not call(model, tiny_batch(model)).logits.is_computed
+    assert (first.calls, second.calls) == (2, 2)
+
+
+def test_a_forward_set_after_the_patch_goes_on_unpatched_after_revert(model: Any) -> None:
+    apply_patch(model)
+    counted = Counted(model)
+    revert_patch(model)
+    outputs = call(model, tiny_batch(model))
+    assert counted.calls == 1
+    assert type(outputs.logits) is Tensor
+
+
+def test_two_models_train_in_two_threads() -> None:
+    models = [widened(tiny_model(LLAMA)), widened(tiny_model(GEMMA2))]
+    batches = [tiny_batch(model) for model in models]
+    truths = [step(model, batch) for model, batch in zip(models, batches, strict=True)]
+    for model in models:
+        apply_patch(model)
+    results: list[Any] = [None, None]
+    start = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        start.wait()
+        for _ in range(5):
+            results[index] = step(models[index], batches[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, truth in zip(results, truths, strict=True):
+        assert_no_worse(ours, truth, truth, torch.float32)
+    assert all(patch_status(model).fused for model in models)
+
+
+def test_two_models_that_share_a_head_are_patched_apart(model: Any) -> None:
+    other = tiny_model(LLAMA, seed=1)
+    other.lm_head = model.lm_head
+    batch = tiny_batch(model)
+    expected = call(other, batch).logits
+    apply_patch(model)
+    assert not call(model, batch).logits.is_computed
+    logits = call(other, batch).logits
+    assert type(logits) is Tensor
+    assert torch.equal(logits, expected)
+
+
+def test_a_patch_within_a_context_is_gone_after_it(model: Any) -> None:
+    with patched(model):
+        assert patch_status(model).patched
+    assert type(model) is CLASS
+    assert not any("liger" in name for name in vars(model))

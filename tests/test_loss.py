@@ -1,0 +1,325 @@
+"""The loss of a patched model's outputs: its own, and that of user code on outputs.logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from training_step import Float64, Step, call, gradients, joined, patched, step, widened
+from transformers.modeling_outputs import CausalLMOutput
+
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred import DeferredLogits
+
+ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("cohere", "gemma2", "llama")]
+LLAMA = next(row for row in ROWS if row.model_type == "llama")
+CLASS_WEIGHT = torch.rand(V, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+TOKEN_WEIGHT = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits (16, V), labels (16,) -> ()
+USER_LOSSES: dict[str, Loss] = {
+    "mean": cross_entropy,
+    "sum": lambda x, y: cross_entropy(x, y, reduction="sum"),
+    "none": lambda x, y: (cross_entropy(x, y, reduction="none") * TOKEN_WEIGHT).sum(),
+    "label smoothing": lambda x, y: cross_entropy(x, y, label_smoothing=0.1),
+    "class weights": lambda x, y: cross_entropy(x, y, CLASS_WEIGHT),
+    "class weights, label smoothing": lambda x, y: cross_entropy(
+        x, y, weight=CLASS_WEIGHT, label_smoothing=0.2
+    ),
+    "class weights, sum": lambda x, y: cross_entropy(x, y, CLASS_WEIGHT, reduction="sum"),
+    "class weights, none": lambda x, y: cross_entropy(x, y, CLASS_WEIGHT, reduction="none").mean(),
+    "ignore_index": lambda x, y: cross_entropy(x, y.where(y >= 0, 3), ignore_index=3),
+    "by name": lambda x, y: cross_entropy(input=x, target=y),
+    "module": lambda x, y: nn.CrossEntropyLoss()(x, y),
+    "module of options": lambda x, y: nn.CrossEntropyLoss(CLASS_WEIGHT, label_smoothing=0.1)(x, y),
+    "scaled": lambda x, y: cross_entropy(x / 2.0, y),
+    "softcapped": lambda x, y: cross_entropy(torch.tanh(x / 3.0) * 3.0, y),
+    "cut": lambda x, y: cross_entropy(x[2:14], y[2:14]),
+    "supervised only": lambda x, y: cross_entropy(x[y >= 0], y[y >= 0]),
+    "float": lambda x, y: cross_entropy(x.float(), y),
+}
+UNFUSED: dict[str, Loss] = {
+    "probabilities": lambda x, y: cross_entropy(x, torch.full((16, V), 1 / V).double()),
+    "three dimensions": lambda x, y: cross_entropy(x.view(2, 8, V).mT, y.view(2, 8)),
+    "one row": lambda x, y: cross_entropy(x[0], torch.tensor(5)),
+    "nll_loss": lambda x, y: nn.functional.nll_loss(x.log_softmax(-1), y),
+    "negative scale": lambda x, y: cross_entropy(-x, y),
+    "twice capped": lambda x, y: cross_entropy(x.tanh().tanh(), y),
+    "per word": lambda x, y: cross_entropy(x * torch.linspace(0.5, 1.0, V), y),
+    "fewer words": lambda x, y: cross_entropy(x[:, 7:], y.clamp(max=100)),
+    "legacy reduction": lambda x, y: legacy_sum(x, y),
+}
+
+
+def legacy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+        return cross_entropy(logits, labels, size_average=False)
+
+
+def step_with(model: Any, batch: dict, loss_function: Loss, fused: bool) -> Step:
+    outputs = call(model, batch)
+    labels = batch["labels"][..., 1:].reshape(-1)
+    with Float64():
+        loss = loss_function(outputs.logits[..., :-1, :].reshape(-1, V), labels)
+    if fused:
+        assert not outputs.logits.is_computed
+    return {"loss": loss.detach(), **gradients(model, loss)}
+
+
+@pytest.mark.parametrize("name", [*USER_LOSSES, *UNFUSED])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_a_users_loss_on_the_logits_is_eagers(row: registry.Architecture, name: str) -> None:
+    loss_function = USER_LOSSES.get(name) or UNFUSED[name]
+    capped_twice = row.model_type == "gemma2" and name == "softcapped"
+    fused = name in USER_LOSSES and not capped_twice
+    model = widened(tiny_model(row))
+    truth = step_with(model, tiny_batch(model), loss_function, False)
+    with patched(model):
+        ours = step_with(model, tiny_batch(model), loss_function, fused)
+        assert patch_status(model).fused
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_a_users_loss_is_not_changed_by_the_options_of_the_patch() -> None:
+    model = widened(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    truth = step_with(model, batch, cross_entropy, False)
+    with patched(model, label_smoothing=0.5, z_loss=1.0, reduction="sum"):
+        ours = step_with(model, batch, cross_entropy, True)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("inside", [True, False], ids=["loss in autocast", "loss after autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, "autocast"], ids=str)
+def test_a_users_loss_has_eagers_dtype(dtype: Any, inside: bool, reduction: str) -> None:
+    autocast = dtype == "autocast"
+    dtypes = []
+    for patch in (False, True):
+        model = tiny_model(LLAMA, dtype=torch.float32 if autocast else dtype)
+        if patch:
+            apply_patch(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = call(model, tiny_batch(model)).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and inside):
+            labels = torch.zeros(18, dtype=torch.int64)
+            loss = cross_entropy(logits.view(-1, V), labels, reduction=reduction)
+        dtypes.append((loss.dtype, loss.shape))
+    assert dtypes[0] == dtypes[1]
+
+
+def test_two_losses_on_the_same_logits_are_eagers() -> None:
+    model = widened(tiny_model(LLAMA))
+
+    def two(logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels) + 2 * cross_entropy(logits / 2.0, labels.roll(1))
+
+    truth = step_with(model, tiny_batch(model), two, False)
+    with patched(model):
+        ours = step_with(model, tiny_batch(model), two, True)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_a_label_outside_the_vocabulary_is_an_error_with_its_value() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    batch["labels"][0, 3] = V
+    with pytest.raises(ValueError, match=rf"labels must be in \[0, {V}\) .* got {V}"):
+        call(model, batch)
+    assert "forward" not in vars(model.lm_head)
+    assert "_loss_function" not in vars(model)
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("where", ["embed_tokens", "norm", "head", "loss"])
+def test_an_error_inside_the_forward_pass_leaves_the_model_clean(where: str) -> None:
+    def broken(*args: Any) -> None:
+        raise BrokenError
+
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    expected = call(model, batch)
+    apply_patch(model)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    if where == "loss":
+        with pytest.raises(ValueError, match="labels"):
+            call(model, batch | {"labels": batch["labels"] + 1000})
+    else:
+        module = model.lm_head if where == "head" else getattr(model.model, where)
+        handle = module.register_forward_hook(broken)
+        with pytest.raises(BrokenError):
+            call(model, batch)
+        handle.remove()
+    after = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert after.keys() == before.keys()
+    for name, attributes in after.items():
+        assert attributes.keys() == before[name].keys(), name
+    outputs = call(model, batch)
+    assert patch_status(model).fused
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    without_labels = call(model, {n: value for n, value in batch.items() if n != "labels"})
+    assert type(without_labels.logits) is Tensor
+    assert torch.equal(without_labels.logits, expected.logits)
+
+
+@pytest.mark.parametrize("num_items_in_batch", [None, 0, torch.tensor(0), 3])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+@pytest.mark.parametrize("return_logits", ["0", "1"])
+def test_no_supervised_token_gives_zero_loss_and_zero_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+    row: registry.Architecture,
+    num_items_in_batch: Any,
+    return_logits: str,
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", return_logits)
+    model = apply_patch(tiny_model(row))
+    batch = tiny_batch(model)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    ours = step(model, batch, num_items_in_batch=num_items_in_batch)
+    assert ours.pop("loss").item() == 0.0
+    assert all((gradient == 0).all() for gradient in ours.values())
+
+
+@pytest.mark.parametrize("return_logits", ["0", "1"])
+def test_sequences_of_one_token_give_zero(
+    monkeypatch: pytest.MonkeyPatch, return_logits: str
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", return_logits)
+    model = apply_patch(tiny_model(LLAMA))
+    input_ids = torch.ones(2, 1, dtype=torch.int64)
+    ours = step(model, {"input_ids": input_ids, "labels": input_ids})
+    assert ours.pop("loss").item() == 0.0
+    assert all(gradient is None or (gradient == 0).all() for gradient in ours.values())
+
+
+def test_the_same_step_twice_is_bitwise_the_same() -> None:
+    model = apply_patch(tiny_model(LLAMA, dtype=torch.bfloat16), chunk_mib=0.002)
+    first, second = step(model, tiny_batch(model)), step(model, tiny_batch(model))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    """Computes its loss itself, as some models of Transformers do."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, smoothing=0.0, **kwargs):
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            shifted = logits.float()[..., :-1, :].contiguous().view(-1, V)
+            targets = labels[..., 1:].reshape(-1)
+            loss = nn.CrossEntropyLoss(label_smoothing=smoothing)(shifted, targets)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.fixture
+def own_loss() -> Any:
+    model = tiny_model(LLAMA)
+    model.__class__ = OwnLoss
+    return widened(model)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_a_loss_that_the_model_computes_itself_is_fused(own_loss: Any, smoothing: float) -> None:
+    batch = tiny_batch(own_loss)
+    truth = step(own_loss, batch, smoothing=smoothing)
+    with patched(own_loss):
+        ours = step(own_loss, batch, smoothing=smoothing)
+        assert patch_status(own_loss).fused
+        assert not call(own_loss, batch).logits.is_computed
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
+    own_loss: Any,
+) -> None:
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "reduction": "sum"}
+    batch = tiny_batch(own_loss)
+    model = widened(tiny_model(LLAMA))
+    with patched(model, **options):
+        truth = step(model, batch)
+    with patched(own_loss, **options):
+        ours = step(own_loss, batch)
+        assert patch_status(own_loss).fused
+        of_its_own = step(own_loss, batch, smoothing=0.3)["loss"]
+    assert_no_worse(ours, truth, truth, torch.float32)
+    with patched(model, **options | {"label_smoothing": 0.3}):
+        torch.testing.assert_close(of_its_own, step(model, batch)["loss"])
+
+
+def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
+    own_loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    batch = tiny_batch(own_loss)
+    expected = call(own_loss, batch).loss
+    with patched(own_loss):
+        assert torch.equal(call(own_loss, batch).loss, expected)
+        assert patch_status(own_loss).reason == "LIGER_PATCH_RETURN_LOGITS=1"
+    with patched(own_loss, z_loss=0.1), pytest.raises(ValueError, match=r"z_loss=0\.1"):
+        call(own_loss, batch)
+
+
+def test_a_head_with_a_bias_trains_it() -> None:
+    row = next(row for row in registry.ARCHITECTURES if row.model_type == "phi")
+    model = widened(tiny_model(row))
+    truth = step(model, tiny_batch(model))
+    assert truth["lm_head.bias"].abs().max() > 0
+    with patched(model):
+        ours = step(model, tiny_batch(model))
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_a_resized_vocabulary_is_fused() -> None:
+    model = tiny_model(LLAMA)
+    apply_patch(model)
+    model.resize_token_embeddings(V + 6, mean_resizing=False)
+    eager, wide = step(tiny_resized(), tiny_batch(model)), widened(tiny_resized())
+    ours = step(model, tiny_batch(model))
+    assert patch_status(model).fused
+    assert f"Linear ({V + 6}, 32)" in dict(patch_status(model).rows)["head"]
+    assert ours.keys() == eager.keys() == step(wide, tiny_batch(wide)).keys()
+    assert call(model, tiny_batch(model)).logits.shape == (2, 9, V + 6)
+
+
+def tiny_resized() -> Any:
+    model = tiny_model(LLAMA)
+    model.resize_token_embeddings(V + 6, mean_resizing=False)
+    return model
+
+
+def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
+    for patch in (False, True):
+        model = tiny_model(LLAMA)
+        if patch:
+            apply_patch(model)
+        batch = tiny_batch(model)
+        batch["labels"] = batch["labels"][:, :-2]
+        with pytest.raises(ValueError, match=r"(?i)batch_size|labels must have shape"):
+            call(model, batch)
+
+
+def test_logits_to_keep_computes_the_loss_of_those() -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    batch["labels"] = batch["labels"][:, -4:]
+    truth = step(widened(model), batch, logits_to_keep=4)
+    eager = step(model, batch, logits_to_keep=4)
+    apply_patch(model)
+    outputs = call(model, batch, logits_to_keep=4)
+    assert isinstance(outputs.logits, DeferredLogits)
+    assert outputs.logits.shape == (2, 4, V)
+    truth, eager, ours = joined(truth, eager, step(model, batch, logits_to_keep=4))
+    assert_no_worse(ours, eager, truth, torch.float32)

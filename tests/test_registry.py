@@ -1,0 +1,102 @@
+"""The registry: its rows are data that `find` and the README rely on, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from tiny_models import tiny_model
+
+from liger_patch import apply_patch, registry
+from liger_patch.registry import ARCHITECTURES, Architecture
+
+
+def stand_in(model_type: Any, class_name: str, *bases: type) -> Any:
+    """An object with the class name and the config of a model."""
+    model = type(class_name, bases or (object,), {})()
+    model.config = SimpleNamespace(model_type=model_type)
+    return model
+
+
+def row_of(model_type: str) -> Architecture:
+    return next(row for row in ARCHITECTURES if row.model_type == model_type)
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_transformers_has_the_class_of_the_row(row: Architecture) -> None:
+    if row in registry.missing():
+        pytest.skip(f"Transformers {transformers.__version__} has no {row.class_name}")
+    config_class = getattr(transformers, row.class_name).config_class
+    assert config_class.model_type == row.model_type
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_find_gives_the_row(row: Architecture) -> None:
+    assert registry.find(stand_in(row.model_type, row.class_name)) is row
+
+
+def test_find_gives_the_row_of_a_subclass() -> None:
+    llama = type("LlamaForCausalLM", (), {})
+    assert registry.find(stand_in("llama", "MyLlama", llama)) is row_of("llama")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [
+        ("llama", "LlamaForSequenceClassification"),
+        ("llama_of_tomorrow", "LlamaForCausalLM"),
+        ("gemma3", "Gemma3ForCausalLM"),
+        (None, "LlamaForCausalLM"),
+    ],
+)
+def test_find_wants_both_the_model_type_and_the_class(model_type: Any, class_name: str) -> None:
+    with pytest.raises(ValueError, match=f"model is a {class_name} .*{model_type!r}"):
+        registry.find(stand_in(model_type, class_name))
+
+
+def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones() -> None:
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    )
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel with .* 'gpt2'") as raised:
+        apply_patch(model)
+    for row in ARCHITECTURES:
+        assert f"{row.model_type}: {row.class_name}" in str(raised.value)
+    assert type(model) is transformers.GPT2LMHeadModel
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Architecture)])
+def test_every_row_has_a_text_in_each_field_and_needs_it(field: str) -> None:
+    for row in ARCHITECTURES:
+        values = dataclasses.asdict(row)
+        assert isinstance(values[field], str)
+        assert values.pop(field)
+        with pytest.raises(TypeError, match=field):
+            Architecture(**values)
+
+
+@pytest.mark.parametrize("field", ["model_type", "class_name"])
+def test_a_model_is_not_found_by_a_row_with_an_empty_field(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    model = tiny_model(row_of("llama"))
+    crippled = dataclasses.replace(row_of("llama"), **{field: ""})
+    monkeypatch.setattr(registry, "ARCHITECTURES", (crippled,))
+    with pytest.raises(ValueError, match="has no row"):
+        apply_patch(model)
+
+
+def test_rows_are_unique_and_in_alphabetical_order() -> None:
+    model_types = [row.model_type for row in ARCHITECTURES]
+    assert model_types == sorted(set(model_types))
+    assert len({row.class_name for row in ARCHITECTURES}) == len(ARCHITECTURES)
+
+
+def test_available_and_missing_rows_are_all_rows() -> None:
+    assert sorted([*registry.available(), *registry.missing()], key=ARCHITECTURES.index) == list(
+        ARCHITECTURES
+    )
+    assert registry.available()

@@ -1,0 +1,175 @@
+"""LIGER_PATCH_VERIFY=1: a broken kernel is found at the first training step, and not used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
+from torch import Tensor
+from training_step import call, joined, step, widened
+
+from liger_patch import apply_patch, loss, patch_status, registry
+from liger_patch.kernels import linear_cross_entropy as operator
+
+ROWS = [
+    row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
+]
+LLAMA = next(row for row in ROWS if row.model_type == "llama")
+
+
+@pytest.fixture(autouse=True)
+def verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each comparison found."""
+    found = []
+    disagreement = loss.disagreement
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        found.append(disagreement(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(loss, "disagreement", recorded)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sum"}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_a_sound_model_agrees_and_stays_fused(
+    verified: list[Any], row: registry.Architecture, dtype: Any, options: dict[str, Any]
+) -> None:
+    autocast = dtype == "autocast"
+    model = apply_patch(tiny_model(row, dtype=torch.float32 if autocast else dtype), **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        outputs = call(model, tiny_batch(model))
+    assert verified == [None]
+    assert patch_status(model).fused
+    assert not outputs.logits.is_computed
+
+
+def test_only_the_first_training_step_is_compared(verified: list[Any]) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    with torch.no_grad():
+        call(model, tiny_batch(model))
+    assert verified == []
+    for _ in range(3):
+        call(model, tiny_batch(model))
+    assert verified == [None]
+
+
+def test_nothing_is_compared_without_the_flag(
+    verified: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    for value in ("0", ""):
+        monkeypatch.setenv("LIGER_PATCH_VERIFY", value)
+        call(model, tiny_batch(model))
+    assert verified == []
+
+
+def test_the_comparison_leaves_loss_and_gradients_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    compared = step(model, tiny_batch(model))
+    ordinary = step(model, tiny_batch(model))
+    for name, value in ordinary.items():
+        assert torch.equal(compared[name], value), name
+
+
+def no_head_gradient(product_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def broken(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
+        product_(out, a, b, add=add)
+        return out.zero_() if len(out) == VOCAB_SIZE else out
+
+    return broken
+
+
+def wrong_losses(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: rows(*args, **kwargs) * 1.01
+
+
+def silent_zero_gradients(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def broken(*args: Any, dlogits: Tensor | None = None, **kwargs: Any) -> Tensor:
+        losses = rows(*args, dlogits=dlogits, **kwargs)
+        if dlogits is not None:
+            dlogits.zero_()
+        return losses
+
+    return broken
+
+
+def nan_gradients(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def broken(*args: Any, dlogits: Tensor | None = None, **kwargs: Any) -> Tensor:
+        losses = rows(*args, dlogits=dlogits, **kwargs)
+        if dlogits is not None:
+            dlogits.fill_(float("nan"))
+        return losses
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("function", "replacement", "differs"),
+    [
+        ("product_", no_head_gradient, "gradient of the weight"),
+        ("cross_entropy_rows", wrong_losses, "loss"),
+        ("cross_entropy_rows", silent_zero_gradients, "gradient of the hidden states"),
+        ("cross_entropy_rows", nan_gradients, "gradient of the hidden states"),
+    ],
+    ids=["head", "loss", "zero gradients", "nan gradients"],
+)
+def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
+    monkeypatch: pytest.MonkeyPatch, function: str, replacement: Callable, differs: str
+) -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    truth, eager = step(widened(model), batch), step(model, batch)
+    monkeypatch.setattr(operator, function, replacement(getattr(operator, function)))
+    apply_patch(model)
+    message = f"LIGER_PATCH_VERIFY found a difference .* the fused {differs} is off by"
+    with pytest.warns(UserWarning, match=message) as warned:
+        first = step(model, batch)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = step(model, batch)
+    status = patch_status(model)
+    assert status.fused is False
+    assert status.reason in str(warned[0].message)
+    truth, eager, first, second = joined(truth, eager, first, second)
+    assert_no_worse(first, eager, truth, torch.float32)
+    assert_no_worse(second, eager, truth, torch.float32)
+
+
+def test_a_broken_kernel_is_an_error_where_fusing_is_demanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    monkeypatch.setattr(operator, "product_", no_head_gradient(operator.product_))
+    model = apply_patch(tiny_model(LLAMA))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="LIGER_PATCH_VERIFY found a difference"):
+            call(model, tiny_batch(model))
+
+
+def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
+    monkeypatch.setattr(operator, "product_", no_head_gradient(operator.product_))
+    with pytest.warns(UserWarning, match="LIGER_PATCH_VERIFY found a difference"):
+        call(model, batch)
