@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 import torch
 from heads import Head
+from peers import Loss, peers
 from torch import Tensor
 
 from liger_patch import linear_cross_entropy
-
-Loss = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # hidden states (N, H), weight (V, H), labels (N,) -> ()
 
 BUDGETS_MIB = (512, 128)
 
@@ -34,6 +31,7 @@ def contenders(head: Head) -> dict[str, Loss]:
     return {
         "eager": eager,
         "torch.compile": torch.compile(eager),
+        **peers(head),
         **{f"liger_patch {budget} MiB": ours(budget) for budget in BUDGETS_MIB},
     }
 

@@ -12,6 +12,7 @@ compared with a float32 computation on a part of the tokens: one that is wrong i
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -21,13 +22,13 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import transformers
 import triton
 from contenders import bare_products, contenders, step
 from heads import HEADS, Head, batch
 from measure import measure
 from report import terminal_table
 
+PEER_PACKAGES = ("liger-kernel", "cut-cross-entropy")
 MAX_RELATIVE_ERROR = 0.02  # of gradients by norm, against float32: bf16 rounding leaves about 0.003
 
 
@@ -49,7 +50,7 @@ def main() -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "transformers": transformers.__version__,
+            **{name: _version(name) for name in PEER_PACKAGES if _version(name)},
         },
         "results": results,
     }
@@ -75,7 +76,7 @@ def run_case(head: Head, rounds: int) -> list[dict]:
     for name, loss in losses.items():
         if max(errors[name]) <= MAX_RELATIVE_ERROR:
             functions[name] = lambda loss=loss: step(loss, *inputs)
-    measured = measure(functions, rounds=rounds)
+    measured = measure(functions, before=functions["bare products"], rounds=rounds)
     torch.cuda.empty_cache()
     floor = measured["bare products"].ms
     rows = [
@@ -108,6 +109,13 @@ def gradient_errors(head: Head, losses: dict) -> dict[str, list[float]]:
             for g, t in zip(gradients, truth, strict=True)
         ]
     return errors
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +29,16 @@ class Measurement:
 
 
 def measure(
-    functions: Mapping[str, Callable[[], object]], *, warmup: int = 3, rounds: int = 20
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    before: Callable[[], object],
+    warmup: int = 3,
+    rounds: int = 20,
 ) -> dict[str, Measurement]:
     """Run every function ``warmup`` times, then all of them in turn, ``rounds`` times.
 
-    Turns are interleaved, so that a change of the GPU's clock meets every function alike. What a
+    A GPU at its power limit clocks higher after a light load: so the turns are interleaved in an
+    order that is drawn anew for each round, and ``before`` runs, untimed, in front of each. What a
     call returns is dropped before the next.
     """
     peaks = {}
@@ -41,14 +47,19 @@ def measure(
             function()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         function()
         torch.cuda.synchronize()
-        peaks[name] = (torch.cuda.max_memory_allocated() - before) / MIB
+        peaks[name] = (torch.cuda.max_memory_allocated() - allocated) / MIB
     times: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
+    shuffle = random.Random(0).shuffle
     for _ in range(rounds):
-        for name, function in functions.items():
+        shuffle(order)
+        for name in order:
+            function = functions[name]
+            before()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()

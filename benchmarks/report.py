@@ -35,15 +35,14 @@ def readme_table(report: dict) -> str:
     lines = [["forward + backward, ms / GiB", *contenders], ["---"] * (1 + len(contenders))]
     for case in cases:
         lines.append([case, *(cells.get((case, name), "") for name in contenders)])
-    versions = report["versions"]
+    used = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return "\n".join(
         [
             *(f"| {' | '.join(line)} |" for line in lines),
             "",
-            f"Measured on one {report['gpu']} on {report['date']} with torch {versions['torch']} "
-            f"and triton {versions['triton']} in bf16: medians in one process, peak memory over "
-            f"the inputs, `{report['command']}`. The bare products are the matrix products alone, "
-            "a lower bound for any exact loss.",
+            f"Measured on one {report['gpu']} on {report['date']} in bf16 with {used}: medians "
+            f"in one process, peak memory over the inputs, `{report['command']}`. The bare "
+            "products are the matrix products alone, a lower bound for any exact loss.",
         ]
     )
 
