@@ -28,7 +28,7 @@ def terminal_table(rows: list[dict]) -> str:
 
 def readme_table(report: dict) -> str:
     """Markdown: a line a case, a column a contender, each with time and peak memory."""
-    rows = [row for row in report["results"] if not row.get("wrong")]
+    rows = report["results"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
     cells = {(row["case"], row["contender"]): _cell(row) for row in rows}
@@ -48,6 +48,8 @@ def readme_table(report: dict) -> str:
 
 
 def _cell(row: dict) -> str:
+    if row.get("wrong"):
+        return f"gradient off by {max(row['gradient_errors']):.1%}"
     if row["contender"] == "bare products":
         return f"{row['ms']:.1f}"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
