@@ -155,7 +155,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("label smoothing", f"{record.settings.label_smoothing:g}"),
             ("z-loss", f"{record.settings.z_loss:g}"),
             ("reduction", f"{record.settings.reduction} without num_items_in_batch"),
-            ("logits held", f"{chunk_mib:g} MiB at most"),
+            ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
                 "LIGER_PATCH_RETURN_LOGITS",
                 {None: "unset", True: "1", False: "0"}[flags.return_logits()],

@@ -1,11 +1,9 @@
 """Deferred logits: a tensor that stands for the logits and computes them when somebody looks.
 
-While a patched model's forward runs, ``deferring_head`` makes the output embedding's own ``linear``
-call return ``DeferredLogits`` instead of multiplying: a tensor with the shape, dtype and device
-that the logits would have, which holds the hidden states and the head. What models do between the
-head and the loss is recorded: multiplication and division by a number, ``tanh``, casts, and the
-choice of rows (slices, masks, ``view``). ``parts`` hands the record to a fused loss. Any other
-operation computes the real logits, once, with autograd, and goes on with them.
+``DeferredLogits`` have the shape, dtype and device that the logits would have, and hold the hidden
+states and the head. What models do between the head and the loss is recorded (``steps``); ``parts``
+hands the record to a fused loss. Any other operation computes the real logits, once, with autograd,
+and goes on with them.
 
 Reading late gives the logits of the forward pass that made them, or an error: the grad mode and the
 autocast state of that forward hold, and a head or hidden states that have changed since are
@@ -14,17 +12,18 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from liger_patch.changes import State, state_of
 from liger_patch.kernels.compilation import runs_eagerly
+from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.steps import METADATA, NEED_A_GRADIENT, RECORDED, TAKE_KEYWORDS, Recordable, Step
 
 
 class Owner(Protocol):
@@ -32,21 +31,6 @@ class Owner(Protocol):
 
     def note_read(self, operation: str) -> None:
         """Take note that the named operation needs the values of the logits."""
-
-
-class Step(NamedTuple):
-    """One recorded operation on logits (..., V).
-
-    Attributes:
-        kind: "scale", "tanh", "cast", "rows" or "detach".
-        apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
-            dimension whole.
-        factor: what "scale" multiplies by.
-    """
-
-    kind: str
-    apply: Callable[[Tensor], Tensor]
-    factor: float = 1.0
 
 
 class Parts(NamedTuple):
@@ -60,6 +44,7 @@ class Parts(NamedTuple):
         bias: (V,) or None.
         logit_scale: 1.0 for none.
         softcap: None for none.
+        autocast_dtype: of the head's call, None without autocast.
     """
 
     hidden_states: Tensor
@@ -67,6 +52,7 @@ class Parts(NamedTuple):
     bias: Tensor | None
     logit_scale: float
     softcap: float | None
+    autocast_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class HeadCall:
     bias: Tensor | None
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
-    versions: tuple[int | None, ...]
+    states: tuple[State | None, ...]
     owner: Owner
 
     @classmethod
@@ -91,9 +77,9 @@ class HeadCall:
             if torch.is_autocast_enabled(device_type)
             else None
         )
-        versions = tuple(_version(t) for t in (hidden_states, weight, bias))
+        states = tuple(state_of(t) for t in (hidden_states, weight, bias))
         return cls(
-            hidden_states, weight, bias, torch.is_grad_enabled(), autocast_dtype, versions, owner
+            hidden_states, weight, bias, torch.is_grad_enabled(), autocast_dtype, states, owner
         )
 
     @property
@@ -119,20 +105,16 @@ class HeadCall:
             "head's weight": self.weight,
             "head's bias": self.bias,
         }
-        for (name, tensor), version in zip(tensors.items(), self.versions, strict=True):
+        for (name, tensor), state in zip(tensors.items(), self.states, strict=True):
             if tensor is None:
                 continue
-            if _version(tensor) != version or tensor.untyped_storage().size() == 0 < tensor.numel():
+            if state_of(tensor) != state or tensor.untyped_storage().size() == 0 < tensor.numel():
                 raise RuntimeError(
                     f"outputs.logits are computed when they are first read, but the {name} changed "
                     "since the forward pass (an optimizer step, or sharding that freed them): "
                     "read outputs.logits before that, or set LIGER_PATCH_RETURN_LOGITS=1 to "
                     "compute them in every forward pass"
                 )
-
-
-def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 class _Record(torch.autograd.Function):
@@ -153,6 +135,7 @@ class _Record(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
+        refuse_second_derivative("outputs.logits")
         with torch.enable_grad():
             inputs = [
                 None if saved is None else real(saved).detach().requires_grad_(needed)
@@ -167,15 +150,27 @@ class _Record(torch.autograd.Function):
         )
 
 
-class DeferredLogits(Tensor):
+class _Graft(torch.autograd.Function):
+    """Real values in the place of deferred logits that somebody's autograd function returned."""
+
+    @staticmethod
+    def forward(ctx, deferred: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None
+
+
+class DeferredLogits(Recordable):
     """The logits (..., V) of one forward pass, computed when their values are first needed."""
 
     _head_call: HeadCall
     _rows: Tensor  # (..., H), the hidden states of the rows that were chosen so far
     _parent: DeferredLogits | None
     _step: Step | None
-    _is_view: bool  # whether eager's result of the step would share its parent's memory
     _grad_enabled: bool  # while the step was recorded
+    _recorded_by: Any  # the node that recorded the step; another one is that of somebody's function
     _value: Tensor | None
 
     @classmethod
@@ -192,7 +187,7 @@ class DeferredLogits(Tensor):
         """
         node: DeferredLogits | None = self
         while node is not None:
-            if node._value is not None:
+            if node._value is not None or node._is_foreign:
                 return step.apply(self.real_logits())
             node = node._parent
         rows = step.apply(self._rows) if step.kind == "rows" else self._rows
@@ -236,20 +231,34 @@ class DeferredLogits(Tensor):
             step,
         )
         deferred._grad_enabled = grad_enabled
-        deferred._is_view = (
+        deferred.shares_memory = (
             base is not None
             and step is not None
             and step.kind in ("rows", "detach")
             and _share_memory(rows, base._rows)
         )
         deferred._value = None
+        with torch._C.DisableTorchFunctionSubclass():
+            deferred._recorded_by = deferred.grad_fn
         return deferred
 
     def real_logits(self) -> Tensor:
         """The real logits, computed at the first call."""
         if self._value is None:
-            self._value = self._compute(lambda parent: parent.real_logits())
+            with torch.inference_mode(self._head_call.hidden_states.is_inference()):
+                value = self._compute(lambda parent: parent.real_logits())
+                if self._is_foreign:
+                    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+                        value = cast(Tensor, _Graft.apply(self, value))
+            self._value = value
+            return value
         return self._value
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether somebody's autograd function returned these logits: its node is theirs now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is not self._recorded_by
 
     def _compute(self, of_view: Callable[[DeferredLogits], Tensor]) -> Tensor:
         parent, step = self._parent, self._step
@@ -257,7 +266,7 @@ class DeferredLogits(Tensor):
             return self._head_call.logits()
         # A view shares the memory of its parent. What eager copies was copied before anybody read
         # these logits, let alone wrote to them: it is computed from the head again.
-        value = of_view(parent) if self._is_view else parent._compute_untouched()
+        value = of_view(parent) if self.shares_memory else parent._compute_untouched()
         with torch.set_grad_enabled(self._grad_enabled):
             return step.apply(value)
 
@@ -266,9 +275,12 @@ class DeferredLogits(Tensor):
 
     def parts(self) -> Parts | None:
         """What a fused loss needs, or None where the steps are not a scale and a softcap."""
+        self._head_call.check_unchanged()
         chain: list[Step] = []
         node = self
         while node._parent is not None and node._step is not None:
+            if node._is_foreign:
+                return None
             chain.append(node._step)
             node = node._parent
         call = self._head_call
@@ -280,15 +292,16 @@ class DeferredLogits(Tensor):
                 scale *= step.factor
             elif step.kind == "tanh" and not capped:
                 capped = True
-            elif step.kind not in ("rows", "cast", "detach"):
+            elif step.kind not in ("rows", "cast", "detach", "clone"):
                 return None
         if not capped:
-            return Parts(self._rows, call.weight, call.bias, scale, None)
+            return Parts(self._rows, call.weight, call.bias, scale, None, call.autocast_dtype)
         if cap_scale <= 0:
             return None
         # b * tanh(a * x) = softcap * tanh(logit_scale * x / softcap) with softcap = b, logit_scale
         # = a * b
-        return Parts(self._rows, call.weight, call.bias, scale * cap_scale, cap_scale)
+        softcap, dtype = cap_scale, call.autocast_dtype
+        return Parts(self._rows, call.weight, call.bias, scale * cap_scale, softcap, dtype)
 
     @property
     def is_computed(self) -> bool:
@@ -301,7 +314,7 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in NEED_A_GRADIENT:
+        if func in NEED_A_GRADIENT and not _is_of_fsdp(*args):
             raise RuntimeError(
                 f"{func.__name__} of outputs.logits: the fused loss has no gradient with respect "
                 "to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary loss"
@@ -312,6 +325,8 @@ class DeferredLogits(Tensor):
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
+            if func in NEED_A_GRADIENT:
+                return func(*args, **kwargs)
             if func in METADATA and args and not args[0].is_computed:
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
@@ -344,6 +359,13 @@ def _read(deferred: DeferredLogits, name: str) -> Tensor:
     return deferred.real_logits()
 
 
+def _is_of_fsdp(deferred: Tensor, *hooks: Any) -> bool:
+    """Whether the hooks are FSDP's, on every output: it waits for the first, the loss's will do."""
+    functions = [getattr(hook, "func", hook) for hook in hooks]
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
+    return bool(modules) and all(name.startswith("torch.distributed") for name in modules)
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
@@ -351,211 +373,3 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def real(tensor: Tensor) -> Tensor:
     """The tensor itself, or the real logits that it defers."""
     return tensor.real_logits() if isinstance(tensor, DeferredLogits) else tensor
-
-
-class _DeferLinear(TorchFunctionMode):
-    """Within the head's own forward: its product with its own weight is deferred."""
-
-    def __init__(self, head: nn.Module, owner: Owner) -> None:
-        super().__init__()
-        self.head, self.owner = head, owner
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is nn.functional.linear:
-            hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
-            if weight is getattr(self.head, "weight", None) and _can_defer(
-                hidden_states, weight, bias
-            ):
-                return DeferredLogits.of_head(HeadCall.of(hidden_states, weight, bias, self.owner))
-        return func(*args, **kwargs)
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
-
-
-def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are plain floating-point tensors that fit each other, on one device."""
-    tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
-    if any(
-        type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_floating_point()
-        for tensor in tensors
-    ):
-        return False
-    if len({tensor.device for tensor in tensors}) > 1 or weight.dim() != 2 or weight.is_meta:
-        return False
-    if weight.shape[1] != hidden_states.shape[-1] or weight.shape[0] == 0:
-        return False
-    dtypes = {tensor.dtype for tensor in tensors}
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.float64 not in dtypes
-    return len(dtypes) == 1
-
-
-@contextmanager
-def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
-    """Within this context the output embedding ``head`` defers its product with its weight.
-
-    Its hooks and whatever has replaced its ``forward`` run as always; a head that computes in
-    another way (quantised, a tensor subclass) returns its real logits.
-    """
-    missing = object()
-    before = vars(head).get("forward", missing)
-    forward = head.forward
-
-    def deferring_forward(*args, **kwargs):
-        with _DeferLinear(head, owner):
-            return forward(*args, **kwargs)
-
-    head.forward = deferring_forward
-    try:
-        yield
-    finally:
-        if before is missing:
-            del head.forward
-        else:
-            head.forward = before
-
-
-def _scale(a: Any, b: Any) -> Tensor:
-    deferred, number = (a, b) if isinstance(a, DeferredLogits) else (b, a)
-    if not _is_number(number) or not isinstance(deferred, DeferredLogits):
-        return NotImplemented
-    return deferred.then(Step("scale", lambda t: t * number, float(number)))
-
-
-def _divide(a: Any, b: Any) -> Tensor:
-    if not isinstance(a, DeferredLogits) or not _is_number(b) or b == 0:
-        return NotImplemented
-    return a.then(Step("scale", lambda t: t / b, 1.0 / b))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _tanh(logits: DeferredLogits) -> Tensor:
-    return logits.then(Step("tanh", torch.tanh))
-
-
-def _cast(logits: DeferredLogits, dtype: torch.dtype) -> Tensor:
-    if dtype == logits.dtype:
-        return logits
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return NotImplemented
-    return logits.then(Step("cast", lambda t: t.to(dtype)), dtype=dtype)
-
-
-def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-    if not isinstance(logits, DeferredLogits) or kwargs.keys() - {"non_blocking"} or len(args) != 1:
-        return NotImplemented
-    (target,) = args
-    if isinstance(target, torch.dtype):
-        return _cast(logits, target)
-    if isinstance(target, (str, torch.device)) and torch.device(target) == logits.device:
-        return logits
-    return NotImplemented
-
-
-def _rows(logits: DeferredLogits, apply: Callable[[Tensor], Tensor]) -> Tensor:
-    return logits.then(Step("rows", apply))
-
-
-def _getitem(logits: Any, index: Any) -> Tensor:
-    if not isinstance(logits, DeferredLogits):
-        return NotImplemented
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is Ellipsis or _is_row_index(item) for item in items):
-        return NotImplemented
-    used = sum(
-        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items
-    )
-    if any(item is Ellipsis for item in items):
-        # only the leading dimensions, or the last one taken whole
-        position = next(i for i, item in enumerate(items) if item is Ellipsis)
-        if position != len(items) - 1 and items[-1] != slice(None):
-            return NotImplemented
-        # an ellipsis at the end says nothing of the last dimension: it must be left to it
-        if used - 1 > logits.dim() - (position == len(items) - 1):
-            return NotImplemented
-    elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
-        return NotImplemented
-    return _rows(logits, lambda t: t[index])
-
-
-def _is_row_index(item: Any) -> bool:
-    if isinstance(item, Tensor):
-        return type(item) is Tensor and item.dtype in (torch.bool, torch.int64)
-    return isinstance(item, (int, slice)) and not isinstance(item, bool)
-
-
-def _reshape(logits: Any, *shape: Any) -> Tensor:
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if not isinstance(logits, DeferredLogits) or isinstance(sizes, torch.dtype) or len(sizes) < 2:
-        return NotImplemented
-    if sizes[-1] != logits.shape[-1]:
-        return NotImplemented
-    leading = tuple(sizes[:-1])
-    return _rows(logits, lambda t: t.reshape(*leading, t.shape[-1]))
-
-
-def _view(logits: Any, *shape: Any) -> Tensor:
-    result = _reshape(logits, *shape)
-    if isinstance(result, DeferredLogits) and not result._is_view:
-        return NotImplemented  # the real logits say why there is no such view
-    return result
-
-
-def _contiguous(logits: DeferredLogits) -> Tensor:
-    return logits if logits.is_contiguous() else _rows(logits, Tensor.contiguous)
-
-
-def _detach(logits: DeferredLogits) -> Tensor:
-    return logits.then(Step("detach", Tensor.detach))
-
-
-# what is recorded: torch function -> handler, which returns NotImplemented for arguments that it
-# does not cover. The loss adds torch.nn.functional.cross_entropy.
-RECORDED: dict[Callable, Callable] = {
-    **dict.fromkeys(
-        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
-        _scale,
-    ),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide), _divide),
-    **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _divide),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
-    Tensor.float: lambda logits: _cast(logits, torch.float32),
-    Tensor.bfloat16: lambda logits: _cast(logits, torch.bfloat16),
-    Tensor.half: lambda logits: _cast(logits, torch.float16),
-    Tensor.to: _to,
-    Tensor.__getitem__: _getitem,
-    **dict.fromkeys((Tensor.reshape, torch.reshape), _reshape),
-    Tensor.view: _view,
-    Tensor.contiguous: _contiguous,
-    Tensor.detach: _detach,
-}
-
-# those of them whose handlers take keywords
-TAKE_KEYWORDS: set[Callable] = {Tensor.to}
-
-_METADATA_PROPERTIES = """
-    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu is_quantized
-    is_nested requires_grad grad_fn is_leaf itemsize nbytes
-"""
-_METADATA_METHODS = """
-    size dim numel nelement ndimension element_size is_floating_point is_complex is_contiguous
-    stride get_device __len__ is_inference is_shared
-"""
-# what is refused
-NEED_A_GRADIENT: frozenset[Callable] = frozenset([Tensor.register_hook, Tensor.retain_grad])
-# what is answered without values
-METADATA: frozenset[Callable] = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES.split()),
-        *(getattr(Tensor, name) for name in _METADATA_METHODS.split()),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
-    ]
-)

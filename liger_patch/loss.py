@@ -13,12 +13,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred import RECORDED, TAKE_KEYWORDS, DeferredLogits, Parts
+from liger_patch.deferred import DeferredLogits, Parts
 from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
+from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.steps import RECORDED, TAKE_KEYWORDS
 from liger_patch.verify import disagreement
 
 
@@ -117,6 +120,7 @@ class ForwardPass:
         """Take note that the named operation needs the values of the logits."""
         self.read_by = self.read_by or operation
 
+    @runs_eagerly
     def causal_lm_loss(
         self,
         logits: Tensor,  # (B, T, V)
@@ -128,9 +132,20 @@ class ForwardPass:
         **kwargs: Any,
     ) -> Tensor:
         """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
+        self.done = True
+        if type(logits) not in (Tensor, nn.Parameter, DeferredLogits):
+            self._leave_to_transformers(type(logits).__name__)
+            return ForCausalLMLoss(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch,  # pyright: ignore[reportArgumentType] an int is taken too
+                ignore_index,
+                shift_labels,
+                **kwargs,
+            )
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        self.done = True
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
             logits,
@@ -142,6 +157,12 @@ class ForwardPass:
             label_smoothing=self.record.settings.label_smoothing,
             z_loss=self.record.settings.z_loss,
         )
+
+    def _leave_to_transformers(self, kind: str) -> None:
+        """The logits are a tensor subclass that only Transformers' own loss can take."""
+        if self.record.settings.changes_loss:
+            raise ValueError(f"{self.record.settings} cannot be applied to logits of type {kind}")
+        self.record.fall_back(self.unfused or f"the logits are of type {kind}")
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         parts = self._fusable(logits, labels, vocab_size, **options)
@@ -190,18 +211,21 @@ class ForwardPass:
 
 def fused_loss(parts: Parts, labels: Tensor, record: PatchRecord, **options: Any) -> Tensor:
     """Loss of N rows of deferred logits and labels (N,); options of ``linear_cross_entropy``."""
-    return linear_cross_entropy(
-        parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
-        parts.weight,
-        labels,
-        bias=parts.bias,
-        softcap=parts.softcap,
-        logit_scale=parts.logit_scale,
-        chunk_mib=flags.chunk_mib() or record.settings.chunk_mib,
-        **options,
-    )
+    dtype = parts.autocast_dtype
+    with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
+        return linear_cross_entropy(
+            parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
+            parts.weight,
+            labels,
+            bias=parts.bias,
+            softcap=parts.softcap,
+            logit_scale=parts.logit_scale,
+            chunk_mib=flags.chunk_mib() or record.settings.chunk_mib,
+            **options,
+        )
 
 
+@runs_eagerly
 def _cross_entropy_of_deferred(
     input: Tensor,
     target: Tensor,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,11 +22,14 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred import deferring_head
+from liger_patch.deferring_head import deferring_head
 from liger_patch.loss import ForwardPass, PatchRecord
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 ORIGINAL = "_liger_patch_original"  # attribute of its class: the class it had before
+
+
+_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
@@ -117,6 +122,8 @@ def _forward_with_loss(
     unfused = record.distrusted
     if head is None:
         unfused = "get_output_embeddings() returns None"
+    elif {"FSDPModule", "FullyShardedDataParallel"} & {c.__name__ for c in type(head).__mro__}:
+        unfused = "FSDP shards the head on its own and frees its weight before the loss"
     elif getattr(model, "_is_replica", False):
         unfused = "torch.nn.DataParallel gathers the logits of every replica"
     transformed = torch._C._are_functorch_transforms_active()
@@ -124,6 +131,9 @@ def _forward_with_loss(
         unfused = "torch.func transforms the forward pass"
     forward_pass = ForwardPass(record, class_name(head), unfused)
     with ExitStack() as stack:
+        if not torch.compiler.is_compiling():  # Dynamo knows no locks
+            # the head's forward and the loss function are replaced for one forward pass at a time
+            stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
         if head is not None and not (wants_logits or unfused):
             stack.enter_context(deferring_head(head, forward_pass))
         if model.loss_function is ForCausalLMLoss and not transformed:

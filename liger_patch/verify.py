@@ -63,9 +63,7 @@ def disagreement(
             hidden_states, weight, labels, bias=bias, options=options
         )
 
-    device_type, dtype = parts.weight.device.type, parts.weight.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = parts.autocast_dtype or parts.weight.dtype
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     inputs = (hidden_states, parts.weight, parts.bias)
     truth = _loss_and_gradients(ordinary, inputs, wide)

@@ -198,7 +198,7 @@ def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:
     assert before["label smoothing"] == "0.1"
     assert before["z-loss"] == "0.0001"
     assert before["reduction"] == "sum without num_items_in_batch"
-    assert before["logits held"] == "64 MiB at most"
+    assert before["logits held"] == "64 MiB a chunk"
     assert before["LIGER_PATCH_RETURN_LOGITS"] == "unset"
     assert patch_status(model).fused is None
     call(model, tiny_batch(model))
@@ -219,4 +219,4 @@ def test_the_status_after_a_fallback_gives_the_reason(
     assert rows["last loss"] == "ordinary logits: LIGER_PATCH_RETURN_LOGITS=1"
     assert rows["LIGER_PATCH_RETURN_LOGITS"] == "1"
     assert rows["LIGER_PATCH_VERIFY"] == "1"
-    assert rows["logits held"] == "7.5 MiB at most"
+    assert rows["logits held"] == "7.5 MiB a chunk"

@@ -143,13 +143,13 @@ def test_a_copy_is_patched_and_independent(
     status = patch_status(again)
     assert status.patched
     assert status.fused is (True if after_a_call else None)
-    assert dict(status.rows)["logits held"] == "77 MiB at most"
+    assert dict(status.rows)["logits held"] == "77 MiB a chunk"
     outputs = call(again, batch)
     assert isinstance(outputs.logits, DeferredLogits)
     torch.testing.assert_close(outputs.loss, expected)
 
     apply_patch(again, chunk_mib=5)
-    assert dict(patch_status(model).rows)["logits held"] == "77 MiB at most"
+    assert dict(patch_status(model).rows)["logits held"] == "77 MiB a chunk"
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.zero_grad()
     optimizer = torch.optim.SGD(again.parameters(), lr=0.5)

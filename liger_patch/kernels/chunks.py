@@ -1,9 +1,7 @@
 """How many tokens' logits are held at once: equal chunks within a budget of bytes."""
 
 MIB = 2**20
-DEFAULT_CHUNK_MIB = (
-    512  # 2048 rows of a 128k vocabulary in bf16: enough to keep the matrix products at full speed
-)
+DEFAULT_CHUNK_MIB = 512  # 2048 rows of a 128k vocabulary in bf16: the products run at full speed
 NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
 

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from liger_patch.kernels.loss_options import LossOptions
 
-SCRATCH_BYTES = (
-    32 * 2**20
-)  # for the copies below: enough for long vector loops, small beside any chunk of logits
+SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a chunk of logits
 COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max
 
 

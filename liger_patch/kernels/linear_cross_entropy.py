@@ -130,6 +130,7 @@ def _run_chunks(
                 product_(dweight, logits.t(), x_c, add=start > 0)
             if dbias is not None:
                 dbias += logits.sum(0, dtype=dbias.dtype)
+    logits = buffer = None  # freed before dW may need a copy
     if dweight is not None:
         dweight = dweight.to(weight.dtype)
     if dbias is not None and bias is not None:
@@ -166,7 +167,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 problem, hidden_states, weight, bias, problem.factors * upstream, problem.wanted
             )
         elif per_token:
-            gradients[0].mul_(grad_output[:, None])
+            # through the supervised rows: 0 * inf of an ignored token would be nan
+            upstream = problem.supervised.scatter(problem.supervised.gather(grad_output))
+            gradients[0].mul_(upstream[:, None])
         else:
             for gradient in gradients:
                 if gradient is not None:

@@ -5,9 +5,7 @@ bf16).
 import torch
 from torch import Tensor
 
-SLABS = (
-    16  # of the result's rows, where the device cannot write a wider result itself: bounds the copy
-)
+SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:

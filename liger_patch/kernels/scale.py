@@ -11,4 +11,6 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
         from liger_patch.kernels import scale_triton
 
         return scale_triton.scale_(values, factor)
-    return values if factor.item() == 1 else values.mul_(factor)
+    if values.device.type == "cpu" and factor.item() == 1:
+        return values
+    return values.mul_(factor)

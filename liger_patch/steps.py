@@ -1,0 +1,191 @@
+"""The operations on deferred logits that are recorded instead of computed.
+
+What models do between head and loss: multiplication and division by a number, ``tanh``, casts, and
+the choice of rows (slices, masks, ``view``), which leaves the last dimension whole and so applies
+to hidden states as well. A handler takes the arguments of its torch function and returns
+NotImplemented for those that it does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """One recorded operation on logits (..., V).
+
+    Attributes:
+        kind: "scale", "tanh", "cast", "rows", "detach" or "clone".
+        apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
+            dimension whole.
+        factor: what "scale" multiplies by.
+    """
+
+    kind: str
+    apply: Callable[[Tensor], Tensor]
+    factor: float = 1.0
+
+
+class Recordable(Tensor):
+    """Logits (..., V) that steps can be recorded on."""
+
+    shares_memory: bool  # whether eager's result of the last step would share its input's memory
+
+    def then(self, step: Step, *, dtype: torch.dtype | None = None) -> Tensor:
+        """These logits after one more operation."""
+        raise TypeError(f"{type(self).__name__} does not record steps")
+
+
+def _scale(a: Any, b: Any) -> Tensor:
+    deferred, number = (a, b) if isinstance(a, Recordable) else (b, a)
+    if not _is_number(number) or not isinstance(deferred, Recordable):
+        return NotImplemented
+    return deferred.then(Step("scale", lambda t: t * number, float(number)))
+
+
+def _divide(a: Any, b: Any) -> Tensor:
+    if not isinstance(a, Recordable) or not _is_number(b) or b == 0:
+        return NotImplemented
+    return a.then(Step("scale", lambda t: t / b, 1.0 / b))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tanh(logits: Recordable) -> Tensor:
+    return logits.then(Step("tanh", torch.tanh))
+
+
+def _cast(logits: Recordable, dtype: torch.dtype) -> Tensor:
+    if dtype == logits.dtype:
+        return logits
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return NotImplemented
+    return logits.then(Step("cast", lambda t: t.to(dtype)), dtype=dtype)
+
+
+def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(logits, Recordable) or kwargs.keys() - {"non_blocking"} or len(args) != 1:
+        return NotImplemented
+    (target,) = args
+    if isinstance(target, torch.dtype):
+        return _cast(logits, target)
+    if isinstance(target, (str, torch.device)) and torch.device(target) == logits.device:
+        return logits
+    return NotImplemented
+
+
+def _rows(logits: Recordable, apply: Callable[[Tensor], Tensor]) -> Tensor:
+    return logits.then(Step("rows", apply))
+
+
+def _getitem(logits: Any, index: Any) -> Tensor:
+    if not isinstance(logits, Recordable):
+        return NotImplemented
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or _is_row_index(item) for item in items):
+        return NotImplemented
+    used = sum(
+        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items
+    )
+    if any(item is Ellipsis for item in items):
+        # only the leading dimensions, or the last one taken whole
+        position = next(i for i, item in enumerate(items) if item is Ellipsis)
+        if position != len(items) - 1 and items[-1] != slice(None):
+            return NotImplemented
+        # an ellipsis at the end says nothing of the last dimension: it must be left to it
+        if used - 1 > logits.dim() - (position == len(items) - 1):
+            return NotImplemented
+    elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
+        return NotImplemented
+    return _rows(logits, lambda t: t[index])
+
+
+def _is_row_index(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return type(item) is Tensor and item.dtype in (torch.bool, torch.int64)
+    return isinstance(item, (int, slice)) and not isinstance(item, bool)
+
+
+def _reshape(logits: Any, *shape: Any) -> Tensor:
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not isinstance(logits, Recordable) or isinstance(sizes, torch.dtype) or len(sizes) < 2:
+        return NotImplemented
+    if sizes[-1] != logits.shape[-1]:
+        return NotImplemented
+    leading = tuple(sizes[:-1])
+    return _rows(logits, lambda t: t.reshape(*leading, t.shape[-1]))
+
+
+def _view(logits: Any, *shape: Any) -> Tensor:
+    result = _reshape(logits, *shape)
+    if isinstance(result, Recordable) and not result.shares_memory:
+        return NotImplemented  # the real logits say why there is no such view
+    return result
+
+
+def _contiguous(logits: Recordable) -> Tensor:
+    return logits if logits.is_contiguous() else _rows(logits, Tensor.contiguous)
+
+
+def _clone(logits: Recordable) -> Tensor:
+    # a clone is how a user keeps values; but DistributedDataParallel clones every output that needs
+    # a gradient, in an autograd function of its own
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not (distributed and logits.requires_grad and not torch.is_grad_enabled()):
+        return NotImplemented
+    return logits.then(Step("clone", Tensor.clone))
+
+
+def _detach(logits: Recordable) -> Tensor:
+    return logits.then(Step("detach", Tensor.detach))
+
+
+# what is recorded: torch function -> handler, which returns NotImplemented for arguments that it
+# does not cover. The loss adds torch.nn.functional.cross_entropy.
+RECORDED: dict[Callable, Callable] = {
+    **dict.fromkeys(
+        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
+        _scale,
+    ),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide), _divide),
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _divide),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
+    Tensor.float: lambda logits: _cast(logits, torch.float32),
+    Tensor.bfloat16: lambda logits: _cast(logits, torch.bfloat16),
+    Tensor.half: lambda logits: _cast(logits, torch.float16),
+    Tensor.to: _to,
+    Tensor.__getitem__: _getitem,
+    **dict.fromkeys((Tensor.reshape, torch.reshape), _reshape),
+    Tensor.view: _view,
+    Tensor.contiguous: _contiguous,
+    Tensor.detach: _detach,
+    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
+}
+
+# those of them whose handlers take keywords
+TAKE_KEYWORDS: set[Callable] = {Tensor.to}
+
+_METADATA_PROPERTIES = """
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu is_quantized
+    is_nested requires_grad grad_fn is_leaf itemsize nbytes _base
+"""
+_METADATA_METHODS = """
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_contiguous
+    stride get_device __len__ is_inference is_shared _is_view
+"""
+# what is refused
+NEED_A_GRADIENT: frozenset[Callable] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+# what is answered without values
+METADATA: frozenset[Callable] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES.split()),
+        *(getattr(Tensor, name) for name in _METADATA_METHODS.split()),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
+    ]
+)

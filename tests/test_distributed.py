@@ -1,0 +1,32 @@
+"""The patch under wrappers that look at every output: DistributedDataParallel and FSDP, on gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("wrapper", "size"), [("ddp", 2), ("ddp_unused", 2), ("fsdp2", 1)])
+def test_a_step_is_eagers_and_computes_no_logits(wrapper: str, size: int, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, str(TESTS / "distributed_step.py")),
+                *(wrapper, str(rank), str(size), str(tmp_path / "group")),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
