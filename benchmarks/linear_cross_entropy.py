@@ -1,12 +1,11 @@
-"""Forward and backward of the loss of real heads: time and peak memory, beside the peers and the
-bare products.
+"""Forward and backward of the loss of real heads: time and memory beside peers and bare products.
 
-    python benchmarks/linear_cross_entropy.py                     all cases: a table, JSON and a
-    picture python benchmarks/linear_cross_entropy.py --case Gemma-2-2B
+    python benchmarks/linear_cross_entropy.py                     all cases: table, JSON, picture
+    python benchmarks/linear_cross_entropy.py --case Gemma-2-2B
 
 Every case runs in this one process, contenders interleaved. Before anything is timed, each
-contender's gradients are
-compared with a float32 computation on a part of the tokens: one that is wrong is not timed.
+contender's gradients are compared with a float32 computation on a part of the tokens: one that is
+wrong is not timed.
 """
 
 from __future__ import annotations
