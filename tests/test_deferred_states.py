@@ -1,0 +1,166 @@
+"""Deferred logits in whatever state the program is in when they are made, read or used."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, linear_cross_entropy, patch_status
+from liger_patch.registry import available
+
+
+def llama(*, patched: bool = True) -> PreTrainedModel:
+    (row,) = (row for row in available() if row.model_type == "llama")
+    model = tiny_model(row)
+    return apply_patch(model) if patched else model
+
+
+def fused_adam(model: PreTrainedModel) -> None:
+    model(**tiny_batch(model)).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def new_data(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
+def write(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    labels = torch.zeros(logits.shape[0] * logits.shape[1], dtype=torch.int64)
+    return cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+
+
+@pytest.mark.parametrize("change", [fused_adam, new_data, write])
+@pytest.mark.parametrize("use", [Tensor.sum, loss_of], ids=["read", "loss"])
+def test_logits_of_another_head_are_an_error_however_it_changed(
+    change: Callable[[PreTrainedModel], None], use: Callable[[Tensor], Tensor]
+) -> None:
+    model = llama()
+    logits = model(**tiny_batch(model)).logits
+    change(model)
+    with pytest.raises(RuntimeError, match="head's weight changed"):
+        use(logits)
+
+
+def test_an_optimizer_of_another_model_changes_nothing() -> None:
+    model = llama()
+    logits = model(**tiny_batch(model)).logits
+    fused_adam(llama(patched=False))
+    assert logits.sum().isfinite()
+
+
+class Halved(torch.autograd.Function):
+    """Somebody's autograd function that hands its input on and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output * 0.5
+
+
+def halved_loss(model: PreTrainedModel) -> Tensor:
+    logits = Halved.apply(model(**tiny_batch(model)).logits)
+    labels = torch.arange(logits.shape[0] * logits.shape[1])
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels)
+
+
+def checkpointed_loss(model: PreTrainedModel) -> Tensor:
+    batch = tiny_batch(model)
+    embeddings = model.get_input_embeddings()(batch["input_ids"])
+
+    def forward(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = model(inputs_embeds=embeddings, labels=batch["labels"])
+        return outputs.loss, outputs.logits
+
+    loss, logits = checkpoint(forward, embeddings, use_reentrant=True)
+    return loss + logits.square().mean()
+
+
+@pytest.mark.parametrize("loss", [halved_loss, checkpointed_loss])
+def test_gradients_pass_through_somebodys_autograd_function(
+    loss: Callable[[PreTrainedModel], Tensor],
+) -> None:
+    ours, eager = llama(), llama(patched=False)
+    loss(ours).backward()
+    loss(eager).backward()
+    for (name, mine), other in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+
+
+def test_reading_in_inference_mode_leaves_the_gradient_to_the_next_loss() -> None:
+    model = llama()
+    outputs = model(**tiny_batch(model))
+    with torch.inference_mode():
+        outputs.logits.argmax(-1)
+    assert outputs.logits.square().mean().requires_grad
+
+
+def test_a_head_outside_the_autocast_of_the_forward_stays_in_its_dtype() -> None:
+    gradients = []
+    for patched in (True, False):
+        model = llama(patched=patched)
+        plain = model.lm_head.forward
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+
+            def forward(hidden_states: Tensor, plain: Callable = plain) -> Tensor:
+                with torch.autocast("cpu", enabled=False):
+                    return plain(hidden_states.float())
+
+            model.lm_head.forward = forward
+            loss = model(**tiny_batch(model)).loss
+        loss.backward()
+        gradients.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_one_model_in_several_threads_is_left_as_it_was() -> None:
+    model = llama()
+    batch = tiny_batch(model)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                model(**batch)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert patch_status(model).fused
+    assert "forward" not in vars(model.lm_head)
+    assert "_loss_function" not in vars(model)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen: bool, value: float) -> None:
+    hidden_states = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=not frozen)
+    labels = torch.tensor([1, -100, 3, -100, 5, 6])
+    losses = linear_cross_entropy(hidden_states, weight, labels, reduction="none")
+    losses.backward(torch.where(labels == -100, value, 1.0))
+    assert hidden_states.grad is not None
+    assert hidden_states.grad.isfinite().all()
+    assert frozen or weight.grad.isfinite().all()
