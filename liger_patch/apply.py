@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
-from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
+from liger_patch.kernels.chunks import default_chunk_mib
 from liger_patch.loss import LossSettings, PatchRecord
 from liger_patch.patched_model import (
     ORIGINAL,
@@ -30,7 +30,7 @@ def apply_patch(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    chunk_mib: float = DEFAULT_CHUNK_MIB,
+    chunk_mib: float | None = None,
     reduction: str = "mean",
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
@@ -44,8 +44,8 @@ def apply_patch(
             one.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1].
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
-        chunk_mib: MiB of logits held at once; the environment variable LIGER_PATCH_CHUNK_MIB
-            overrides it.
+        chunk_mib: MiB of logits held at once; by default 512, or 256 where the head is frozen. The
+            environment variable LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens, where the call brings no
             ``num_items_in_batch``.
 
@@ -142,7 +142,8 @@ def patch_status(model: nn.Module) -> PatchStatus:
         True: "fused",
         False: f"ordinary logits: {record.reason}",
     }
-    chunk_mib = flags.chunk_mib() or record.settings.chunk_mib
+    trains = weight is not None and weight.requires_grad
+    chunk_mib = flags.chunk_mib() or record.settings.chunk_mib or default_chunk_mib(trains)
     return PatchStatus(
         True,
         record.fused,

@@ -17,7 +17,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferred import DeferredLogits, Parts
-from liger_patch.kernels.chunks import DEFAULT_CHUNK_MIB
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -32,7 +31,8 @@ class LossSettings:
     Attributes:
         label_smoothing: in [0, 1].
         z_loss: >= 0.
-        chunk_mib: MiB of logits held at once, > 0; LIGER_PATCH_CHUNK_MIB overrides it.
+        chunk_mib: MiB of logits held at once, > 0; None for the operator's default.
+            LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
             given.
 
@@ -42,7 +42,7 @@ class LossSettings:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    chunk_mib: float = DEFAULT_CHUNK_MIB
+    chunk_mib: float | None = None
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class LossSettings:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
-        if not 0 < self.chunk_mib < float("inf"):
+        if self.chunk_mib is not None and not 0 < self.chunk_mib < float("inf"):
             raise ValueError(f"chunk_mib must be a number of MiB > 0, got {self.chunk_mib}")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')

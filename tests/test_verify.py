@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, loss, patch_status, registry
-from liger_patch.kernels import linear_cross_entropy as operator
+from liger_patch.kernels import gradients, heads
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
@@ -121,22 +122,26 @@ def nan_gradients(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("function", "replacement", "differs"),
+    ("module", "function", "replacement", "differs"),
     [
-        ("product_", no_head_gradient, "gradient of the weight"),
-        ("cross_entropy_rows", wrong_losses, "loss"),
-        ("cross_entropy_rows", silent_zero_gradients, "gradient of the hidden states"),
-        ("cross_entropy_rows", nan_gradients, "gradient of the hidden states"),
+        (gradients, "product_", no_head_gradient, "gradient of the weight"),
+        (heads, "cross_entropy_rows", wrong_losses, "loss"),
+        (heads, "cross_entropy_rows", silent_zero_gradients, "gradient of the hidden states"),
+        (heads, "cross_entropy_rows", nan_gradients, "gradient of the hidden states"),
     ],
     ids=["head", "loss", "zero gradients", "nan gradients"],
 )
 def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
-    monkeypatch: pytest.MonkeyPatch, function: str, replacement: Callable, differs: str
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    function: str,
+    replacement: Callable,
+    differs: str,
 ) -> None:
     model = tiny_model(LLAMA)
     batch = tiny_batch(model)
     truth, eager = step(widened(model), batch), step(model, batch)
-    monkeypatch.setattr(operator, function, replacement(getattr(operator, function)))
+    monkeypatch.setattr(module, function, replacement(getattr(module, function)))
     apply_patch(model)
     message = f"LIGER_PATCH_VERIFY found a difference .* the fused {differs} is off by"
     with pytest.warns(UserWarning, match=message) as warned:
@@ -157,7 +162,7 @@ def test_a_broken_kernel_is_an_error_where_fusing_is_demanded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
-    monkeypatch.setattr(operator, "product_", no_head_gradient(operator.product_))
+    monkeypatch.setattr(gradients, "product_", no_head_gradient(gradients.product_))
     model = apply_patch(tiny_model(LLAMA))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="LIGER_PATCH_VERIFY found a difference"):
@@ -170,6 +175,6 @@ def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
     model = apply_patch(tiny_model(LLAMA))
     batch = tiny_batch(model)
     assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
-    monkeypatch.setattr(operator, "product_", no_head_gradient(operator.product_))
+    monkeypatch.setattr(gradients, "product_", no_head_gradient(gradients.product_))
     with pytest.warns(UserWarning, match="LIGER_PATCH_VERIFY found a difference"):
         call(model, batch)

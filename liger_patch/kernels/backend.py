@@ -11,12 +11,17 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in fl
 
 
 def serves_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels serve this tensor: its device (CUDA or ROCm) and its dtype.
+    """Whether the Triton kernels serve this tensor: its device and its floating dtype."""
+    return tensor.dtype in TRITON_DTYPES and serves_triton_device(tensor)
+
+
+def serves_triton_device(tensor: Tensor) -> bool:
+    """Whether Triton runs where this tensor is: on a GPU (CUDA or ROCm).
 
     Under TRITON_INTERPRET=1, Triton's own switch, CPU tensors are served too: by Triton's
     interpreter, for tests.
     """
-    if not HAS_TRITON or tensor.dtype not in TRITON_DTYPES:
+    if not HAS_TRITON:
         return False
     return tensor.is_cuda or (
         tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,7 +11,7 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import refuse_second_derivative
 from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.supervised import check_tokens, find_supervised, row_factors
+from liger_patch.kernels.supervised import check_tokens, order_tokens, token_factors
 
 
 def cross_entropy_rows(
@@ -98,28 +98,28 @@ def cross_entropy(
             "logits must be a floating-point (N, V) tensor, got "
             f"{logits.dtype} {tuple(logits.shape)}"
         )
-    tokens, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
     options.check(vocab_size, logits.device)
     check_tokens(
         labels,
-        tokens,
+        len(logits),
         logits.device,
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
     )
-    supervised = find_supervised(labels, vocab_size, ignore_index)
-    factors = supervised.scatter(
-        row_factors(
-            supervised,
-            options,
-            reduction=reduction,
-            token_weight=token_weight,
-            num_items_in_batch=num_items_in_batch,
-            dtype=cross_entropy_pytorch.accumulation_dtype(logits.dtype),
-        )
+    tokens = order_tokens(labels, vocab_size, ignore_index)
+    factors = token_factors(
+        labels,
+        tokens.counts[0],
+        options,
+        reduction=reduction,
+        token_weight=token_weight,
+        num_items_in_batch=num_items_in_batch,
+        dtype=cross_entropy_pytorch.accumulation_dtype(logits.dtype),
     )
+    tokens.read()  # for the check of the labels
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)

@@ -20,48 +20,46 @@ forward pass: Liger-Kernel (arXiv:2410.10989).
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.chunks import (
-    DEFAULT_CHUNK_MIB,
     MIB,
+    NARROW_CHUNKS,
     chunk_bounds,
+    default_chunk_mib,
     summed_chunk_bounds,
 )
 from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.cross_entropy import cross_entropy_rows
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.gradients import Gradients, Wanted
+from liger_patch.kernels.heads import prepare_head
 from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.products import product_
 from liger_patch.kernels.scale import scale_
-from liger_patch.kernels.supervised import Supervised, check_tokens, find_supervised, row_factors
+from liger_patch.kernels.supervised import (
+    Supervised,
+    Tokens,
+    check_tokens,
+    order_tokens,
+    token_factors,
+)
 
 ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whatever V
-
-
-class _Wanted(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden_states: bool
-    weight: bool
-    bias: bool
 
 
 @dataclass(frozen=True)
 class _Problem:
     """All that one call knows beside the three differentiable tensors."""
 
-    supervised: Supervised
-    factors: Tensor  # (n,) of each supervised token's loss in the result
+    tokens: Tokens
+    factors: Tensor  # (N,) of each token's loss in the result, in the order of the tokens
     options: LossOptions
     reduction: str
     dtype: torch.dtype  # of the matrix products and the logits
     chunk_bytes: int
-    wanted: _Wanted
+    wanted: Wanted
 
     @property
     def gradients_in_forward(self) -> bool:
@@ -70,72 +68,85 @@ class _Problem:
             return False
         return self.reduction != "none" or not (self.wanted.weight or self.wanted.bias)
 
+    def bounds(
+        self, tokens: int, weight: Tensor, wanted: Wanted
+    ) -> tuple[list[tuple[int, int]], torch.dtype]:
+        """(start, stop) of each chunk, and the dtype that dweight is summed in."""
+        row_bytes = _row_elements(weight) * self.dtype.itemsize
+        wide = accumulation_dtype(self.dtype)
+        if not wanted.weight or weight.dtype.itemsize >= wide.itemsize:
+            return chunk_bounds(tokens, row_bytes, self.chunk_bytes), weight.dtype
+        wide_bytes = weight.numel() * wide.itemsize
+        bounds, widen = summed_chunk_bounds(tokens, row_bytes, self.chunk_bytes, wide_bytes)
+        return bounds, wide if widen else weight.dtype
+
+
+def _row_elements(weight: Tensor) -> int:
+    """Elements from one row of logits to the next."""
+    return -(-weight.shape[0] // ALIGNED_V) * ALIGNED_V
+
+
+def _converted(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of the products in their dtype."""
+    return hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
 
 def _run_chunks(
     problem: _Problem,
-    hidden_states: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    row_scale: Tensor,  # (n,)
-    wanted: _Wanted,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Losses (n,), and the wanted gradients of the sum of ``row_scale * losses``."""
-    labels, rows = problem.supervised.labels, problem.supervised.rows
-    n, vocab_size, device = len(labels), weight.shape[0], weight.device
-    x, w = hidden_states.to(problem.dtype), weight.to(problem.dtype)
-    losses = torch.empty(n, dtype=accumulation_dtype(problem.dtype), device=device)
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    row_scale: Tensor,  # (N,) in the order of the tokens
+    wanted: Wanted,
+    supervised: Supervised | None = None,
+) -> tuple[Tensor, Supervised, list[Tensor | None]]:
+    """Losses (n,), the supervised tokens, and the gradients of the sum of ``row_scale * losses``.
 
-    dhidden = dweight = dbias = None
-    if wanted.hidden_states:
-        make = torch.empty if rows is None else torch.zeros  # ignored tokens have zero gradients
-        dhidden = make(hidden_states.shape, dtype=hidden_states.dtype, device=device)
-    if wanted.bias:
-        dbias = torch.zeros(vocab_size, dtype=losses.dtype, device=device)
+    Where the head needs no count of the tokens, the first chunk is launched before the count is
+    read: until the host knows it, the device has work.
+    """
+    tokens = problem.tokens
+    x, weight, bias = _converted(*inputs, problem.dtype)
+    head = prepare_head(x, weight, bias, tokens, problem.options)
+    bounds, sum_dtype = problem.bounds(len(tokens.labels), inputs[1], wanted)
+    if supervised is None and (head.needs_count or not 0 < len(bounds) < NARROW_CHUNKS):
+        supervised = tokens.read()
+    if supervised is not None:
+        bounds, sum_dtype = problem.bounds(len(supervised.labels), inputs[1], wanted)
+    memory = None
+    if bounds and (any(wanted) or head.needs_memory):
+        memory = x.new_empty(bounds[0][1], _row_elements(weight))[:, : weight.shape[0]]
 
-    row_elements = -(-vocab_size // ALIGNED_V) * ALIGNED_V
-    row_bytes = row_elements * problem.dtype.itemsize
-    bounds = chunk_bounds(n, row_bytes, problem.chunk_bytes)
-    sum_dtype = weight.dtype
-    if wanted.weight and sum_dtype.itemsize < losses.dtype.itemsize:
-        wide_bytes = weight.numel() * losses.dtype.itemsize
-        bounds, widen = summed_chunk_bounds(n, row_bytes, problem.chunk_bytes, wide_bytes)
-        sum_dtype = losses.dtype if widen else sum_dtype
-    most = bounds[0][1] if bounds else 0
-    buffer = torch.empty(most, row_elements, dtype=problem.dtype, device=device)[:, :vocab_size]
-    if wanted.weight:
-        make = torch.empty if n else torch.zeros  # the first chunk writes
-        dweight = make(weight.shape, dtype=sum_dtype, device=device)
-    with torch.autocast(device.type, enabled=False):
-        for start, stop in bounds:
-            x_c = x[start:stop] if rows is None else x.index_select(0, rows[start:stop])
-            logits = buffer[: stop - start]
-            if bias is None:
-                torch.mm(x_c, w.t(), out=logits)
-            else:
-                torch.addmm(bias.to(problem.dtype), x_c, w.t(), out=logits)
-            dlogits = logits if any(wanted) else None
-            losses[start:stop] = cross_entropy_rows(
-                logits,
-                labels[start:stop],
-                problem.options,
-                dlogits=dlogits,
-                row_scale=row_scale[start:stop],
-            )
-            if dhidden is not None:
-                if rows is None:
-                    product_(dhidden[start:stop], logits, w)
-                else:
-                    dhidden.index_copy_(0, rows[start:stop], torch.mm(logits, w).to(dhidden.dtype))
-            if dweight is not None:
-                product_(dweight, logits.t(), x_c, add=start > 0)
-            if dbias is not None:
-                dbias += logits.sum(0, dtype=dbias.dtype)
-    logits = buffer = None  # freed before dW may need a copy
-    if dweight is not None:
-        dweight = dweight.to(weight.dtype)
-    if dbias is not None and bias is not None:
-        dbias = dbias.to(bias.dtype)
-    return losses, [dhidden, dweight, dbias]
+    def launch(x_c: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        return head.losses(
+            x_c,
+            start,
+            memory=None if memory is None else memory[: stop - start],
+            row_scale=row_scale[start:stop] if any(wanted) else None,
+        )
+
+    launched = None
+    if supervised is None:
+        start, stop = bounds[0]
+        launched = launch(x.index_select(0, tokens.rows[start:stop]), start, stop)
+        supervised = tokens.read()
+    n, rows = len(supervised.labels), supervised.rows
+    losses = x.new_empty(n, dtype=accumulation_dtype(problem.dtype))
+    gradients = Gradients(*inputs, rows, wanted, sum_dtype)
+    for start, stop in bounds:
+        size = min(stop, n) - start
+        if size <= 0:
+            break
+        chunk = slice(start, start + size)
+        x_c = x[chunk] if rows is None else x.index_select(0, rows[chunk])
+        chunk_losses, factors = launched or launch(x_c, start, start + size)
+        launched = None
+        losses[chunk] = chunk_losses[:size]
+        if memory is not None and any(wanted):
+            factors = None if factors is None else factors[:size]
+            gradients.add(x_c, weight, memory[:size], factors, chunk)
+    memory = None  # freed before a float32 dweight is rounded
+    return losses, supervised, gradients.finish()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -143,37 +154,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, problem: _Problem
     ) -> Tensor:
-        wanted = problem.wanted if problem.gradients_in_forward else _Wanted(False, False, False)
-        losses, gradients = _run_chunks(
-            problem, hidden_states, weight, bias, problem.factors, wanted
-        )
-        ctx.problem = problem
+        wanted = problem.wanted if problem.gradients_in_forward else Wanted(False, False, False)
+        inputs = (hidden_states, weight, bias)
+        with torch.autocast(weight.device.type, enabled=False):
+            losses, supervised, gradients = _run_chunks(problem, inputs, problem.factors, wanted)
+            losses *= problem.factors[: len(losses)]
+        ctx.problem, ctx.supervised = problem, supervised
         ctx.gradients = gradients if problem.gradients_in_forward else None
-        ctx.save_for_backward(hidden_states, weight, bias)
-        losses *= problem.factors
-        return problem.supervised.scatter(losses) if problem.reduction == "none" else losses.sum()
+        ctx.save_for_backward(*inputs)
+        return supervised.scatter(losses) if problem.reduction == "none" else losses.sum()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         refuse_second_derivative("linear_cross_entropy")
         problem: _Problem = ctx.problem
+        supervised: Supervised = ctx.supervised
         per_token = problem.reduction == "none"
         # given away: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            upstream = problem.supervised.gather(grad_output) if per_token else grad_output
-            hidden_states, weight, bias = ctx.saved_tensors
-            _, gradients = _run_chunks(
-                problem, hidden_states, weight, bias, problem.factors * upstream, problem.wanted
-            )
+            factors = problem.factors[: len(supervised.labels)]
+            row_scale = factors * (supervised.gather(grad_output) if per_token else grad_output)
+            with torch.autocast(grad_output.device.type, enabled=False):
+                *_, gradients = _run_chunks(
+                    problem, ctx.saved_tensors, row_scale, problem.wanted, supervised
+                )
         elif per_token:
             # through the supervised rows: 0 * inf of an ignored token would be nan
-            upstream = problem.supervised.scatter(problem.supervised.gather(grad_output))
+            upstream = supervised.scatter(supervised.gather(grad_output))
             gradients[0].mul_(upstream[:, None])
         else:
-            for gradient in gradients:
-                if gradient is not None:
-                    scale_(gradient, grad_output)
+            scale_([each for each in gradients if each is not None], grad_output)
         return *gradients, None
 
 
@@ -193,7 +204,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,  # (V,)
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
-    chunk_mib: float = DEFAULT_CHUNK_MIB,
+    chunk_mib: float | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden_states, weight, bias), labels)`` without the (N, V) logits.
 
@@ -216,7 +227,8 @@ def linear_cross_entropy(
         token_weight: (N,) factor on each token's loss; the mean is then the weighted mean.
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
             tokens.
-        chunk_mib: MiB of logits held at once, > 0; at least one token's row. Where a 16-bit
+        chunk_mib: MiB of logits held at once, > 0; at least one token's row. By default 512, or
+            256 where the weight needs no gradient. Where a 16-bit
             gradient of the weight would be summed over more than 16 chunks, more logits are held,
             or the sum is kept in float32, whichever takes less memory.
 
@@ -231,7 +243,7 @@ def linear_cross_entropy(
     """
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
-    tokens, hidden_size = hidden_states.shape
+    hidden_size = hidden_states.shape[1]
     if weight.dim() != 2 or weight.shape[1] != hidden_size or not weight.shape[0]:
         raise ValueError(f"weight must have shape (V, {hidden_size}), got {tuple(weight.shape)}")
     vocab_size, device = weight.shape[0], hidden_states.device
@@ -242,22 +254,23 @@ def linear_cross_entropy(
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
             )
-    if not 0 < chunk_mib < math.inf:
+    if chunk_mib is not None and not 0 < chunk_mib < math.inf:
         raise ValueError(f"chunk_mib must be a finite number > 0, got {chunk_mib}")
     options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
     options.check(vocab_size, device)
     check_tokens(
         labels,
-        tokens,
+        len(hidden_states),
         device,
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
     )
     dtype = _product_dtype(hidden_states, weight, bias)
-    supervised = find_supervised(labels, vocab_size, ignore_index)
-    factors = row_factors(
-        supervised,
+    tokens = order_tokens(labels, vocab_size, ignore_index)
+    factors = token_factors(
+        labels,
+        tokens.counts[0],
         options,
         reduction=reduction,
         token_weight=token_weight,
@@ -265,11 +278,19 @@ def linear_cross_entropy(
         dtype=accumulation_dtype(dtype),
     )
     inputs = (hidden_states, weight, bias)
-    wanted = _Wanted(
+    wanted = Wanted(
         *(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
     )
-    problem = _Problem(supervised, factors, options, reduction, dtype, int(chunk_mib * MIB), wanted)
-    return _LinearCrossEntropy.apply(hidden_states, weight, bias, problem)
+    problem = _Problem(
+        tokens,
+        factors.contiguous() if token_weight is None else factors.index_select(0, tokens.rows),
+        options,
+        reduction,
+        dtype,
+        int((chunk_mib or default_chunk_mib(wanted.weight)) * MIB),
+        wanted,
+    )
+    return _LinearCrossEntropy.apply(*inputs, problem)
 
 
 def _product_dtype(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:

@@ -1,16 +1,18 @@
-"""Multiply a gradient in place by a factor that only the device knows; a factor of 1 is no pass."""
+"""Multiply gradients in place by a factor that only the device knows; a factor of 1 is no pass."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton
 
 
-def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor`` for contiguous values of any shape and a factor of one element."""
-    if serves_triton(values):
+def scale_(values: Sequence[Tensor], factor: Tensor) -> None:
+    """Each of ``values *= factor``: contiguous, of any shape; a factor of one element."""
+    if values and all(serves_triton(each) for each in values):
         from liger_patch.kernels import scale_triton
 
-        return scale_triton.scale_(values, factor)
-    if values.device.type == "cpu" and factor.item() == 1:
-        return values
-    return values.mul_(factor)
+        scale_triton.scale_(values, factor)
+    elif factor.device.type != "cpu" or factor.item() != 1:
+        for each in values:
+            each.mul_(factor)

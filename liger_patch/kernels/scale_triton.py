@@ -1,4 +1,8 @@
-"""Triton form of a scaling in place whose factor only the device knows."""
+"""Triton forms of scaling by factors that only the device knows: one for all in place, and one for
+each row on the way to another place and dtype. C: rows, H: columns.
+"""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,15 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192  # elements of a program's step
+ROW_BLOCK = 1024  # elements
 MAX_PROGRAMS = 2048  # walking in steps: few enough that returning at once costs microseconds
 
 
 @triton.jit
-def _scale_kernel(values_ptr, factor_ptr, size, stride, BLOCK: tl.constexpr):
-    """Programs walk values (size,) together, ``stride`` elements a step; a factor of 1: return."""
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor == 1.0:
-        return
+def _scale_part(values_ptr, factor, size, stride, BLOCK: tl.constexpr):
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, stride):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < size
@@ -22,11 +23,88 @@ def _scale_kernel(values_ptr, factor_ptr, size, stride, BLOCK: tl.constexpr):
         tl.store(values_ptr + offsets, values * factor, mask=mask)
 
 
-def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor`` for contiguous values of any shape and a factor of one element."""
-    size = values.numel()
-    programs = min(MAX_PROGRAMS, -(-size // BLOCK))
-    if programs:
-        with torch.cuda.device_of(values):
-            _scale_kernel[(programs,)](values, factor, size, programs * BLOCK, BLOCK, num_warps=8)  # pyright: ignore[reportCallIssue]
-    return values
+@triton.jit
+def _scale_kernel(
+    first_ptr,
+    first_size,
+    second_ptr,  # None: the first alone
+    second_size,
+    factor_ptr,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Programs walk the values together, ``stride`` elements a step; a factor of 1: return."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor == 1.0:
+        return
+    _scale_part(first_ptr, factor, first_size, stride, BLOCK)
+    if second_ptr is not None:
+        _scale_part(second_ptr, factor, second_size, stride, BLOCK)
+
+
+def scale_(values: Sequence[Tensor], factor: Tensor) -> None:
+    """Each of ``values *= factor``: contiguous, of any shape; a factor of one element."""
+    values = [each for each in values if each.numel()]
+    for start in range(0, len(values), 2):  # two a launch: of a head and of its input
+        first = values[start]
+        second = values[start + 1] if start + 1 < len(values) else None
+        size = 0 if second is None else second.numel()
+        programs = min(MAX_PROGRAMS, -(-max(first.numel(), size) // BLOCK))
+        with torch.cuda.device_of(first):
+            _scale_kernel[(programs,)](
+                first,
+                first.numel(),
+                second,
+                size,
+                factor,
+                programs * BLOCK,
+                BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+                num_warps=8,  # pyright: ignore[reportCallIssue]
+            )
+
+
+@triton.jit
+def _scale_rows_kernel(
+    values_ptr,  # (C, H)
+    values_stride,
+    factors_ptr,  # (C,)
+    out_ptr,  # (N, H)
+    out_stride,
+    rows_ptr,  # (C,) row of out for each row of values; None: the same
+    columns,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    out_row = row
+    if rows_ptr is not None:
+        out_row = tl.load(rows_ptr + row)
+    values = tl.load(values_ptr + row * values_stride + column, mask=mask).to(tl.float32)
+    factor = tl.load(factors_ptr + row)
+    tl.store(out_ptr + out_row * out_stride + column, values * factor, mask=mask)
+
+
+def scale_rows(
+    values: Tensor,  # (C, H)
+    factors: Tensor,  # (C,) float32
+    out: Tensor,  # (N, H)
+    *,
+    rows: Tensor | None = None,  # (C,) int64
+) -> Tensor:
+    """``out[rows] = factors[:, None] * values``, rounded once; without ``rows`` the first C."""
+    count, columns = values.shape
+    grid = (count, triton.cdiv(columns, ROW_BLOCK))
+    with torch.cuda.device_of(values):
+        _scale_rows_kernel[grid](
+            values,
+            values.stride(0),
+            factors,
+            out,
+            out.stride(0),
+            rows,
+            columns,
+            BLOCK=ROW_BLOCK,  # pyright: ignore[reportArgumentType]
+        )
+    return out

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.kernels.loss_options import LossOptions
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -40,33 +41,73 @@ class Supervised:
         return values.new_zeros(self.total, *values.shape[1:]).index_copy_(0, self.rows, values)
 
 
-def find_supervised(labels: Tensor, vocab_size: int, ignore_index: int) -> Supervised:
-    """Drop the ignored tokens of labels (N,).
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch in the device's hands: the host does not know yet how many count.
 
-    Reads the device once: the count and the check of the labels.
-
-    Raises:
-        ValueError: a label that is neither ``ignore_index`` nor in [0, vocab_size).
+    Attributes:
+        labels: (N,) int64, those of the supervised tokens first; what follows is for nothing.
+        rows: (N,) positions of the supervised tokens, ascending; what follows are positions too.
+        counts: (2,) tokens that are supervised, and those of them with a label outside [0, V).
+        counts_on_host: the same, on their way to the host.
+        arrived: when they are there; None where they are.
+        vocab_size, ignore_index: V, and the label of the tokens that do not count.
     """
-    labels = labels.to(torch.int64)
-    supervised = labels != ignore_index
-    outside = supervised & ((labels < 0) | (labels >= vocab_size))
-    count, n_outside = torch.stack([supervised.sum(), outside.sum()]).tolist()
-    if n_outside:
-        value = labels[outside][0].item()
-        raise ValueError(
-            f"labels must be in [0, {vocab_size}) or ignore_index ({ignore_index}), got {value} "
-            f"({n_outside} outside)"
-        )
-    if count == len(labels):
-        return Supervised(labels, None, len(labels))
-    # a stable sort instead of nonzero(), which would read the count from the device again
-    rows = torch.argsort((~supervised).to(torch.uint8), stable=True)[:count]
-    return Supervised(labels.index_select(0, rows), rows, len(labels))
+
+    labels: Tensor
+    rows: Tensor
+    counts: Tensor
+    counts_on_host: Tensor
+    arrived: torch.cuda.Event | None
+    vocab_size: int
+    ignore_index: int
+
+    def read(self) -> Supervised:
+        """Wait for the counts, and for nothing that was launched after them.
+
+        Raises:
+            ValueError: a label that is neither ``ignore_index`` nor in [0, V).
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        count, outside = self.counts_on_host.tolist()
+        labels = self.labels[:count]
+        if outside:
+            wrong = labels[(labels < 0) | (labels >= self.vocab_size)]
+            raise ValueError(
+                f"labels must be in [0, {self.vocab_size}) or ignore_index "
+                f"({self.ignore_index}), got {wrong[0].item()} ({outside} outside)"
+            )
+        total = len(self.labels)
+        return Supervised(labels, None if count == total else self.rows[:count], total)
 
 
-def row_factors(
-    supervised: Supervised,
+def order_tokens(labels: Tensor, vocab_size: int, ignore_index: int) -> Tokens:
+    """Put the supervised ones of the tokens with these labels (N,) first."""
+    if serves_triton_device(labels):
+        from liger_patch.kernels import supervised_triton
+
+        ordered, rows, counts = supervised_triton.order_tokens(labels, vocab_size, ignore_index)
+    else:
+        labels = labels.to(torch.int64)
+        ignored = labels == ignore_index
+        outside = ((labels < 0) | (labels >= vocab_size)) & ~ignored
+        counts = torch.stack([(~ignored).sum(), outside.sum()])
+        # a stable sort instead of nonzero(), which would read the count from the device
+        rows = torch.argsort(ignored.to(torch.uint8), stable=True)
+        ordered = labels.index_select(0, rows)
+    counts_on_host, arrived = counts, None
+    if counts.is_cuda:
+        counts_on_host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        counts_on_host.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(counts.device))
+    return Tokens(ordered, rows, counts, counts_on_host, arrived, vocab_size, ignore_index)
+
+
+def token_factors(
+    labels: Tensor,  # (N,)
+    count: Tensor,  # () supervised tokens
     options: LossOptions,
     *,
     reduction: str,
@@ -74,35 +115,37 @@ def row_factors(
     num_items_in_batch: Tensor | int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(n,) factor of each supervised token's loss: its weight, over the mean's denominator.
+    """(N,) factor of each supervised token's loss in the result: its weight, over the mean's
+    denominator. Expanded from one number where all are the same.
 
     A denominator of 0 (no supervised token, or weights that add up to 0) counts as 1: loss and
     gradients are 0.
     """
-    n, device = len(supervised.labels), supervised.labels.device
+    device, factors, denominator = labels.device, None, None
     if token_weight is not None:
-        factors = supervised.gather(token_weight).to(dtype)
-    elif reduction == "mean" and num_items_in_batch is None and options.class_weight is None:
-        # the usual case in one launch: the device waits for it
-        return torch.full((n,), 1.0 / max(n, 1), dtype=dtype, device=device)
-    else:
-        factors = torch.ones(n, dtype=dtype, device=device)
-    if reduction != "mean":
+        factors = token_weight.to(dtype).masked_fill(labels == options.ignore_index, 0.0)
+    if reduction == "mean":
+        if isinstance(num_items_in_batch, Tensor):
+            denominator = num_items_in_batch.reshape(())
+            denominator = denominator.to(device, dtype, non_blocking=not denominator.is_cuda)
+        elif num_items_in_batch is not None:
+            # full() fills on the device, where tensor() would copy from the host and wait
+            denominator = torch.full((), num_items_in_batch, dtype=dtype, device=device)
+        elif options.class_weight is not None:
+            class_weight = options.class_weight.to(dtype)
+            inside = labels.clamp(0, len(class_weight) - 1).to(torch.int64)  # checked later
+            weights = class_weight.index_select(0, inside)
+            weights = weights.masked_fill(labels == options.ignore_index, 0.0)
+            denominator = (weights if factors is None else weights * factors).sum()
+        else:
+            denominator = count.to(dtype) if factors is None else factors.sum()
+    if factors is None:
+        factors = torch.ones((), dtype=dtype, device=device).expand(labels.shape)
+    if denominator is None:
         return factors
-    if isinstance(num_items_in_batch, Tensor):
-        denominator = num_items_in_batch.reshape(())
-        denominator = denominator.to(device, dtype, non_blocking=not denominator.is_cuda)
-    elif num_items_in_batch is not None:
-        # full() fills on the device, where tensor() would copy from the host and wait
-        denominator = torch.full((), num_items_in_batch, dtype=dtype, device=device)
-    elif options.class_weight is not None:
-        denominator = (
-            factors * options.class_weight.to(dtype).index_select(0, supervised.labels)
-        ).sum()
-    else:
-        denominator = factors.sum()
     # torch.where would copy its 1.0 to the device and wait for the device to take it
-    return factors / denominator.masked_fill(denominator == 0, 1.0)
+    inverse = denominator.masked_fill(denominator == 0, 1.0).reciprocal()
+    return inverse.expand(labels.shape) if token_weight is None else factors * inverse
 
 
 def check_tokens(

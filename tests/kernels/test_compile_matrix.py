@@ -90,9 +90,11 @@ def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield (
             f"{dtype[1:]}-{size}",
             {
-                "values_ptr": dtype,
+                "first_ptr": dtype,
+                "first_size": size,
+                "second_ptr": dtype if size == "i64" else None,
+                "second_size": size,
                 "factor_ptr": "*fp32",
-                "size": size,
                 "stride": "i32",
                 "BLOCK": BLOCK,
             },
@@ -100,7 +102,151 @@ def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         )
 
 
-KERNELS = {"_cross_entropy_kernel": cross_entropy, "_scale_kernel": scale}
+def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.scale_triton import ROW_BLOCK
+
+    # float32 products to gradients, and hidden states to scaled ones
+    for values, out, rows in (("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*bf16", "*bf16", 0)):
+        yield (
+            f"{values[1:]}-{out[1:]}-{rows}",
+            {
+                "values_ptr": values,
+                "values_stride": "i32",
+                "factors_ptr": "*fp32",
+                "out_ptr": out,
+                "out_stride": "i32",
+                "rows_ptr": "*i64" if rows else None,
+                "columns": "i32",
+                "BLOCK": ROW_BLOCK,
+            },
+            4,
+        )
+
+
+def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Only what it serves: bf16 on Hopper."""
+    from liger_patch.kernels import odds_triton as kernels
+
+    if target != FULL or kernels.TensorDescriptor is None:
+        return
+    for softcap, writes, again in itertools.product((0, 1), repeat=3):
+        half = kernels.TILE_V // 2
+        yield (
+            f"{softcap}{writes}{again}",
+            {
+                "x": f"tensordesc<bf16[{kernels.TILE_ROWS},{kernels.TILE_H}]>",
+                "weight": f"tensordesc<bf16[{kernels.TILE_V},{kernels.TILE_H}]>",
+                "odds": f"tensordesc<bf16[{kernels.TILE_ROWS},{half}]>" if writes else None,
+                "labels_ptr": "*i64",
+                "reference_ptr": "*fp32",
+                "partial_ptr": "*fp32",
+                "overflow_ptr": "*i32",
+                "counts_ptr": "*i64",
+                "start": "i32",
+                "rows": "i32",
+                "hidden_size": "i32",
+                "vocab_size": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                "ONLY_ON_OVERFLOW": bool(again),
+                "GROUPED_TILES": kernels.MAX_GROUPED_TILES,
+                "TILE_ROWS": kernels.TILE_ROWS,
+                "TILE_V": kernels.TILE_V,
+                "TILE_H": kernels.TILE_H,
+            },
+            kernels.TILES["num_warps"],
+        )
+
+
+def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import odds_triton as kernels
+
+    for softcap in (0, 1):
+        yield (
+            f"{softcap}",
+            {
+                "x_ptr": "*bf16",
+                "x_stride": "i32",
+                "rows_ptr": "*i64",
+                "weight_ptr": "*bf16",
+                "weight_stride": "i32",
+                "labels_ptr": "*i64",
+                "counts_ptr": "*i64",
+                "label_logit_ptr": "*fp32",
+                "label_z_ptr": "*fp32",
+                "reference_ptr": "*fp32",
+                "hidden_size": "i32",
+                "vocab_size": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                **kernels.DOT,
+            },
+            4,
+        )
+
+
+def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import odds_triton as kernels
+
+    for softcap, class_weight, writes, again in itertools.product((0, 1), repeat=4):
+        yield (
+            f"{softcap}{class_weight}{writes}{again}",
+            {
+                "partial_ptr": "*fp32",
+                "labels_ptr": "*i64",
+                "label_logit_ptr": "*fp32",
+                "label_z_ptr": "*fp32",
+                "reference_ptr": "*fp32",
+                "row_scale_ptr": "*fp32" if writes else None,
+                "class_weight_ptr": ("*bf16" if softcap else "*fp32") if class_weight else None,
+                "odds_ptr": "*bf16" if writes else None,
+                "odds_stride": "i32" if writes else None,
+                "loss_ptr": "*fp32",
+                "factor_ptr": "*fp32",
+                "overflow_ptr": "*i32",
+                "counts_ptr": "*i64",
+                "start": "i32",
+                "rows": "i32",
+                "v_tiles": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                "z_loss": "fp32",
+                "ONLY_ON_OVERFLOW": bool(again),
+                **kernels.FINISHED,
+            },
+            4,
+        )
+
+
+def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import supervised_triton as kernels
+
+    for labels in ("*i64", "*i32", "*i16", "*i8", "*u8"):
+        yield (
+            labels[1:],
+            {
+                "given_ptr": labels,
+                "labels_ptr": "*i64",
+                "rows_ptr": "*i64",
+                "counts_ptr": "*i64",
+                "tokens": "i32",
+                "vocab_size": "i32",
+                "ignore_index": "i32",
+                "BLOCK": kernels.BLOCK,
+            },
+            kernels.WARPS,
+        )
+
+
+KERNELS = {
+    "_cross_entropy_kernel": cross_entropy,
+    "_finish_kernel": finish,
+    "_label_logit_kernel": label_logit,
+    "_odds_kernel": odds,
+    "_order_tokens_kernel": order_tokens,
+    "_scale_kernel": scale,
+    "_scale_rows_kernel": scale_rows,
+}
 
 
 def jit_functions() -> dict[str, KernelInterface]:

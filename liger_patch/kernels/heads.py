@@ -1,0 +1,86 @@
+"""From the hidden states of a chunk of tokens to their losses and the gradient of their logits.
+
+Where one kernel computes the odds of a chunk, the gradient is rows of odds times a factor each;
+elsewhere a product writes the logits and the rows' kernel turns them into their gradient in place.
+C: tokens of the chunk, N: of the batch, H: hidden size, V: vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import HAS_TRITON
+from liger_patch.kernels.cross_entropy import cross_entropy_rows
+from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.supervised import Tokens
+
+
+class Head(Protocol):
+    """A head, prepared for the tokens of a batch.
+
+    Attributes:
+        needs_count: whether chunks end where the supervised tokens end; otherwise the device knows
+            where that is, and the host need not.
+        needs_memory: whether losses alone take (C, V) memory too.
+    """
+
+    needs_count: bool
+    needs_memory: bool
+
+    def losses(
+        self,
+        x: Tensor,  # (C, H)
+        start: int,
+        *,
+        memory: Tensor | None,  # (C, V), to be overwritten
+        row_scale: Tensor | None,  # (C,)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses (C,) of the supervised tokens from ``start`` on, and factors (C,) or None for 1.
+
+        With ``row_scale``, ``factors[:, None] * memory`` is the gradient of the sum of
+        ``row_scale * losses`` by the logits.
+        """
+        ...
+
+
+def prepare_head(
+    x: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    tokens: Tokens,
+    options: LossOptions,
+) -> Head:
+    """The form that serves these inputs. Reads nothing from the device."""
+    if HAS_TRITON:
+        from liger_patch.kernels.odds_triton import OddsHead, serves_odds
+
+        if serves_odds(x, weight, bias, options):
+            return OddsHead(x, weight, tokens, options)
+    return LogitsHead(weight, bias, tokens, options)
+
+
+class LogitsHead:
+    """A product, then the rows' kernel."""
+
+    needs_count = True
+    needs_memory = True
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions
+    ) -> None:
+        self._weight, self._bias, self._tokens, self._options = weight, bias, tokens, options
+
+    def losses(
+        self, x: Tensor, start: int, *, memory: Tensor | None, row_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._bias is None:
+            logits = torch.mm(x, self._weight.t(), out=memory)
+        else:
+            logits = torch.addmm(self._bias, x, self._weight.t(), out=memory)
+        labels = self._tokens.labels[start : start + len(x)]
+        dlogits = None if row_scale is None else logits
+        losses = cross_entropy_rows(
+            logits, labels, self._options, dlogits=dlogits, row_scale=row_scale
+        )
+        return losses, None

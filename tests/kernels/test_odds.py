@@ -1,0 +1,232 @@
+"""The head whose product writes odds: bf16 on Hopper; float32 under Triton's interpreter, which
+multiplies no bf16.
+"""
+
+import math
+
+import pytest
+import torch
+from conftest import INTERPRETED
+from three_ways import (
+    OPTIONS,
+    check_linear,
+    chunk_mib,
+    eager_cross_entropy,
+    filled,
+    linear_inputs,
+    loss_and_gradients,
+)
+from torch.nn.functional import linear
+
+pytest.importorskip("triton")
+
+from liger_patch.kernels import odds_triton
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+SERVED = {
+    **{name: how for name, how in OPTIONS.items() if "label_smoothing" not in how},
+    "everything": {
+        "softcap": 5.0,
+        "logit_scale": 0.5,
+        "z_loss": 1e-2,
+        "class_weight": True,
+        "token_weight": True,
+    },
+}
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [
+    pytest.mark.skipif(odds_triton.TensorDescriptor is None, reason="Triton < 3.4"),
+    # what overflows is computed again; the interpreter's numpy says so
+    pytest.mark.filterwarnings(
+        "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
+    ),
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter", marks=pytest.mark.interpreter),
+        pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
+    ]
+)
+def odds(request, monkeypatch):
+    """Device and dtype that odds are computed in; a test in which none are fails."""
+    if INTERPRETED and request.param == "cpu":
+        monkeypatch.setattr(odds_triton, "serves_odds", lambda *_: True)
+    elif not IS_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    computed = []
+    losses = odds_triton.OddsHead.losses
+
+    def counted(self, *args, **how):
+        computed.append(self)
+        return losses(self, *args, **how)
+
+    monkeypatch.setattr(odds_triton.OddsHead, "losses", counted)
+    dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
+    yield torch.device(request.param), dtype
+    assert computed
+
+
+@pytest.mark.parametrize("options", SERVED.values(), ids=SERVED)
+def test_every_option(options, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device)
+    options = filled(options, len(labels), 131, device)
+    check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("frozen", [(), ("hidden_states",), ("weight",)], ids=str)
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, ignored=ignored)
+    upstream = torch.tensor(-1.7, device=device)
+    if reduction == "none":
+        upstream = torch.arange(len(labels), device=device) - 3.0
+    check_linear(inputs, labels, upstream=upstream, frozen=frozen, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (300, 72, 131),  # three tiles of rows, the last with 44
+        (130, 8, 128),  # exactly one tile of classes
+        (3, 64, 257),  # a class alone in its tile
+        (1, 8, 2),
+        (2, 200, 9001),
+    ],
+    ids=str,
+)
+def test_any_shape(shape, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, *shape, ignored=0.1)
+    labels[0] = shape[-1] - 1
+    check_linear(inputs, labels)
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("options", [{}, {"softcap": 200.0}, {"z_loss": 1e-3}], ids=str)
+def test_losses_beyond_60_nats(scale, options, odds):
+    """exp(z - z of the label) overflows: then each row is taken against its largest logit."""
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 20, ignored=0.1)
+    inputs["hidden_states"] *= scale
+    ours = check_linear(inputs, labels, chunk_mib=chunk_mib(7, 131, dtype), **options)
+    assert ours["loss"] > 20
+    losses = linear_cross_entropy(**inputs, labels=labels, reduction="none", **options)
+    assert losses.max() > 60
+
+
+def test_one_row_beyond_60_nats_leaves_the_others_alone(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 9, ignored=0.0)
+    one = dict(inputs, hidden_states=inputs["hidden_states"].clone())
+    one["hidden_states"][4] *= -100
+    calm, wild = (
+        loss_and_gradients(
+            lambda x=x, **_: linear_cross_entropy(
+                x["hidden_states"], x["weight"], labels, reduction="none"
+            ),
+            {},
+        )["loss"]
+        for x in (inputs, one)
+    )
+    assert wild[4] > 60
+    others = torch.arange(9, device=device) != 4
+    assert torch.equal(calm[others], wild[others])
+
+
+def test_probability_of_one(odds):
+    """log(1 + others) keeps others that are below the last digit of 1."""
+    device, dtype = odds
+    weight = torch.eye(64, device=device, dtype=dtype)
+    hidden_states = 25 * weight[:5]
+    labels = torch.arange(5, device=device)
+    losses = linear_cross_entropy(hidden_states, weight, labels, reduction="none")
+    expected = math.log1p(63 * math.exp(-25))
+    torch.testing.assert_close(losses, torch.full_like(losses, expected), rtol=1e-5, atol=0)
+    check_linear({"hidden_states": hidden_states, "weight": weight}, labels)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_inf_reach_the_loss_of_their_token(value, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
+    inputs["hidden_states"][2, 3] = value
+    losses = linear_cross_entropy(**inputs, labels=labels, reduction="none")
+    eager = eager_cross_entropy(linear(*inputs.values()), labels, reduction="none")
+    assert torch.equal(losses.isfinite(), eager.isfinite())
+
+
+def test_all_labels_ignored_gives_zero(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
+    check_linear(inputs, labels)  # odds are computed here
+    ours = loss_and_gradients(
+        lambda **x: linear_cross_entropy(**x, labels=labels.fill_(-100)), inputs
+    )
+    assert all(not value.any() for value in ours.values())
+
+
+def test_twice_the_same_bits(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 150)
+    first, second = (check_linear(inputs, labels) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    given = []
+    losses = odds_triton.OddsHead.losses
+
+    def watched(self, *args, memory, **how):
+        given.append(memory)
+        return losses(self, *args, memory=memory, **how)
+
+    monkeypatch.setattr(odds_triton.OddsHead, "losses", watched)
+    with_gradients = loss_and_gradients(
+        lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
+        inputs,
+    )["loss"]
+    assert given
+    assert all(memory is not None for memory in given)
+    given.clear()
+    alone = linear_cross_entropy(**inputs, labels=labels, chunk_mib=chunk_mib(7, 131, dtype))
+    assert given
+    assert all(memory is None for memory in given)
+    assert torch.equal(alone, with_gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32}, False),
+        ({"hidden_size": 36}, False),
+        ({"bias": True}, False),
+        ({"label_smoothing": 0.1}, False),
+    ],
+    ids=str,
+)
+def test_what_is_served(change, served, monkeypatch):
+    if not IS_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    made = []
+    monkeypatch.setattr(
+        odds_triton.OddsHead,
+        "__init__",
+        lambda *_: made.append(1) or pytest.skip("served") if served else made.append(1),
+    )
+    shape = {"dtype": torch.bfloat16, "hidden_size": 40, "bias": False, "label_smoothing": 0.0}
+    shape |= change
+    smoothing = shape.pop("label_smoothing")
+    inputs, labels = linear_inputs(shape.pop("dtype"), torch.device("cuda"), **shape)
+    linear_cross_entropy(**inputs, labels=labels, label_smoothing=smoothing)
+    assert not made
