@@ -4,7 +4,7 @@ size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class Head:
         frozen: whether the head's weight needs no gradient.
         ignored: share of labels that are ignored.
         softcap: of the model, None for none.
+        peak: largest logit that is planted; the others spread by 1 around 0.
+        mistaken: share of tokens whose planted logit is not their label's.
     """
 
     name: str
@@ -31,31 +33,47 @@ class Head:
     frozen: bool = False
     ignored: float = 0.0
     softcap: float | None = None
+    peak: float = 10.0
+    mistaken: float = 0.0
 
 
 HEADS = (
     Head("Llama-3-8B", 4096, 128256, 8192),
     Head("Llama-3-8B, frozen", 4096, 128256, 8192, frozen=True),
     Head("Llama-3-8B, 70 % ignored", 4096, 128256, 8192, ignored=0.7),
+    Head("Llama-3-8B, peaked logits", 4096, 128256, 8192, peak=40.0, mistaken=0.2),
+    Head("Llama-3-8B, N 65536", 4096, 128256, 65536),
     Head("Gemma-2-2B", 2304, 256000, 8192, softcap=30.0),
     Head("Qwen3-0.6B", 1024, 151936, 16384),
     Head("Gemma-3-270M", 640, 262144, 16384),
 )
 
+SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SWEEP = tuple(
+    replace(head, tokens=tokens)
+    for head in HEADS
+    if head.name in ("Llama-3-8B", "Gemma-3-270M")
+    for tokens in SWEEP_TOKENS
+)
 
-def batch(head: Head, *, device: str = "cuda", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+
+def batch(
+    head: Head, *, device: torch.device | str = "cuda", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random hidden states (N, H) and weight (V, H) in bf16, and labels (N,).
 
-    The labels' directions are planted in the hidden states, so that a part of the tokens is
-    predicted well.
+    Each token's hidden state holds the direction of its label, or of another class where it is
+    mistaken, times a number between 0 and the peak: so that a part of the tokens is predicted well.
     """
     generator = torch.Generator(device).manual_seed(seed)
     normal = {"device": device, "generator": generator, "dtype": torch.float32}
     weight = torch.randn(head.vocab_size, head.hidden_size, **normal).mul_(head.hidden_size**-0.5)
-    labels = torch.randint(head.vocab_size, (head.tokens,), device=device, generator=generator)
-    confidence = 10.0 * torch.rand(head.tokens, 1, **normal)
+    classes = torch.randint(head.vocab_size, (2, head.tokens), device=device, generator=generator)
+    labels, others = classes
+    planted = torch.where(torch.rand(head.tokens, **normal) < head.mistaken, others, labels)
+    confidence = head.peak * torch.rand(head.tokens, 1, **normal)
     hidden_states = (
-        torch.randn(head.tokens, head.hidden_size, **normal) + confidence * weight[labels]
+        torch.randn(head.tokens, head.hidden_size, **normal) + confidence * weight[planted]
     )
     ignored = torch.rand(head.tokens, **normal) < head.ignored
     return (

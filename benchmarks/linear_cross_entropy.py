@@ -1,132 +1,142 @@
 """Forward and backward of the loss of real heads: time and memory beside peers and bare products.
 
-    python benchmarks/linear_cross_entropy.py                     all cases: table, JSON, picture
-    python benchmarks/linear_cross_entropy.py --case Gemma-2-2B
+    python benchmarks/linear_cross_entropy.py                     everything
+    python benchmarks/linear_cross_entropy.py --part cases --case Gemma-2-2B
 
-Every case runs in this one process, contenders interleaved. Before anything is timed, each
-contender's gradients are compared with a float32 computation on a part of the tokens: one that is
-wrong is not timed.
+Two parts: cases, with every contender, and a sweep over the number of tokens, with few. All of it
+runs in this one process, contenders interleaved. Before anything is timed, each contender's
+gradients are compared with float64 on a part of the tokens: one that is wrong is not timed, and one
+that fails or runs out of memory is reported. Writes JSON after every case, then pictures.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
-import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
-import triton
-from contenders import bare_products, contenders, step
-from heads import HEADS, Head, batch
-from measure import measure
-from report import terminal_table
+from attempts import Failure, attempt, release_memory
+from contenders import OURS, bare_products, contenders, step, sweep_contenders
+from gradient_check import POWER_OF_TWO, gradient_errors, is_right
+from heads import HEADS, SWEEP, Head, batch
+from measure import Measurement, measure
+from peers import Loss
+from provenance import command_line, provenance
+from report import FLOOR, draw_where_possible, terminal_table
 
-PEER_PACKAGES = ("liger-kernel", "cut-cross-entropy")
-MAX_RELATIVE_ERROR = 0.02  # of gradients by norm, against float32: bf16 rounding leaves about 0.003
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
+PARTS = {"cases": "results", "sweep": "sweep"}  # to their keys in the report
+LOAD_TOKENS = 16384  # the load before each turn; a case of more takes seconds, so has fewer rounds
+FEWEST_ROUNDS = 5
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU")
-    results = []
-    for head in HEADS:
-        if arguments.case is None or head.name.startswith(arguments.case):
-            rows = run_case(head, arguments.rounds)
-            print(terminal_table(rows), flush=True)
-            results += rows
-    report = {
-        "command": f"python benchmarks/linear_cross_entropy.py --rounds {arguments.rounds}",
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            **{name: _version(name) for name in PEER_PACKAGES if _version(name)},
-        },
-        "results": results,
-    }
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "linear_cross_entropy.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {path}")
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no matplotlib here: draw it elsewhere with python benchmarks/picture.py {path}")
-    else:
-        from picture import draw
+    report = {**provenance(command_line(__file__, arguments), PACKAGES), "results": [], "sweep": []}
+    for part in PARTS if arguments.part is None else [arguments.part]:
+        for head in HEADS if part == "cases" else SWEEP:
+            if arguments.case is not None and not head.name.startswith(arguments.case):
+                continue
+            if part == "cases":
+                losses = contenders(head, compiled=not arguments.no_compile)
+            else:
+                losses = sweep_contenders(head)
+            rows = run_case(head, losses, rounds=arguments.rounds)
+            print(terminal_table(rows), flush=True)
+            report[PARTS[part]] += rows
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    draw_where_possible(report, path)
 
-        draw(report, path.with_suffix(".png"))
-        print(f"wrote {path.with_suffix('.png')}")
 
-
-def run_case(head: Head, rounds: int) -> list[dict]:
-    """Check, then time every contender on one case; the floor is the row "bare products"."""
-    inputs = batch(head)
-    losses = contenders(head)
-    errors = gradient_errors(head, losses)
-    functions = {"bare products": bare_products(head, *inputs)}
-    for name, loss in losses.items():
-        if max(errors[name]) <= MAX_RELATIVE_ERROR:
-            functions[name] = lambda loss=loss: step(loss, *inputs)
-    measured = measure(functions, before=functions["bare products"], rounds=rounds)
-    torch.cuda.empty_cache()
-    floor = measured["bare products"].ms
-    rows = [
-        {"case": head.name, "contender": name, **asdict(m), "floor_over_time": floor / m.ms}
-        | ({"gradient_errors": errors[name]} if name in errors else {})
-        for name, m in measured.items()
-    ]
-    rows += [
-        {"case": head.name, "contender": name, "wrong": True, "gradient_errors": errors[name]}
-        for name in losses
-        if name not in measured
-    ]
+def run_case(
+    head: Head, losses: Mapping[str, Loss], *, rounds: int, device: torch.device | str = "cuda"
+) -> list[dict]:
+    """Check, then time every contender on one case; the floor is the first row."""
+    rows = attempt(lambda: _rows(head, losses, rounds, device))
+    release_memory()
+    if isinstance(rows, Failure):  # of the inputs, of the true gradients or of the floor
+        return [{**_key(head, FLOOR), **asdict(rows)}]
     return rows
 
 
-def gradient_errors(head: Head, losses: dict) -> dict[str, list[float]]:
-    """Relative errors, by norm, of each contender's gradients on 512 tokens, against float32."""
-    small = Head(**{**asdict(head), "tokens": 512})
-    inputs = batch(small, seed=1)
-    wide = [
-        t.detach().float().requires_grad_(t.requires_grad) if t.is_floating_point() else t
-        for t in inputs
-    ]
-    _, *truth = step(losses["eager"], *wide)
-    errors = {}
-    for name, loss in losses.items():
-        _, *gradients = step(loss, *inputs)
-        errors[name] = [
-            ((g.float() - t).norm() / t.norm()).item()
-            for g, t in zip(gradients, truth, strict=True)
-        ]
-    return errors
+def _rows(
+    head: Head, losses: Mapping[str, Loss], rounds: int, device: torch.device | str
+) -> list[dict]:
+    checks = gradient_errors(head, losses, device=device)
+    plain_and_ours = {n: f for n, f in losses.items() if n == "eager" or n.startswith(OURS)}
+    others = gradient_errors(head, plain_and_ours, tokens=POWER_OF_TWO, device=device)
+    measured = _measured(
+        head,
+        {name: loss for name, loss in losses.items() if is_right(checks[name], checks["eager"])},
+        rounds,
+        device,
+    )
+    floor = measured[FLOOR]
+    if isinstance(floor, Failure):
+        raise RuntimeError(floor.failure)
+    rows = []
+    for name in (FLOOR, *losses):
+        row = _key(head, name)
+        for field, errors in (
+            ("gradient_errors", checks.get(name)),
+            ("gradient_errors_power_of_two", others.get(name)),
+        ):
+            if isinstance(errors, list):
+                row[field] = errors
+        outcome = measured.get(name, checks.get(name))
+        if isinstance(outcome, Measurement):
+            row |= {**asdict(outcome), "floor_over_time": floor.ms / outcome.ms}
+        elif isinstance(outcome, Failure):
+            row |= asdict(outcome)
+        else:
+            row["wrong"] = True
+        rows.append(row)
+    return rows
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _measured(
+    head: Head, losses: Mapping[str, Loss], rounds: int, device: torch.device | str
+) -> dict[str, Measurement | Failure]:
+    inputs = hidden_states, weight, labels = batch(head, device=device)
+    floor = load = bare_products(head, *inputs)
+    if head.tokens > LOAD_TOKENS:
+        load = bare_products(head, hidden_states[:LOAD_TOKENS], weight, labels[:LOAD_TOKENS])
+        rounds = min(rounds, max(FEWEST_ROUNDS, rounds * LOAD_TOKENS // head.tokens))
+    steps = {name: partial(step, loss, *inputs) for name, loss in losses.items()}
+    return measure({FLOOR: floor, **steps}, before=load, rounds=rounds, device=device)
+
+
+def _key(head: Head, contender: str) -> dict:
+    return {"case": head.name, "tokens": head.tokens, "contender": contender}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--case", help="only the cases whose name starts with this")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="timed calls of each contender (default 20)"
+        "--rounds",
+        type=int,
+        default=10,
+        help=f"timed calls of each contender, fewer beyond {LOAD_TOKENS} tokens (default 10)",
     )
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
-        "--output", type=Path, default=Path("outputs/benchmarks"), help="folder of JSON and picture"
+        "--output",
+        type=Path,
+        default=Path("outputs/benchmarks"),
+        help="folder of JSON and pictures",
     )
     return parser
 

@@ -1,13 +1,15 @@
-"""Times and memory of competing functions, interleaved in one process, on one GPU."""
+"""Times and memory of competing functions, interleaved in one process, on one device."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from attempts import Failure, attempt
 
 MIB = 2**20
 
@@ -31,45 +33,72 @@ class Measurement:
 def measure(
     functions: Mapping[str, Callable[[], object]],
     *,
-    before: Callable[[], object],
-    warmup: int = 3,
-    rounds: int = 20,
-) -> dict[str, Measurement]:
-    """Run every function ``warmup`` times, then all of them in turn, ``rounds`` times.
+    before: Callable[[], object] = lambda: None,
+    rounds: int = 10,
+    device: torch.device | str = "cuda",
+) -> dict[str, Measurement | Failure]:
+    """Weigh every function, then time all of them in turn, ``rounds`` times.
 
-    A GPU at its power limit clocks higher after a light load: so the turns are interleaved in an
-    order that is drawn anew for each round, and ``before`` runs, untimed, in front of each. What a
-    call returns is dropped before the next.
+    Each is called once before it is weighed, and all take a turn before the timed ones, which fills
+    the allocator's cache. A GPU at its power limit clocks higher after a light load: so the turns
+    are interleaved in an order that is drawn anew for each round, and ``before`` runs, untimed, in
+    front of each. What a call returns is dropped before the next. A function that fails has no more
+    turns.
     """
-    peaks = {}
+    kind = torch.device(device).type
+    results: dict[str, Measurement | Failure] = {}
+    peaks: dict[str, float] = {}
     for name, function in functions.items():
-        for _ in range(warmup):
-            function()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        allocated = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        torch.cuda.synchronize()
-        peaks[name] = (torch.cuda.max_memory_allocated() - allocated) / MIB
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    order = list(functions)
+        peak = attempt(lambda function=function: _peak_mib(function, kind))
+        if isinstance(peak, Failure):
+            results[name] = peak
+        else:
+            peaks[name] = peak
+    times: dict[str, list[float]] = {name: [] for name in peaks}
+    order = list(peaks)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for turn in range(rounds + 1):
         shuffle(order)
-        for name in order:
-            function = functions[name]
+        for name in tuple(order):
             before()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            stop.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(stop))
-    return {
-        name: Measurement(statistics.median(t), _decile(t, 0.1), _decile(t, 0.9), peaks[name])
-        for name, t in times.items()
-    }
+            ms = attempt(lambda name=name: _ms(functions[name], kind))
+            if isinstance(ms, Failure):
+                results[name] = ms
+                order.remove(name)
+            elif turn > 0:
+                times[name].append(ms)
+    for name in order:
+        t = times[name]
+        results[name] = Measurement(
+            statistics.median(t), _decile(t, 0.1), _decile(t, 0.9), peaks[name]
+        )
+    return {name: results[name] for name in functions}
+
+
+def _peak_mib(function: Callable[[], object], kind: str) -> float:
+    function()
+    if kind != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - allocated) / MIB
+
+
+def _ms(function: Callable[[], object], kind: str) -> float:
+    if kind != "cuda":
+        start = time.perf_counter()
+        function()
+        return 1000 * (time.perf_counter() - start)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    function()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)
 
 
 def _decile(values: list[float], share: float) -> float:

@@ -1,6 +1,7 @@
-"""A picture of a benchmark's report: time over the floor against peak memory, one panel a case.
+"""Pictures of a benchmark's report: time over the floor against peak memory, a panel a case; both
+against the number of tokens; time and memory of training steps, a group of bars a model.
 
-python benchmarks/picture.py outputs/benchmarks/linear_cross_entropy.json
+python benchmarks/picture.py outputs/benchmarks/*.json
 """
 
 from __future__ import annotations
@@ -13,48 +14,170 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+from report import FLOOR
 
+GIB = 1024  # MiB
 COLUMNS = 3
+OUR_COLOURS = ("black", "dimgray", "darkgray")
+PEER_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")  # C7 is grey
+TIMES = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)  # ticks, in bare products
+ROOM_FOR_LABELS = 1.15  # of the highest bar
+
+
+def draw_all(report: dict, path: Path) -> list[Path]:
+    """What the report has, each beside ``path``, the place of the report."""
+    drawn = []
+    for key, ending, draw_part in (
+        ("results", "", draw),
+        ("sweep", "_sweep", draw_sweep),
+        ("steps", "", draw_steps),
+    ):
+        if any("ms" in row and row["contender"] != FLOOR for row in report.get(key, ())):
+            drawn.append(path.with_name(f"{path.stem}{ending}.png"))
+            draw_part(report, drawn[-1])
+    return drawn
 
 
 def draw(report: dict, path: Path) -> None:
     """One point a contender: left is less memory, low is close to the bare products."""
-    cases = list(dict.fromkeys(row["case"] for row in report["results"]))
+    rows = [row for row in report["results"] if "ms" in row and row["contender"] != FLOOR]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    styles = _styles(report)
     columns = min(COLUMNS, len(cases))
     lines = -(-len(cases) // columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(4.2 * columns, 3.4 * lines), squeeze=False, layout="constrained"
     )
-    contenders = list(dict.fromkeys(row["contender"] for row in report["results"] if "ms" in row))
-    contenders.remove("bare products")
     for panel, case in zip(axes.flat, cases, strict=False):
-        for row in report["results"]:
-            if row["case"] != case or row["contender"] not in contenders or "ms" not in row:
-                continue
-            ours = row["contender"].startswith("liger_patch")
-            panel.scatter(
-                row["peak_mib"] / 1024,
-                1 / row["floor_over_time"],
-                s=60,
-                marker="o" if ours else "s",
-                color=f"C{contenders.index(row['contender'])}",
-                label=row["contender"],
-            )
+        for row in rows:
+            if row["case"] == case:
+                panel.scatter(
+                    row["peak_mib"] / GIB,
+                    1 / row["floor_over_time"],
+                    s=60,
+                    alpha=0.8,
+                    label=row["contender"],
+                    **styles[row["contender"]],
+                )
         panel.set_title(case, fontsize=10)
         panel.set_xlabel("peak memory over the inputs (GiB)")
-        panel.set_ylabel("time / bare products")
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.set_ylim(bottom=1.0)
-        panel.grid(alpha=0.3)
+        _powers_of_two(panel, panel.xaxis)
+        _times(panel)
     for panel in axes.flat[len(cases) :]:
         panel.axis("off")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    _finish(figure, report, path, "forward + backward")
+
+
+def draw_sweep(report: dict, path: Path) -> None:
+    """One line a contender: time over the bare products above, peak memory below."""
+    rows = [row for row in report["sweep"] if "ms" in row and row["contender"] != FLOOR]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    styles = _styles(report)
+    figure, axes = plt.subplots(
+        2, len(cases), figsize=(4.6 * len(cases), 6.4), squeeze=False, layout="constrained"
+    )
+    for column, case in zip(axes.T, cases, strict=True):
+        for contender, style in styles.items():
+            line = [row for row in rows if (row["case"], row["contender"]) == (case, contender)]
+            if not line:
+                continue
+            tokens = [row["tokens"] for row in line]
+            for panel, values in zip(
+                column,
+                (
+                    [1 / row["floor_over_time"] for row in line],
+                    [row["peak_mib"] / GIB for row in line],
+                ),
+                strict=True,
+            ):
+                panel.plot(tokens, values, label=contender, **style)
+        column[0].set_title(case, fontsize=10)
+        time_panel, memory_panel = column
+        for panel in column:
+            panel.set_xlabel("tokens")
+            _powers_of_two(panel, panel.xaxis)
+        _times(time_panel)
+        memory_panel.set_ylabel("peak memory over the inputs (GiB)")
+        _powers_of_two(memory_panel, memory_panel.yaxis)
+    _finish(figure, report, path, "forward + backward")
+
+
+def draw_steps(report: dict, path: Path) -> None:
+    """One group of bars a model: time on the left, peak memory on the right."""
+    rows = [row for row in report["steps"] if "ms" in row]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    styles = _styles(report)
+    height = 0.8 / len(styles)
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 1.2 + 1.1 * len(models)), sharey=True, layout="constrained"
+    )
+    for panel, title, field, unit in (
+        (axes[0], "ms", "ms", 1),
+        (axes[1], "peak memory over the weights (GiB)", "peak_mib", GIB),
+    ):
+        for position, (contender, style) in enumerate(styles.items()):
+            values = {row["model"]: row[field] for row in rows if row["contender"] == contender}
+            bars = panel.barh(
+                [models.index(model) + (position + 0.5) * height - 0.4 for model in values],
+                [value / unit for value in values.values()],
+                height,
+                label=contender,
+                color=style["color"],
+            )
+            panel.bar_label(bars, fmt="{:.3g}", padding=2, fontsize=7)
+        panel.set_xlabel(title)
+        panel.set_xlim(right=ROOM_FOR_LABELS * max(row[field] / unit for row in rows))
+        panel.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(models)), models)
+    axes[0].invert_yaxis()
+    _finish(figure, report, path, "training step")
+
+
+def _styles(report: dict) -> dict[str, dict]:
+    """Each contender's colour and marker: ours in black and greys, the same in every picture."""
+    rows = [row for key in ("results", "sweep", "steps") for row in report.get(key, ())]
+    styles, peers, own = {}, 0, 0
+    for contender in dict.fromkeys(row["contender"] for row in rows if row["contender"] != FLOOR):
+        if contender.startswith("liger_patch"):
+            styles[contender] = {"color": OUR_COLOURS[own % len(OUR_COLOURS)], "marker": "o"}
+            own += 1
+        else:
+            styles[contender] = {"color": PEER_COLOURS[peers % len(PEER_COLOURS)], "marker": "s"}
+            peers += 1
+    return styles
+
+
+def _powers_of_two(panel: Axes, axis: Axis) -> None:
+    (panel.set_xscale if axis is panel.xaxis else panel.set_yscale)("log", base=2)
+    axis.set_major_formatter("{x:.5g}")
+    axis.set_tick_params(labelsize=8)
+    panel.grid(alpha=0.3)
+
+
+def _times(panel: Axes) -> None:
+    """The vertical axis: time over the bare products, from 1."""
+    panel.set_ylabel("time / bare products")
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(FixedLocator(TIMES))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.set_ylim(bottom=min(1.0, panel.get_ylim()[0]))
+    panel.grid(alpha=0.3)
+
+
+def _finish(figure: Figure, report: dict, path: Path, what: str) -> None:
+    handles = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
     versions = report["versions"]
     figure.suptitle(
-        f"{report['gpu']}, torch {versions['torch']}, triton {versions['triton']}, bf16, "
-        "forward + backward",
+        f"{report['gpu']}, torch {versions['torch']}, triton {versions['triton']}, bf16, {what}",
         fontsize=11,
     )
     figure.savefig(path, dpi=130)
@@ -63,4 +186,6 @@ def draw(report: dict, path: Path) -> None:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        draw(json.loads(Path(argument).read_text()), Path(argument).with_suffix(".png"))
+        place = Path(argument)
+        for picture in draw_all(json.loads(place.read_text(encoding="utf-8")), place):
+            print(f"wrote {picture}")

@@ -1,60 +1,138 @@
-"""A benchmark's report in words: the table on the terminal, and the one in the README.
+"""A benchmark's report in words: the table on the terminal, and those in the README.
 
-python benchmarks/report.py benchmarks/results/linear_cross_entropy.json
+python benchmarks/report.py benchmarks/results/*.json
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+FLOOR = "bare products"
 
 
 def terminal_table(rows: list[dict]) -> str:
-    """The rows of one case: time, how much of it the bare products need, peak memory."""
-    lines = [f"{rows[0]['case']}", f"  {'':24s}{'ms':>8s}{'floor/ms':>10s}{'peak MiB':>10s}"]
+    """The rows of one case: time, how much of it the bare products need, memory, errors."""
+    first = rows[0]
+    title = f"{first['case']} ({first['tokens']} tokens)" if "tokens" in first else first["case"]
+    columns = f"{'ms':>8s}{'floor/ms':>10s}{'peak MiB':>10s}{'error of dX, dW':>20s}"
+    lines = [title, f"  {'':24s}{columns}"]
     for row in rows:
-        if row.get("wrong"):
-            lines.append(f"  {row['contender']:24s} wrong gradients: {row['gradient_errors']}")
+        errors = ", ".join(f"{error:.3%}" for error in row.get("gradient_errors", ()))
+        if "ms" in row:
+            said = f"{row['ms']:8.2f}{row['floor_over_time']:10.3f}{row['peak_mib']:10.0f}"
+            said += f"{errors:>20s}"
+        elif "failure" in row:
+            said = f"  {row['failure']}"
         else:
-            lines.append(
-                f"  {row['contender']:24s}{row['ms']:8.2f}{row['floor_over_time']:10.3f}"
-                f"{row['peak_mib']:10.0f}"
-            )
+            said = f"  {'wrong gradients':26s}{errors:>20s}"
+        lines.append(f"  {row['contender']:24s}{said}".rstrip())
+    return "\n".join(lines)
+
+
+def terminal_steps_table(rows: list[dict]) -> str:
+    """The rows of one model: time, memory over the weights, loss and norm of the gradient."""
+    columns = f"{'ms':>8s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
+    lines = [rows[0]["model"], f"  {'':24s}{columns}"]
+    for row in rows:
+        said = f"  {row['failure']}" if "failure" in row else ""
+        if "loss" in row:
+            numbers = f"{row['loss']:10.4f}{row['gradient_norm']:12.4g}"
+            if "ms" in row:
+                said = f"{row['ms']:8.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
+            elif "wrong" in row:
+                said = f"  {'wrong':16s}{numbers}"
+        lines.append(f"  {row['contender']:24s}{said}")
     return "\n".join(lines)
 
 
 def readme_table(report: dict) -> str:
     """Markdown: a line a case, a column a contender, each with time and peak memory."""
-    rows = report["results"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    cells = {(row["case"], row["contender"]): _cell(row) for row in rows}
-    lines = [["forward + backward, ms / GiB", *contenders], ["---"] * (1 + len(contenders))]
-    for case in cases:
-        lines.append([case, *(cells.get((case, name), "") for name in contenders)])
-    used = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return "\n".join(
         [
-            *(f"| {' | '.join(line)} |" for line in lines),
+            _markdown("forward + backward, ms / GiB", report["results"], lambda row: row["case"]),
             "",
-            f"Measured on one {report['gpu']} on {report['date']} in bf16 with {used}: medians "
+            f"{_measured(report)}: medians "
             f"in one process, peak memory over the inputs, `{report['command']}`. The bare "
             "products are the matrix products alone, a lower bound for any exact loss.",
         ]
     )
 
 
+def sweep_table(report: dict) -> str:
+    """Markdown: a line a head and number of tokens, a column a contender."""
+    return "\n".join(
+        [
+            _markdown(
+                "forward + backward, ms / GiB",
+                report["sweep"],
+                lambda row: f"{row['case']}, {row['tokens']} tokens",
+            ),
+            "",
+            f"{_measured(report)}, `{report['command']}`.",
+        ]
+    )
+
+
+def steps_table(report: dict) -> str:
+    """Markdown: a line a model, a column a contender, each with time and peak memory."""
+    return "\n".join(
+        [
+            _markdown("training step, ms / GiB", report["steps"], lambda row: row["model"]),
+            "",
+            f"{_measured(report)}: forward and backward of the whole model with random weights, "
+            "40 % of the labels ignored, without checkpointing; medians in one process, peak "
+            f"memory over the weights, gradients included, `{report['command']}`.",
+        ]
+    )
+
+
+TABLES = {"results": readme_table, "sweep": sweep_table, "steps": steps_table}
+
+
+def draw_where_possible(report: dict, path: Path) -> None:
+    """Its pictures, beside the place of the report, where Matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        print(f"no matplotlib here: draw it elsewhere with python benchmarks/picture.py {path}")
+        return
+    from picture import draw_all
+
+    for written in (path, *draw_all(report, path)):
+        print(f"wrote {written}")
+
+
+def _markdown(title: str, rows: list[dict], line_of: Callable[[dict], str]) -> str:
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    cells = {(line_of(row), row["contender"]): _cell(row) for row in rows}
+    lines = [[title, *contenders], ["---"] * (1 + len(contenders))]
+    for name in dict.fromkeys(line_of(row) for row in rows):
+        lines.append([name, *(cells.get((name, contender), "") for contender in contenders)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _cell(row: dict) -> str:
+    if "failure" in row:
+        return row["failure"].partition(":")[0]
     if row.get("wrong"):
-        return f"gradient off by {max(row['gradient_errors']):.1%}"
-    if row["contender"] == "bare products":
+        errors = row.get("gradient_errors")
+        return f"gradient off by {max(errors):.1%}" if errors else "wrong"
+    if row["contender"] == FLOOR:
         return f"{row['ms']:.1f}"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
 
 
+def _measured(report: dict) -> str:
+    used = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"Measured on one {report['gpu']} on {report['date']} in bf16 with {used}"
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        print(readme_table(json.loads(Path(argument).read_text())))
+        read = json.loads(Path(argument).read_text(encoding="utf-8"))
+        for key, table in TABLES.items():
+            if read.get(key):
+                print(f"{table(read)}\n")

@@ -1,0 +1,92 @@
+"""Ways to run a model: as it is, compiled, with our loss, with Liger-Kernel's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch import apply_patch
+
+Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
+
+LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
+
+
+def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callable[[], Loss]]:
+    """Name to what makes the contender, eager first. All share the weights of ``model``."""
+    found: dict[str, Callable[[], Loss]] = {"eager": partial(_eager, model)}
+    if compiled:
+        found["torch.compile"] = partial(_compiled, model)
+    if find_spec("liger_kernel"):
+        found["Liger, loss only"] = partial(_liger, model, **LOSS_ONLY)
+        found["Liger, all kernels"] = partial(_liger, model)
+    found["liger_patch"] = partial(_ours, model)
+    return found
+
+
+def shared_copy(model: nn.Module) -> Any:
+    """Modules of its own around the same weights: what is done to it is not done to ``model``."""
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, weights)
+
+
+def _eager(model: nn.Module) -> Loss:
+    return partial(_loss, shared_copy(model))
+
+
+def _compiled(model: nn.Module) -> Loss:
+    torch.compiler.reset()
+    return partial(_loss, torch.compile(shared_copy(model), dynamic=False))
+
+
+def _ours(model: nn.Module) -> Loss:
+    own = shared_copy(model)
+    apply_patch(own)
+    return partial(_loss, own)
+
+
+def _liger(model: nn.Module, **kernels: bool) -> Loss:
+    """Part of what it does to a model it does to the model's module in Transformers: to all models
+    of that kind. So those replacements are in place only while this contender runs.
+    """
+    own = shared_copy(model)
+    inner = own.get_base_model() if hasattr(own, "get_base_model") else own
+    module = sys.modules[type(inner).__module__]
+    before = dict(vars(module))
+    liger = import_module("liger_kernel.transformers.monkey_patch")
+    try:
+        liger._apply_liger_kernel_to_instance(inner, **kernels)
+    finally:
+        now = vars(module)
+        replacements = {name: now[name] for name in before if now[name] is not before[name]}
+        now.update(before)
+
+    def loss(batch: Mapping[str, Tensor]) -> Tensor:
+        with _replaced(module, replacements):
+            return _loss(own, batch)
+
+    return loss
+
+
+def _loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return model(**batch, use_cache=False).loss
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: vars(module)[name] for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)

@@ -1,0 +1,136 @@
+"""The models whose training steps are measured: real sizes, random weights, bf16.
+
+What costs no time is left at its default: the bases of rotary embeddings, special tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from heads import IGNORE_INDEX
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+IGNORED = 0.4  # of the labels
+
+
+@dataclass(frozen=True)
+class Model:
+    """One case: a model, its batch, and how it is trained.
+
+    Attributes:
+        name: as it is known, and what is special.
+        config: of the text model.
+        sequences, length: shape of a batch.
+        lora_rank: of adapters on all linear layers but the head, None for training every weight.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    sequences: int
+    length: int = 2048
+    lora_rank: int | None = None
+
+    def build(self, device: torch.device | str = "cuda") -> Any:
+        """In training mode, with random weights made on the device."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            if self.lora_rank is not None:
+                from peft import LoraConfig, get_peft_model
+
+                lora = LoraConfig(
+                    r=self.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+                )
+                model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        return model.train()
+
+    def batch(self, device: torch.device | str = "cuda") -> dict[str, Tensor]:
+        """Random tokens, which are their own labels where they are not ignored."""
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (self.sequences, self.length)
+        input_ids = torch.randint(self.config.vocab_size, shape, device=device, generator=generator)
+        ignored = torch.rand(shape, device=device, generator=generator) < IGNORED
+        return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, IGNORE_INDEX)}
+
+
+MODELS = (
+    Model(
+        "Llama-3.2-1B, 8 x 2048",
+        LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+            tie_word_embeddings=True,
+        ),
+        sequences=8,
+    ),
+    Model(
+        "Qwen3-0.6B, 8 x 2048",
+        Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        ),
+        sequences=8,
+    ),
+    Model(
+        "Gemma-2-2B, 4 x 2048",
+        Gemma2Config(
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            vocab_size=256000,
+        ),
+        sequences=4,
+    ),
+    Model(
+        "Gemma-3-270M, 8 x 2048",
+        Gemma3TextConfig(
+            hidden_size=640,
+            intermediate_size=2048,
+            num_hidden_layers=18,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            vocab_size=262144,
+            sliding_window=512,
+        ),
+        sequences=8,
+    ),
+    Model(
+        "Qwen3-8B + LoRA, 4 x 2048",
+        Qwen3Config(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+        ),
+        sequences=4,
+        lora_rank=16,
+    ),
+)
