@@ -28,7 +28,8 @@ def peers(head: Head) -> dict[str, Loss]:
     if find_spec("liger_kernel"):
         found["Liger-Kernel"] = _liger(head)
     if find_spec("cut_cross_entropy"):
-        found["CCE, unfiltered"] = _cut_cross_entropy(head)
+        found["CCE"] = _cut_cross_entropy(head)
+        found["CCE, unfiltered"] = _cut_cross_entropy(head, filter_eps=None)
     if find_spec("trl"):
         found["TRL"] = _trl(head)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
@@ -48,12 +49,12 @@ def _liger(head: Head) -> Loss:
     return loss
 
 
-def _cut_cross_entropy(head: Head) -> Loss:
-    """Without its gradient filter, which is not exact."""
+def _cut_cross_entropy(head: Head, **options: Any) -> Loss:
+    """With its gradient filter, which is not exact, unless the options say otherwise."""
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         cce = import_module("cut_cross_entropy").linear_cross_entropy
-        return cce(hidden_states, weight, labels, softcap=head.softcap, filter_eps=None)
+        return cce(hidden_states, weight, labels, softcap=head.softcap, **options)
 
     return loss
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attempts import Failure, Unsupported, attempt
-from contenders import contenders, eager, ours, step, sweep_contenders
+from contenders import BUDGETS_MIB, OURS, contenders, eager, ours, step, sweep_contenders
 from gradient_check import TOKENS, gradient_errors, is_right
 from heads import HEADS, IGNORE_INDEX, SWEEP, SWEEP_TOKENS, Head, batch
 from linear_cross_entropy import run_case
@@ -188,7 +188,7 @@ def test_a_frozen_head_gets_no_gradient():
 def test_eager_comes_first_and_the_sweep_has_fewer():
     names = list(contenders(TINY, compiled=False))
     assert names[0] == "eager"
-    assert names[-3:] == ["liger_patch", "liger_patch 1024 MiB", "liger_patch 128 MiB"]
+    assert names[-4:] == [OURS, *(f"{OURS} {budget} MiB" for budget in BUDGETS_MIB)]
     assert set(sweep_contenders(TINY)) <= {"eager", "Liger-Kernel", "liger_patch"}
 
 

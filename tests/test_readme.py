@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from report import readme_table
+from report import readme_table, steps_table
 
 from liger_patch.registry import ARCHITECTURES, Architecture
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = README.parent / "benchmarks" / "results" / "linear_cross_entropy.json"
+STEPS = RESULTS.with_name("training_step.json")
 FAMILIES = ("Llama", "Gemma", "Qwen", "Others")
 KINDS = {"ForCausalLM": "Text", "ForConditionalGeneration": "Images, audio and text"}
 
@@ -42,9 +43,14 @@ def measured() -> str:
     return readme_table(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
+def steps() -> str:
+    return steps_table(json.loads(STEPS.read_text(encoding="utf-8")))
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "architectures": lambda: table(ARCHITECTURES),
     "benchmark": measured,
+    "steps": steps,
 }
 
 

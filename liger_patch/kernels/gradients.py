@@ -22,6 +22,16 @@ class Wanted(NamedTuple):
     bias: bool
 
 
+class OddsFactors(NamedTuple):
+    """What makes odds the gradient of the logits: ``factors[:, None] * odds``, and at the labels,
+    where odds are 0, ``label_gradients``.
+    """
+
+    factors: Tensor  # (C,) float32
+    labels: Tensor  # (C,)
+    label_gradients: Tensor  # (C,) float32
+
+
 class Gradients:
     """Sums over chunks of dlogits. The memory is taken when the first chunk comes: the device has
     work by then.
@@ -29,23 +39,23 @@ class Gradients:
 
     def __init__(
         self,
-        hidden_states: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
+        inputs: tuple[Tensor, Tensor, Tensor | None],  # (N, H), (V, H), (V,)
+        x: Tensor,  # (N, H) hidden states in the dtype of the products
         rows: Tensor | None,  # (n,) the tokens of the chunks among the N; None: all
         wanted: Wanted,
         sum_dtype: torch.dtype,  # that dweight is summed in
     ) -> None:
-        self._inputs = hidden_states, weight, bias
+        self._inputs, self._x = inputs, x
         self._rows, self._wanted, self._sum_dtype = rows, wanted, sum_dtype
         self._dhidden = self._dweight = self._dbias = None
+        self._odds: list[OddsFactors] = []
 
     def add(
         self,
         x: Tensor,  # (C, H)
         weight: Tensor,  # (V, H)
-        dlogits: Tensor,  # (C, V)
-        factors: Tensor | None,  # (C,) of the rows of dlogits; None: 1
+        dlogits: Tensor,  # (C, V), or odds
+        odds: OddsFactors | None,
         chunk: slice,
     ) -> None:
         """Add a chunk; x, weight and dlogits are in the dtype of the products."""
@@ -56,16 +66,19 @@ class Gradients:
                 make = torch.empty_like if self._rows is None else torch.zeros_like
                 self._dhidden = make(hidden_states, memory_format=torch.contiguous_format)
             if self._rows is None:
-                _scaled_product(self._dhidden[chunk], None, factors, dlogits, weight)
+                _dhidden_product(self._dhidden[chunk], None, odds, dlogits, weight)
             else:
-                _scaled_product(self._dhidden, self._rows[chunk], factors, dlogits, weight)
+                _dhidden_product(self._dhidden, self._rows[chunk], odds, dlogits, weight)
         if self._wanted.weight:
             is_first = self._dweight is None
             if self._dweight is None:
                 self._dweight = its_weight.new_empty(its_weight.shape, dtype=self._sum_dtype)
-            product_(self._dweight, dlogits.t(), _scaled_rows(x, factors), add=not is_first)
+            if odds is not None:
+                self._odds.append(odds)
+                x = _scaled_rows(x, odds.factors)
+            product_(self._dweight, dlogits.t(), x, add=not is_first)
         if self._wanted.bias:
-            # no factors: odds are for heads without a bias
+            # never odds: they are for heads without a bias
             summed = dlogits.sum(0, dtype=accumulation_dtype(dlogits.dtype))
             self._dbias = summed if self._dbias is None else self._dbias.add_(summed)
 
@@ -73,6 +86,11 @@ class Gradients:
         """The gradients, None where not wanted, each in the dtype of its input; zero if no chunk
         was added.
         """
+        if self._dweight is not None and self._odds:
+            from liger_patch.kernels.label_rows_triton import add_label_rows_
+
+            _, labels, label_gradients = (torch.cat(each) for each in zip(*self._odds, strict=True))
+            add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)
         sums = self._dhidden, self._dweight, self._dbias
         self._dhidden = self._dweight = self._dbias = None
         finished = []
@@ -84,15 +102,15 @@ class Gradients:
         return finished
 
 
-def _scaled_product(
+def _dhidden_product(
     out: Tensor,  # (C, H), or (N, H) with rows
     rows: Tensor | None,  # (C,) of out
-    factors: Tensor | None,  # (C,)
-    dlogits: Tensor,  # (C, V)
+    odds: OddsFactors | None,
+    dlogits: Tensor,  # (C, V), or odds
     weight: Tensor,  # (V, H)
 ) -> None:
-    """``out[rows] = factors[:, None] * dlogits @ weight``, rounded once."""
-    if factors is not None:
+    """``out[rows] = dlogits @ weight``, rounded once where the device writes float32 products."""
+    if odds is not None:
         from liger_patch.kernels.scale_triton import scale_rows
 
         slabs = chunk_bounds(len(dlogits), 4 * out.shape[1], SLAB_BYTES)
@@ -100,20 +118,22 @@ def _scaled_product(
         for start, stop in slabs:
             slab = slice(start, stop)
             product = product_(wide[: stop - start], dlogits[slab], weight)
-            if rows is None:
-                scale_rows(product, factors[slab], out[slab])
-            else:
-                scale_rows(product, factors[slab], out, rows=rows[slab])
+            factors, labels, label_gradients = (each[slab] for each in odds)
+            scale_rows(
+                product,
+                factors,
+                out[slab] if rows is None else out,
+                rows=None if rows is None else rows[slab],
+                label_part=(labels, label_gradients, weight),
+            )
     elif rows is None:
         product_(out, dlogits, weight)
     else:
         out.index_copy_(0, rows, torch.mm(dlogits, weight).to(out.dtype))
 
 
-def _scaled_rows(x: Tensor, factors: Tensor | None) -> Tensor:
+def _scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
     """``factors[:, None] * x`` (C, H) in the dtype of x."""
-    if factors is None:
-        return x
     from liger_patch.kernels.scale_triton import scale_rows
 
     return scale_rows(x, factors, torch.empty_like(x))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.cross_entropy import cross_entropy_rows
+from liger_patch.kernels.gradients import OddsFactors
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.supervised import Tokens
 
@@ -35,11 +36,11 @@ class Head(Protocol):
         *,
         memory: Tensor | None,  # (C, V), to be overwritten
         row_scale: Tensor | None,  # (C,)
-    ) -> tuple[Tensor, Tensor | None]:
-        """Losses (C,) of the supervised tokens from ``start`` on, and factors (C,) or None for 1.
+    ) -> tuple[Tensor, OddsFactors | None]:
+        """Losses (C,) of the supervised tokens from ``start`` on.
 
-        With ``row_scale``, ``factors[:, None] * memory`` is the gradient of the sum of
-        ``row_scale * losses`` by the logits.
+        With ``row_scale``, memory then holds the gradient of the sum of ``row_scale * losses`` by
+        the logits, or odds, with what makes them the gradient.
         """
         ...
 
@@ -53,7 +54,7 @@ def prepare_head(
 ) -> Head:
     """The form that serves these inputs. Reads nothing from the device."""
     if HAS_TRITON:
-        from liger_patch.kernels.odds_triton import OddsHead, serves_odds
+        from liger_patch.kernels.odds_head import OddsHead, serves_odds
 
         if serves_odds(x, weight, bias, options):
             return OddsHead(x, weight, tokens, options)
@@ -73,7 +74,7 @@ class LogitsHead:
 
     def losses(
         self, x: Tensor, start: int, *, memory: Tensor | None, row_scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, OddsFactors | None]:
         if self._bias is None:
             logits = torch.mm(x, self._weight.t(), out=memory)
         else:

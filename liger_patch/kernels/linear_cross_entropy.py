@@ -1,10 +1,10 @@
 """Cross entropy of ``hidden_states @ weight.T`` and its gradients, without the (N, V) logits.
 
 N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a chunk. Ignored tokens
-are dropped first. For each chunk, where gradients are wanted in the forward pass:
+are dropped. For each chunk, where gradients are wanted in the forward pass:
 
     logits = X_c W^T                 one matrix product into a buffer that every chunk reuses
-    logits -> losses, G in place     the rows' kernel, G = dloss/dlogits
+    logits -> losses, G in place     G = dloss/dlogits; see ``heads`` for how
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 so forward and backward cost three matrix products of 2 n H V operations, two with a frozen head,
@@ -34,7 +34,7 @@ from liger_patch.kernels.chunks import (
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import refuse_second_derivative
-from liger_patch.kernels.gradients import Gradients, Wanted
+from liger_patch.kernels.gradients import Gradients, OddsFactors, Wanted
 from liger_patch.kernels.heads import prepare_head
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.scale import scale_
@@ -108,16 +108,21 @@ def _run_chunks(
     tokens = problem.tokens
     x, weight, bias = _converted(*inputs, problem.dtype)
     head = prepare_head(x, weight, bias, tokens, problem.options)
-    bounds, sum_dtype = problem.bounds(len(tokens.labels), inputs[1], wanted)
-    if supervised is None and (head.needs_count or not 0 < len(bounds) < NARROW_CHUNKS):
+    # chunks as for all tokens, where they are few: with many, the wait is nothing, and fewer
+    # supervised tokens may make smaller chunks
+    whole = chunk_bounds(
+        len(tokens.labels), _row_elements(weight) * weight.itemsize, problem.chunk_bytes
+    )
+    launches_first = not head.needs_count and 0 < len(whole) <= NARROW_CHUNKS
+    if supervised is None and not launches_first:
         supervised = tokens.read()
-    if supervised is not None:
-        bounds, sum_dtype = problem.bounds(len(supervised.labels), inputs[1], wanted)
+    known = tokens if launches_first or supervised is None else supervised
+    bounds, sum_dtype = problem.bounds(len(known.labels), inputs[1], wanted)
     memory = None
     if bounds and (any(wanted) or head.needs_memory):
         memory = x.new_empty(bounds[0][1], _row_elements(weight))[:, : weight.shape[0]]
 
-    def launch(x_c: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def launch(x_c: Tensor, start: int, stop: int) -> tuple[Tensor, OddsFactors | None]:
         return head.losses(
             x_c,
             start,
@@ -125,26 +130,31 @@ def _run_chunks(
             row_scale=row_scale[start:stop] if any(wanted) else None,
         )
 
-    launched = None
+    launched = gathered = None
     if supervised is None:
         start, stop = bounds[0]
-        launched = launch(x.index_select(0, tokens.rows[start:stop]), start, stop)
+        gathered = x.index_select(0, tokens.rows[start:stop])
+        launched = launch(gathered, start, stop)
         supervised = tokens.read()
     n, rows = len(supervised.labels), supervised.rows
     losses = x.new_empty(n, dtype=accumulation_dtype(problem.dtype))
-    gradients = Gradients(*inputs, rows, wanted, sum_dtype)
+    gradients = Gradients(inputs, x, rows, wanted, sum_dtype)
     for start, stop in bounds:
         size = min(stop, n) - start
         if size <= 0:
             break
         chunk = slice(start, start + size)
-        x_c = x[chunk] if rows is None else x.index_select(0, rows[chunk])
-        chunk_losses, factors = launched or launch(x_c, start, start + size)
+        if rows is None:
+            x_c = x[chunk]
+        else:
+            x_c = x.index_select(0, rows[chunk]) if gathered is None else gathered[:size]
+        gathered = None
+        chunk_losses, odds = launched or launch(x_c, start, start + size)
         launched = None
         losses[chunk] = chunk_losses[:size]
         if memory is not None and any(wanted):
-            factors = None if factors is None else factors[:size]
-            gradients.add(x_c, weight, memory[:size], factors, chunk)
+            odds = None if odds is None else OddsFactors(*(each[:size] for each in odds))
+            gradients.add(x_c, weight, memory[:size], odds, chunk)
     memory = None  # freed before a float32 dweight is rounded
     return losses, supervised, gradients.finish()
 

@@ -7,53 +7,27 @@ The odds of class v against the label y of its token, and what follows from them
 
 with z the logits of ``loss_options``. Nothing of a row is needed before its odds can be written but
 z_y, a dot product of its own. So the product's tiles leave the registers as odds, and no kernel
-walks the logits: the gradient is ``factors[:, None] * odds``, and a product with a diagonal factor
-needs no pass over the odds either. The logits are never rounded to 16 bits.
+walks the logits: but for the labels, the gradient is ``factors[:, None] * odds``, and a product
+with a diagonal factor needs no pass over the odds either. The odds of the labels are written as 0:
+their part, often as large as all others together, is added in float32. The logits are never rounded
+to 16 bits.
 
 Where a token's loss exceeds 60 nats, its odds might overflow: then the device, unasked by the host,
 computes the chunk again, against each row's largest logit.
 
-C: rows, H: hidden size, V: vocabulary, T: tiles of TILE_V columns. Extra memory: C * T floats. The
-idea that the exponential of a row needs no maximum if another reference is at hand: Milakov and
-Gimelshein (arXiv:1805.02867) with the label in the maximum's place.
+C: rows, H: hidden size, V: vocabulary, T: tiles of TILE_V columns. Extra memory: 2 C T floats. The
+idea that a row needs no maximum if another reference is at hand follows Milakov and
+Gimelshein (arXiv:1805.02867), the label in place of the maximum.
 """
 
-import functools
 import math
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.supervised import Tokens
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton < 3.4
-    TensorDescriptor = None
-
-TILE_ROWS, TILE_V, TILE_H = 128, 128, 64  # of a tile of odds, and of a step of its product
-# tiles of rows that share a tile of the weight: as many as keep about 4 MiB of the hidden states in
-# the L2 cache (measured: of 4096 columns, 4 are 7 % faster than 8)
-GROUPED_COLUMNS, MAX_GROUPED_TILES = 16384, 16
-TILES: dict[str, Any] = {
-    "TILE_ROWS": TILE_ROWS,
-    "TILE_V": TILE_V,
-    "TILE_H": TILE_H,
-    "num_warps": 4,
-    "num_stages": 3,
-}
-PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other multiplies
-FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
-DOT: dict[str, Any] = {"BLOCK_H": 1024}
 MAX_ODDS = tl.constexpr(2.0**86)  # of a row: e^60; factors and odds stay far within float32
-MAX_GAP = 59.0  # nats between two logits that no row exceeds below MAX_ODDS, with a margin
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-HOPPER = (9, 0)
 
 
 @triton.jit
@@ -62,7 +36,8 @@ def _z_and_slope(x, logit_scale, softcap):
     slope = 1.0
     if softcap is not None:
         # tanh(u) = 1 - 2 r with r = 1 / (1 + exp(2 u)): off by 2e-7 at most. A root and a square
-        # are two instructions, a division is eight
+        # are two instructions, a division is eight. The slope loses digits where tanh(u) nears -1:
+        # there, odds and slope are next to nothing
         root = tl.rsqrt(1.0 + tl.exp2(x * (2.0 * LOG2_E * logit_scale / softcap)))
         r = root * root
         z = softcap * LOG2_E - (2.0 * softcap * LOG2_E) * r
@@ -147,7 +122,7 @@ def _odds_kernel(
     labels_ptr,  # (C,)
     reference_ptr,  # (C,)
     partial_ptr,  # (2, T, C): sums of the tiles' odds, maxima of their z
-    overflow_ptr,  # () int32
+    overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
     counts_ptr,  # (1,) supervised tokens
     start,  # of them, where the chunk begins
     rows,
@@ -163,7 +138,7 @@ def _odds_kernel(
 ):
     """Programs walk the tiles of the product together, each a tile of odds at a time."""
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
-        if tl.load(overflow_ptr) == 0:
+        if tl.load(overflow_ptr) != start + 1:
             return
     count = tl.minimum(tl.load(counts_ptr) - start, rows).to(tl.int32)
     row_tiles = tl.cdiv(count, TILE_ROWS)
@@ -225,17 +200,17 @@ def _finish_kernel(
     label_logit_ptr,  # (C,)
     label_z_ptr,  # (C,)
     reference_ptr,  # (C,)
-    row_scale_ptr,  # (C,)
+    row_scale_ptr,  # (C,) or None
     class_weight_ptr,  # (V,) or None
-    odds_ptr,  # (C, V) or None
-    odds_stride,
     loss_ptr,  # (C,)
     factor_ptr,  # (C,)
+    label_gradient_ptr,  # (C,)
     overflow_ptr,
     counts_ptr,
     start,
     rows,
     v_tiles,
+    vocab_size,
     softcap,
     logit_scale,
     z_loss,
@@ -243,11 +218,11 @@ def _finish_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """A few rows a program: losses, factors, what stands in the label's place, and where odds
-    overflowed, the reference for another time.
+    """A few rows a program: losses, factors, the labels' gradients, and where odds overflowed,
+    the reference for another time.
     """
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
-        if tl.load(overflow_ptr) == 0:
+        if tl.load(overflow_ptr) != start + 1:
             return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = row < tl.minimum(tl.load(counts_ptr) - start, rows)
@@ -275,193 +250,24 @@ def _finish_kernel(
                 maxima = tl.load(partial_ptr + offsets, mask=mask, other=float("-inf"))
                 highest = tl.maximum(highest, tl.max(maxima, axis=0))
             tl.store(reference_ptr + row, tl.where(overflows, highest, reference), mask=is_row)
-            tl.store(overflow_ptr, 1)
+            tl.store(overflow_ptr, start + 1)
 
     # log(1 + others) to the last digit of small others: their own logarithm has it at total = 1
     rounded = total - label_odds
-    log_total = tl.log(total)
-    correction = (others - rounded) / total
-    gap = log_total + correction + (reference - z) * LN_2
-    lse = gap + z * LN_2
+    log_sum = tl.log(total) + (others - rounded) / total
+    gap = log_sum + (reference - z) * LN_2
+    lse = log_sum + reference * LN_2
     label_share = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
     if class_weight_ptr is not None:
-        label_share = tl.load(class_weight_ptr + label, mask=is_row, other=0.0).to(tl.float32)
+        # the host may not have refused the labels yet
+        is_class = is_row & (label >= 0) & (label < vocab_size)
+        label_share = tl.load(class_weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
     rest_share = 2.0 * z_loss * lse
     tl.store(loss_ptr + row, label_share * gap + z_loss * lse * lse, mask=is_row)
-    if odds_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0) * logit_scale
-        share = label_share + rest_share
-        factor = row_scale * share / total
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0) * logit_scale / total
         label_logit = tl.load(label_logit_ptr + row, mask=is_row, other=0.0)
         _, slope = _z_and_slope(label_logit, logit_scale, softcap)
-        label_gradient = (rest_share * label_odds - label_share * others) * slope
-        in_place = label_gradient / tl.where(share == 0.0, 1.0, share)
-        in_place = in_place.to(odds_ptr.dtype.element_ty)
-        # the label's own element is often as large as all others together: the factor takes over
-        # what rounding takes from it
-        rounded = in_place.to(tl.float32) * share
-        is_zero = rounded == 0.0
-        factor *= tl.where(is_zero, 1.0, label_gradient) / tl.where(is_zero, 1.0, rounded)
-        offsets = row.to(tl.int64) * odds_stride + label
-        tl.store(odds_ptr + offsets, in_place, mask=is_row)
-        tl.store(factor_ptr + row, factor, mask=is_row)
-
-
-def serves_odds(
-    x: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,
-    options: LossOptions,
-) -> bool:
-    """Whether this form computes the odds of such inputs: bf16 on Hopper, without bias and label
-    smoothing, in rows that the tensor memory accelerator takes.
-
-    float16 could not hold odds, and other GPUs have the products and the rows' kernel.
-    """
-    return (
-        TensorDescriptor is not None
-        and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
-        and bias is None
-        and options.label_smoothing == 0.0
-        and all(
-            t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-            for t in (x, weight)
-        )
-    )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == HOPPER
-    )
-
-
-class OddsHead:
-    """A head whose product writes odds. See ``heads.Head``."""
-
-    needs_count = False
-    needs_memory = False
-
-    def __init__(
-        self,
-        x: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        tokens: Tokens,
-        options: LossOptions,
-    ) -> None:
-        count, device = len(tokens.labels), x.device
-        self._weight, self._tokens, self._options = weight, tokens, options
-        self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
-        per_token = torch.empty(3, count, dtype=torch.float32, device=device)
-        self._label_logits, self._label_z, self._reference = per_token.unbind()
-        self._overflow = torch.zeros((), dtype=torch.int32, device=device)
-        if count:
-            with torch.cuda.device_of(x):
-                _label_logit_kernel[(count,)](
-                    x,
-                    x.stride(0),
-                    tokens.rows,
-                    weight,
-                    weight.stride(0),
-                    tokens.labels,
-                    tokens.counts,
-                    self._label_logits,
-                    self._label_z,
-                    self._reference,
-                    x.shape[1],
-                    weight.shape[0],
-                    options.softcap,
-                    options.logit_scale,
-                    **DOT,
-                )
-
-    def losses(
-        self,
-        x: Tensor,  # (C, H)
-        start: int,
-        *,
-        memory: Tensor | None,  # (C, V)
-        row_scale: Tensor | None,  # (C,) float32
-    ) -> tuple[Tensor, Tensor | None]:
-        rows, hidden_size = x.shape
-        options = self._options
-        vocab_size, device = self._weight.shape[0], x.device
-        chunk, counts = slice(start, start + rows), self._tokens.counts
-        labels, reference = self._tokens.labels[chunk], self._reference[chunk]
-        v_tiles = -(-vocab_size // TILE_V)
-        tiles = -(-rows // TILE_ROWS) * v_tiles
-        partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
-        losses, factors = torch.empty(2, rows, dtype=torch.float32, device=device).unbind()
-        x_tiles = _tiles(x, TILE_ROWS, TILE_H)
-        odds = odds_tiles = odds_stride = None
-        if row_scale is not None and memory is not None:
-            odds, odds_stride = memory, memory.stride(0)
-            odds_tiles = _tiles(odds, TILE_ROWS, TILE_V // 2)
-        overflow_is_possible = 2 * (options.softcap or math.inf) > MAX_GAP
-        with torch.cuda.device_of(x):
-            for only_on_overflow in (False, True) if overflow_is_possible else (False,):
-                again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
-                _odds_kernel[(min(tiles, PROGRAMS * _processors(device)),)](
-                    x_tiles,
-                    self._weight_tiles,
-                    odds_tiles,
-                    labels,
-                    reference,
-                    partial,
-                    self._overflow,
-                    counts,
-                    start,
-                    rows,
-                    hidden_size,
-                    vocab_size,
-                    options.softcap,
-                    options.logit_scale,
-                    **again,
-                    **_tile_constants(hidden_size),
-                )
-                _finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
-                    partial,
-                    labels,
-                    self._label_logits[chunk],
-                    self._label_z[chunk],
-                    reference,
-                    row_scale,
-                    options.class_weight,
-                    odds,
-                    odds_stride,
-                    losses,
-                    factors,
-                    self._overflow,
-                    counts,
-                    start,
-                    rows,
-                    v_tiles,
-                    options.softcap,
-                    options.logit_scale,
-                    options.z_loss,
-                    **again,
-                    **FINISHED,
-                )
-        return losses, None if odds is None else factors
-
-
-def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
-    """Descriptor of a matrix in tiles of a shape."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])  # pyright: ignore[reportOptionalMemberAccess]
-
-
-@functools.cache
-def _tile_constants(hidden_size: int) -> dict[str, Any]:
-    fitting = max(1, min(MAX_GROUPED_TILES, GROUPED_COLUMNS // hidden_size))
-    return TILES | {"GROUPED_TILES": 1 << (fitting - 1).bit_length()}
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        label_gradient = (rest_share * label_odds - label_share * others) * slope * scale
+        tl.store(factor_ptr + row, (label_share + rest_share) * scale, mask=is_row)
+        tl.store(label_gradient_ptr + row, label_gradient, mask=is_row)

@@ -71,6 +71,10 @@ def _scale_rows_kernel(
     out_ptr,  # (N, H)
     out_stride,
     rows_ptr,  # (C,) row of out for each row of values; None: the same
+    labels_ptr,  # (C,) or None
+    label_gradients_ptr,  # (C,) or None
+    weight_ptr,  # (V, H) or None
+    weight_stride,
     columns,
     BLOCK: tl.constexpr,
 ):
@@ -83,7 +87,12 @@ def _scale_rows_kernel(
         out_row = tl.load(rows_ptr + row)
     values = tl.load(values_ptr + row * values_stride + column, mask=mask).to(tl.float32)
     factor = tl.load(factors_ptr + row)
-    tl.store(out_ptr + out_row * out_stride + column, values * factor, mask=mask)
+    scaled = values * factor
+    if labels_ptr is not None:
+        weight_ptr += tl.load(labels_ptr + row) * weight_stride
+        label_row = tl.load(weight_ptr + column, mask=mask).to(tl.float32)
+        scaled += tl.load(label_gradients_ptr + row) * label_row
+    tl.store(out_ptr + out_row * out_stride + column, scaled, mask=mask)
 
 
 def scale_rows(
@@ -92,8 +101,14 @@ def scale_rows(
     out: Tensor,  # (N, H)
     *,
     rows: Tensor | None = None,  # (C,) int64
+    label_part: tuple[Tensor, Tensor, Tensor] | None = None,  # (C,) int64, (C,) float32, (V, H)
 ) -> Tensor:
-    """``out[rows] = factors[:, None] * values``, rounded once; without ``rows`` the first C."""
+    """``out[rows] = factors[:, None] * values``, rounded once; without ``rows`` the first C.
+
+    With ``label_part`` of labels, their gradients and a weight, plus
+    ``label_gradients[:, None] * weight[labels]``.
+    """
+    labels, label_gradients, weight = label_part or (None, None, None)
     count, columns = values.shape
     grid = (count, triton.cdiv(columns, ROW_BLOCK))
     with torch.cuda.device_of(values):
@@ -104,6 +119,10 @@ def scale_rows(
             out,
             out.stride(0),
             rows,
+            labels,
+            label_gradients,
+            weight,
+            None if weight is None else weight.stride(0),
             columns,
             BLOCK=ROW_BLOCK,  # pyright: ignore[reportArgumentType]
         )

@@ -98,7 +98,7 @@ def order_tokens(labels: Tensor, vocab_size: int, ignore_index: int) -> Tokens:
         ordered = labels.index_select(0, rows)
     counts_on_host, arrived = counts, None
     if counts.is_cuda:
-        counts_on_host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        counts_on_host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         counts_on_host.copy_(counts, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(counts.device))
@@ -118,9 +118,9 @@ def token_factors(
     """(N,) factor of each supervised token's loss in the result: its weight, over the mean's
     denominator. Expanded from one number where all are the same.
 
-    A denominator of 0 (no supervised token, or weights that add up to 0) counts as 1: loss and
-    gradients are 0.
+    A denominator of 0 counts as 1: without a supervised token, loss and gradients are 0.
     """
+    labels = labels.to(torch.int64)
     device, factors, denominator = labels.device, None, None
     if token_weight is not None:
         factors = token_weight.to(dtype).masked_fill(labels == options.ignore_index, 0.0)
@@ -133,7 +133,7 @@ def token_factors(
             denominator = torch.full((), num_items_in_batch, dtype=dtype, device=device)
         elif options.class_weight is not None:
             class_weight = options.class_weight.to(dtype)
-            inside = labels.clamp(0, len(class_weight) - 1).to(torch.int64)  # checked later
+            inside = labels.clamp(0, len(class_weight) - 1)  # checked later
             weights = class_weight.index_select(0, inside)
             weights = weights.masked_fill(labels == options.ignore_index, 0.0)
             denominator = (weights if factors is None else weights * factors).sum()

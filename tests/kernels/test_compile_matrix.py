@@ -116,6 +116,10 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "out_ptr": out,
                 "out_stride": "i32",
                 "rows_ptr": "*i64" if rows else None,
+                "labels_ptr": "*i64" if values == "*fp32" else None,
+                "label_gradients_ptr": "*fp32" if values == "*fp32" else None,
+                "weight_ptr": "*bf16" if values == "*fp32" else None,
+                "weight_stride": "i32" if values == "*fp32" else None,
                 "columns": "i32",
                 "BLOCK": ROW_BLOCK,
             },
@@ -125,7 +129,7 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Only what it serves: bf16 on Hopper."""
-    from liger_patch.kernels import odds_triton as kernels
+    from liger_patch.kernels import odds_head as kernels
 
     if target != FULL or kernels.TensorDescriptor is None:
         return
@@ -159,7 +163,7 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import odds_triton as kernels
+    from liger_patch.kernels import odds_head as kernels
 
     for softcap in (0, 1):
         yield (
@@ -186,7 +190,7 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import odds_triton as kernels
+    from liger_patch.kernels import odds_head as kernels
 
     for softcap, class_weight, writes, again in itertools.product((0, 1), repeat=4):
         yield (
@@ -199,15 +203,15 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "reference_ptr": "*fp32",
                 "row_scale_ptr": "*fp32" if writes else None,
                 "class_weight_ptr": ("*bf16" if softcap else "*fp32") if class_weight else None,
-                "odds_ptr": "*bf16" if writes else None,
-                "odds_stride": "i32" if writes else None,
                 "loss_ptr": "*fp32",
                 "factor_ptr": "*fp32",
+                "label_gradient_ptr": "*fp32",
                 "overflow_ptr": "*i32",
                 "counts_ptr": "*i64",
                 "start": "i32",
                 "rows": "i32",
                 "v_tiles": "i32",
+                "vocab_size": "i32",
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "z_loss": "fp32",
@@ -238,7 +242,31 @@ def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]
         )
 
 
+def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import label_rows_triton as kernels
+
+    for dweight, rows in itertools.product(("*bf16", "*fp32"), (0, 1)):
+        yield (
+            f"{dweight[1:]}-{rows}",
+            {
+                "labels_ptr": "*i32",
+                "order_ptr": "*i64",
+                "label_gradients_ptr": "*fp32",
+                "x_ptr": "*bf16",
+                "x_stride": "i32",
+                "rows_ptr": "*i64" if rows else None,
+                "dweight_ptr": dweight,
+                "dweight_stride": "i32",
+                "tokens": "i32",
+                "hidden_size": "i32",
+                **kernels.BLOCKS,
+            },
+            4,
+        )
+
+
 KERNELS = {
+    "_add_label_rows_kernel": add_label_rows,
     "_cross_entropy_kernel": cross_entropy,
     "_finish_kernel": finish,
     "_label_logit_kernel": label_logit,

@@ -221,3 +221,20 @@ def test_checkpointed_loss_is_the_same(checkpoint_reentrant, reduction):
         rtol=0,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("weights", ["class_weight", "token_weight"])
+def test_labels_of_few_bits_among_many_classes(dtype, weights, device):
+    """Their dtype cannot hold V - 1, and uint8 takes -100 for 156."""
+    inputs, labels = linear_inputs(torch.float32, device, 6, 8, 300, ignored=0.0)
+    labels = (labels % 120).masked_fill(labels % 2 == 0, 100 if dtype == torch.int8 else 156)
+    options = {weights: torch.rand(300 if weights == "class_weight" else 6, device=device)}
+    narrow, wide = (
+        linear_cross_entropy(**inputs, labels=each, **options)
+        for each in (labels.to(dtype), labels)
+    )
+    assert torch.equal(narrow, wide)
+    logits = torch.nn.functional.linear(*inputs.values())
+    narrow, wide = (cross_entropy(logits, each, **options) for each in (labels.to(dtype), labels))
+    assert torch.equal(narrow, wide)

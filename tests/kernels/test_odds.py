@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import INTERPRETED
+from exactness import assert_no_worse
 from three_ways import (
     OPTIONS,
     check_linear,
@@ -20,8 +21,9 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels import odds_triton
+from liger_patch.kernels import odds_head
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.loss_options import LossOptions
 
 SERVED = {
     **{name: how for name, how in OPTIONS.items() if "label_smoothing" not in how},
@@ -36,7 +38,7 @@ SERVED = {
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [
-    pytest.mark.skipif(odds_triton.TensorDescriptor is None, reason="Triton < 3.4"),
+    pytest.mark.skipif(odds_head.TensorDescriptor is None, reason="Triton < 3.4"),
     # what overflows is computed again; the interpreter's numpy says so
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -53,17 +55,17 @@ pytestmark = [
 def odds(request, monkeypatch):
     """Device and dtype that odds are computed in; a test in which none are fails."""
     if INTERPRETED and request.param == "cpu":
-        monkeypatch.setattr(odds_triton, "serves_odds", lambda *_: True)
+        monkeypatch.setattr(odds_head, "serves_odds", lambda *_: True)
     elif not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
     computed = []
-    losses = odds_triton.OddsHead.losses
+    losses = odds_head.OddsHead.losses
 
     def counted(self, *args, **how):
         computed.append(self)
         return losses(self, *args, **how)
 
-    monkeypatch.setattr(odds_triton.OddsHead, "losses", counted)
+    monkeypatch.setattr(odds_head.OddsHead, "losses", counted)
     dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
     yield torch.device(request.param), dtype
     assert computed
@@ -161,6 +163,15 @@ def test_nan_and_inf_reach_the_loss_of_their_token(value, odds):
     assert torch.equal(losses.isfinite(), eager.isfinite())
 
 
+def test_impossible_label_costs_infinity(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
+    inputs["hidden_states"] = inputs["hidden_states"].abs()
+    inputs["weight"][labels[2]] = -math.inf
+    losses = linear_cross_entropy(**inputs, labels=labels, reduction="none")
+    assert losses.isposinf().equal(labels == labels[2])
+
+
 def test_all_labels_ignored_gives_zero(odds):
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
@@ -182,13 +193,13 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
     given = []
-    losses = odds_triton.OddsHead.losses
+    losses = odds_head.OddsHead.losses
 
     def watched(self, *args, memory, **how):
         given.append(memory)
         return losses(self, *args, memory=memory, **how)
 
-    monkeypatch.setattr(odds_triton.OddsHead, "losses", watched)
+    monkeypatch.setattr(odds_head.OddsHead, "losses", watched)
     with_gradients = loss_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
         inputs,
@@ -202,7 +213,71 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
     assert torch.equal(alone, with_gradients)
 
 
+def test_backward_twice_gives_the_same_bits(odds):
+    """Also with ignored tokens: the second backward pass knows their number, the first did not."""
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.4)
+    leaves = [value.requires_grad_() for value in inputs.values()]
+    loss = linear_cross_entropy(*leaves, labels, chunk_mib=chunk_mib(7, 131, dtype))
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.95])
+@pytest.mark.parametrize("rows", [1, 2, 3, 39, 40])
+def test_any_number_of_chunks(rows, ignored, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=ignored)
+    check_linear(inputs, labels, chunk_mib=chunk_mib(rows, 131, dtype))
+
+
+@pytest.mark.parametrize("columns", [8, 16, 24])
+def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
+    device, dtype = odds
+    monkeypatch.setattr(odds_head, "GROUPED_COLUMNS", columns)
+    odds_head._tile_constants.cache_clear()
+    inputs, labels = linear_inputs(dtype, device, 500, 8, ignored=0.0)
+    check_linear(inputs, labels)
+    odds_head._tile_constants.cache_clear()
+
+
+@pytest.mark.parametrize("class_weight", [False, True])
+@pytest.mark.parametrize("label", [131, -1, 10**12, -300])
+def test_label_outside_the_vocabulary_is_named(label, class_weight, odds):
+    """The first chunk runs before the host knows: nothing outside may be read or written."""
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
+    leaves = [value.requires_grad_() for value in inputs.values()]
+    labels[4] = label
+    weights = torch.ones(131, device=device) if class_weight else None
+    with pytest.raises(ValueError, match=rf"got {label} \(1 outside\)"):
+        linear_cross_entropy(*leaves, labels, class_weight=weights)
+
+
+def test_many_tokens_with_the_same_label(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 60, ignored=0.2)
+    labels[labels % 3 == 0] = 5
+    labels[10:40] = 7
+    first, second = (check_linear(inputs, labels) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_inputs_in_padded_rows_and_strided_class_weights(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device)
+    padded = {
+        name: torch.nn.functional.pad(value, (0, 24))[:, :-24] for name, value in inputs.items()
+    }
+    assert padded["weight"].stride() == (64, 1)
+    class_weight = torch.rand(262, device=device)[::2]
+    check_linear(padded, labels, class_weight=class_weight)
+    check_linear(inputs, labels, class_weight=class_weight)
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("change", "served"),
     [
@@ -212,21 +287,44 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
         ({"hidden_size": 36}, False),
         ({"bias": True}, False),
         ({"label_smoothing": 0.1}, False),
+        ({"expanded": True}, False),
+        ({"transposed": True}, False),
     ],
     ids=str,
 )
-def test_what_is_served(change, served, monkeypatch):
-    if not IS_HOPPER:
-        pytest.skip("needs a Hopper GPU")
-    made = []
-    monkeypatch.setattr(
-        odds_triton.OddsHead,
-        "__init__",
-        lambda *_: made.append(1) or pytest.skip("served") if served else made.append(1),
+def test_what_is_served(change, served):
+    how = {"dtype": torch.bfloat16, "hidden_size": 40, "bias": False, "label_smoothing": 0.0}
+    how |= {"expanded": False, "transposed": False} | change
+    weight = torch.randn(136, how["hidden_size"], device="cuda", dtype=how["dtype"])
+    hidden_states = torch.randn_like(weight)
+    if how["expanded"]:
+        hidden_states = hidden_states[:1].expand(136, -1)
+    if how["transposed"]:
+        weight = weight.t().contiguous().t()
+    bias = weight[:, 0].contiguous() if how["bias"] else None
+    options = LossOptions(label_smoothing=how["label_smoothing"])
+    assert odds_head.serves_odds(hidden_states, weight, bias, options) is served
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_autocast_over_float32_weights(odds):
+    device, _ = odds
+    inputs, labels = linear_inputs(torch.float32, device, 50)
+
+    def under_autocast(function):
+        with torch.autocast("cuda", torch.bfloat16):
+            return function()
+
+    ours = loss_and_gradients(
+        lambda **x: under_autocast(lambda: linear_cross_entropy(**x, labels=labels)), inputs
     )
-    shape = {"dtype": torch.bfloat16, "hidden_size": 40, "bias": False, "label_smoothing": 0.0}
-    shape |= change
-    smoothing = shape.pop("label_smoothing")
-    inputs, labels = linear_inputs(shape.pop("dtype"), torch.device("cuda"), **shape)
-    linear_cross_entropy(**inputs, labels=labels, label_smoothing=smoothing)
-    assert not made
+    eager = loss_and_gradients(
+        lambda **x: eager_cross_entropy(under_autocast(lambda: linear(*x.values())), labels), inputs
+    )
+    truth = loss_and_gradients(
+        lambda **x: eager_cross_entropy(linear(*x.values()), labels),
+        {name: value.double() for name, value in inputs.items()},
+    )
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+    assert ours["weight"].dtype == torch.float32
