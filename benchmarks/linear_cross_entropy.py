@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 from attempts import Failure, attempt, release_memory
 from contenders import OURS, bare_products, contenders, step, sweep_contenders
+from drawing import draw_where_possible
 from gradient_check import POWER_OF_TWO, gradient_errors, is_right
 from heads import HEADS, SWEEP, Head, batch
 from measure import Measurement, measure
 from peers import Loss
 from provenance import command_line, provenance
-from report import FLOOR, draw_where_possible, terminal_table
+from report import FLOOR, terminal_table
 
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
 PARTS = {"cases": "results", "sweep": "sweep"}  # to their keys in the report

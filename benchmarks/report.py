@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -92,17 +91,6 @@ def steps_table(report: dict) -> str:
 
 
 TABLES = {"results": readme_table, "sweep": sweep_table, "steps": steps_table}
-
-
-def draw_where_possible(report: dict, path: Path) -> None:
-    """Its pictures, beside the place of the report, where Matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        print(f"no matplotlib here: draw it elsewhere with python benchmarks/picture.py {path}")
-        return
-    from picture import draw_all
-
-    for written in (path, *draw_all(report, path)):
-        print(f"wrote {written}")
 
 
 def _markdown(title: str, rows: list[dict], line_of: Callable[[dict], str]) -> str:

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 from attempts import Failure, attempt, release_memory
+from drawing import draw_where_possible
 from measure import measure
 from model_contenders import Loss, contenders
 from models import MODELS, Model
 from provenance import command_line, provenance
-from report import draw_where_possible, terminal_steps_table
+from report import terminal_steps_table
 from torch import Tensor, nn
 
 PACKAGES = ("transformers", "peft", "liger-kernel")
