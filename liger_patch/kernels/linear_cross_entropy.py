@@ -20,6 +20,7 @@ forward pass: Liger-Kernel (arXiv:2410.10989).
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -264,8 +265,8 @@ def linear_cross_entropy(
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
             )
-    if chunk_mib is not None and not 0 < chunk_mib < math.inf:
-        raise ValueError(f"chunk_mib must be a finite number > 0, got {chunk_mib}")
+    if chunk_mib is not None and not (isinstance(chunk_mib, Real) and 0 < chunk_mib < math.inf):
+        raise ValueError(f"chunk_mib must be a finite number > 0, got {chunk_mib!r}")
     options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
     options.check(vocab_size, device)
     check_tokens(

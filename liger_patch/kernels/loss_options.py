@@ -10,6 +10,7 @@ smoothing.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ class LossOptions:
     class_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ignore_index, Integral):
+            raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        for name in ("softcap", "logit_scale", "label_smoothing", "z_loss"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and not (name == "softcap" and value is None):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ValueError(f"softcap must be a finite number > 0 or None, got {self.softcap}")
         if not math.isfinite(self.logit_scale):
