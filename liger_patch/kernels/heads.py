@@ -21,13 +21,11 @@ class Head(Protocol):
     """A head, prepared for the tokens of a batch.
 
     Attributes:
-        needs_count: whether chunks end where the supervised tokens end; otherwise the device knows
-            where that is, and the host need not.
-        needs_memory: whether losses alone take (C, V) memory too.
+        counts_on_device: whether the device knows where the supervised tokens end, so that a chunk
+            may be launched before the host does, and whether losses alone take no (C, V) memory.
     """
 
-    needs_count: bool
-    needs_memory: bool
+    counts_on_device: bool
 
     def losses(
         self,
@@ -64,8 +62,7 @@ def prepare_head(
 class LogitsHead:
     """A product, then the rows' kernel."""
 
-    needs_count = True
-    needs_memory = True
+    counts_on_device = False
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions

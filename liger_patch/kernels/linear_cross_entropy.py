@@ -103,7 +103,7 @@ def _run_chunks(
 ) -> tuple[Tensor, Supervised, list[Tensor | None]]:
     """Losses (n,), the supervised tokens, and the gradients of the sum of ``row_scale * losses``.
 
-    Where the head needs no count of the tokens, the first chunk is launched before the count is
+    Where the head counts on the device, the first chunk is launched before the count is
     read: until the host knows it, the device has work.
     """
     tokens = problem.tokens
@@ -114,13 +114,13 @@ def _run_chunks(
     whole = chunk_bounds(
         len(tokens.labels), _row_elements(weight) * weight.itemsize, problem.chunk_bytes
     )
-    launches_first = not head.needs_count and 0 < len(whole) <= NARROW_CHUNKS
+    launches_first = head.counts_on_device and 0 < len(whole) <= NARROW_CHUNKS
     if supervised is None and not launches_first:
         supervised = tokens.read()
     known = tokens if launches_first or supervised is None else supervised
     bounds, sum_dtype = problem.bounds(len(known.labels), inputs[1], wanted)
     memory = None
-    if bounds and (any(wanted) or head.needs_memory):
+    if bounds and (any(wanted) or not head.counts_on_device):
         memory = x.new_empty(bounds[0][1], _row_elements(weight))[:, : weight.shape[0]]
 
     def launch(x_c: Tensor, start: int, stop: int) -> tuple[Tensor, OddsFactors | None]:
@@ -239,9 +239,9 @@ def linear_cross_entropy(
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
             tokens.
         chunk_mib: MiB of logits held at once, > 0; at least one token's row. By default 512, or
-            256 where the weight needs no gradient. Where a 16-bit
-            gradient of the weight would be summed over more than 16 chunks, more logits are held,
-            or the sum is kept in float32, whichever takes less memory.
+            256 where the weight needs no gradient. Where a 16-bit gradient of the weight would be
+            summed over more than 16 chunks, more logits are held, or the sum is kept in float32,
+            whichever takes less memory.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. Without a

@@ -76,8 +76,7 @@ def _is_hopper(device: torch.device) -> bool:
 class OddsHead:
     """A head whose product writes odds. See ``heads.Head``."""
 
-    needs_count = False
-    needs_memory = False
+    counts_on_device = True
 
     def __init__(
         self,
