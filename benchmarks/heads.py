@@ -24,6 +24,7 @@ class Head:
         softcap: of the model, None for none.
         peak: largest logit that is planted; the others spread by 1 around 0.
         mistaken: share of tokens whose planted logit is not their label's.
+        zipf: whether the labels' frequency is 1 / rank, as of words in a text, rather than equal.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Head:
     softcap: float | None = None
     peak: float = 10.0
     mistaken: float = 0.0
+    zipf: bool = False
 
 
 HEADS = (
@@ -42,6 +44,7 @@ HEADS = (
     Head("Llama-3-8B, frozen", 4096, 128256, 8192, frozen=True),
     Head("Llama-3-8B, 70 % ignored", 4096, 128256, 8192, ignored=0.7),
     Head("Llama-3-8B, peaked logits", 4096, 128256, 8192, peak=40.0, mistaken=0.2),
+    Head("Llama-3-8B, Zipf's labels", 4096, 128256, 8192, zipf=True),
     Head("Llama-3-8B, N 65536", 4096, 128256, 65536),
     Head("Gemma-2-2B", 2304, 256000, 8192, softcap=30.0),
     Head("Qwen3-0.6B", 1024, 151936, 16384),
@@ -69,6 +72,10 @@ def batch(
     normal = {"device": device, "generator": generator, "dtype": torch.float32}
     weight = torch.randn(head.vocab_size, head.hidden_size, **normal).mul_(head.hidden_size**-0.5)
     classes = torch.randint(head.vocab_size, (2, head.tokens), device=device, generator=generator)
+    if head.zipf:
+        # ranks whose logarithm is uniform; which class has which rank matters to nobody
+        uniform = torch.rand(2, head.tokens, **normal)
+        classes = (head.vocab_size**uniform).long().clamp_(max=head.vocab_size) - 1
     labels, others = classes
     planted = torch.where(torch.rand(head.tokens, **normal) < head.mistaken, others, labels)
     confidence = head.peak * torch.rand(head.tokens, 1, **normal)

@@ -15,12 +15,20 @@ def default_chunk_mib(trains_weight: bool) -> int:
     return TRAINED_CHUNK_MIB if trains_weight else FROZEN_CHUNK_MIB
 
 
-def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[int, int]]:
+def chunk_bounds(
+    tokens: int, row_bytes: int, budget_bytes: int, *, first: int = 0
+) -> list[tuple[int, int]]:
     """(start, stop) of each chunk of ``tokens`` rows of ``row_bytes`` within ``budget_bytes``.
 
     As few chunks as fit, of equal size, at least a row each; sizes are multiples of ROW_MULTIPLE
-    where the budget holds that many rows.
+    where the budget holds that many rows. With ``first``, a chunk of so many rows is gone before
+    the others are cut, none of which is larger.
     """
+    if first:
+        budget_bytes = first * row_bytes
+        rest = chunk_bounds(max(0, tokens - first), row_bytes, budget_bytes)
+        begun = chunk_bounds(min(tokens, first), row_bytes, budget_bytes)
+        return begun + [(first + start, first + stop) for start, stop in rest]
     most = max(1, budget_bytes // row_bytes)
     if most >= tokens:
         return [(0, tokens)] if tokens else []
@@ -32,8 +40,19 @@ def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[i
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
+def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
+    """Rows of a first chunk that runs before the host knows how many of the tokens count; 0 for
+    none.
+
+    None where the chunks are many: then the wait is nothing, and with fewer tokens
+    ``summed_chunk_bounds`` may need smaller ones.
+    """
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    return bounds[0][1] if 0 < len(bounds) <= NARROW_CHUNKS else 0
+
+
 def summed_chunk_bounds(
-    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
+    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int, *, first: int = 0
 ) -> tuple[list[tuple[int, int]], bool]:
     """``chunk_bounds`` for a sum over the chunks that is kept in 16 bits, and whether to widen it.
 
@@ -41,7 +60,7 @@ def summed_chunk_bounds(
     chunks are larger than the budget, or the sum is kept in ``wide_bytes`` more: whichever needs
     less memory.
     """
-    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes, first=first)
     if len(bounds) <= NARROW_CHUNKS:
         return bounds, False
     rows = -(-tokens // NARROW_CHUNKS)

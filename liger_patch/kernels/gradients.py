@@ -24,12 +24,15 @@ class Wanted(NamedTuple):
 
 class OddsFactors(NamedTuple):
     """What makes odds the gradient of the logits: ``factors[:, None] * odds``, and at the labels,
-    where odds are 0, ``label_gradients``.
+    where odds are 0, ``label_gradients``. Each of as many tokens as the odds.
     """
 
-    factors: Tensor  # (C,) float32
-    labels: Tensor  # (C,)
-    label_gradients: Tensor  # (C,) float32
+    factors: Tensor  # float32
+    labels: Tensor
+    label_gradients: Tensor  # float32
+
+    def of(self, tokens: slice) -> "OddsFactors":
+        return OddsFactors(*(each[tokens] for each in self))
 
 
 class Gradients:
@@ -44,22 +47,22 @@ class Gradients:
         rows: Tensor | None,  # (n,) the tokens of the chunks among the N; None: all
         wanted: Wanted,
         sum_dtype: torch.dtype,  # that dweight is summed in
+        odds: OddsFactors | None,  # (n,) where the chunks are odds
     ) -> None:
-        self._inputs, self._x = inputs, x
+        self._inputs, self._x, self._odds = inputs, x, odds
         self._rows, self._wanted, self._sum_dtype = rows, wanted, sum_dtype
         self._dhidden = self._dweight = self._dbias = None
-        self._odds: list[OddsFactors] = []
 
     def add(
         self,
         x: Tensor,  # (C, H)
         weight: Tensor,  # (V, H)
         dlogits: Tensor,  # (C, V), or odds
-        odds: OddsFactors | None,
         chunk: slice,
     ) -> None:
         """Add a chunk; x, weight and dlogits are in the dtype of the products."""
         hidden_states, its_weight, _ = self._inputs
+        odds = None if self._odds is None else self._odds.of(chunk)
         if self._wanted.hidden_states:
             if self._dhidden is None:
                 # ignored tokens have zero gradients
@@ -74,7 +77,6 @@ class Gradients:
             if self._dweight is None:
                 self._dweight = its_weight.new_empty(its_weight.shape, dtype=self._sum_dtype)
             if odds is not None:
-                self._odds.append(odds)
                 x = _scaled_rows(x, odds.factors)
             product_(self._dweight, dlogits.t(), x, add=not is_first)
         if self._wanted.bias:
@@ -86,10 +88,10 @@ class Gradients:
         """The gradients, None where not wanted, each in the dtype of its input; zero if no chunk
         was added.
         """
-        if self._dweight is not None and self._odds:
+        if self._dweight is not None and self._odds is not None:
             from liger_patch.kernels.label_rows_triton import add_label_rows_
 
-            _, labels, label_gradients = (torch.cat(each) for each in zip(*self._odds, strict=True))
+            _, labels, label_gradients = self._odds
             add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)
         sums = self._dhidden, self._dweight, self._dbias
         self._dhidden = self._dweight = self._dbias = None
@@ -118,7 +120,7 @@ def _dhidden_product(
         for start, stop in slabs:
             slab = slice(start, stop)
             product = product_(wide[: stop - start], dlogits[slab], weight)
-            factors, labels, label_gradients = (each[slab] for each in odds)
+            factors, labels, label_gradients = odds.of(slab)
             scale_rows(
                 product,
                 factors,

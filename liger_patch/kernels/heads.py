@@ -12,33 +12,38 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.cross_entropy import cross_entropy_rows
+from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.gradients import OddsFactors
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.supervised import Tokens
 
 
 class Head(Protocol):
-    """A head, prepared for the tokens of a batch.
+    """A head, prepared for the tokens of a batch, which run through it chunk by chunk.
 
     Attributes:
         counts_on_device: whether the device knows where the supervised tokens end, so that a chunk
-            may be launched before the host does, and whether losses alone take no (C, V) memory.
+            may run before the host does, and whether losses alone take no (C, V) memory.
+        losses: (N,) of the supervised tokens that have run.
+        odds: what makes the memory of a run the gradient of the logits; None where it is that.
     """
 
     counts_on_device: bool
+    losses: Tensor
+    odds: OddsFactors | None
 
-    def losses(
+    def run(
         self,
         x: Tensor,  # (C, H)
         start: int,
         *,
         memory: Tensor | None,  # (C, V), to be overwritten
-        row_scale: Tensor | None,  # (C,)
-    ) -> tuple[Tensor, OddsFactors | None]:
-        """Losses (C,) of the supervised tokens from ``start`` on.
+        row_scale: Tensor | None,  # (N,)
+    ) -> None:
+        """Compute the losses of the C supervised tokens from ``start`` on.
 
         With ``row_scale``, memory then holds the gradient of the sum of ``row_scale * losses`` by
-        the logits, or odds, with what makes them the gradient.
+        the logits, or odds.
         """
         ...
 
@@ -63,22 +68,26 @@ class LogitsHead:
     """A product, then the rows' kernel."""
 
     counts_on_device = False
+    odds: OddsFactors | None = None
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions
     ) -> None:
         self._weight, self._bias, self._tokens, self._options = weight, bias, tokens, options
+        self.losses = weight.new_empty(len(tokens.labels), dtype=accumulation_dtype(weight.dtype))
 
-    def losses(
+    def run(
         self, x: Tensor, start: int, *, memory: Tensor | None, row_scale: Tensor | None
-    ) -> tuple[Tensor, OddsFactors | None]:
+    ) -> None:
         if self._bias is None:
             logits = torch.mm(x, self._weight.t(), out=memory)
         else:
             logits = torch.addmm(self._bias, x, self._weight.t(), out=memory)
-        labels = self._tokens.labels[start : start + len(x)]
-        dlogits = None if row_scale is None else logits
-        losses = cross_entropy_rows(
-            logits, labels, self._options, dlogits=dlogits, row_scale=row_scale
+        chunk = slice(start, start + len(x))
+        self.losses[chunk] = cross_entropy_rows(
+            logits,
+            self._tokens.labels[chunk],
+            self._options,
+            dlogits=None if row_scale is None else logits,
+            row_scale=None if row_scale is None else row_scale[chunk],
         )
-        return losses, None

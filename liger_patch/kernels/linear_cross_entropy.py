@@ -27,15 +27,15 @@ from torch import Tensor
 
 from liger_patch.kernels.chunks import (
     MIB,
-    NARROW_CHUNKS,
     chunk_bounds,
     default_chunk_mib,
+    rows_before_count,
     summed_chunk_bounds,
 )
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import refuse_second_derivative
-from liger_patch.kernels.gradients import Gradients, OddsFactors, Wanted
+from liger_patch.kernels.gradients import Gradients, Wanted
 from liger_patch.kernels.heads import prepare_head
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.scale import scale_
@@ -69,17 +69,24 @@ class _Problem:
             return False
         return self.reduction != "none" or not (self.wanted.weight or self.wanted.bias)
 
+    def rows_before_count(self, weight: Tensor) -> int:
+        """Of the first chunk, where it runs before the number of supervised tokens is read."""
+        return rows_before_count(len(self.tokens.labels), self._row_bytes(weight), self.chunk_bytes)
+
     def bounds(
-        self, tokens: int, weight: Tensor, wanted: Wanted
+        self, n: int, weight: Tensor, wanted: Wanted, *, first: int
     ) -> tuple[list[tuple[int, int]], torch.dtype]:
-        """(start, stop) of each chunk, and the dtype that dweight is summed in."""
-        row_bytes = _row_elements(weight) * self.dtype.itemsize
+        """(start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
+        row_bytes = self._row_bytes(weight)
         wide = accumulation_dtype(self.dtype)
         if not wanted.weight or weight.dtype.itemsize >= wide.itemsize:
-            return chunk_bounds(tokens, row_bytes, self.chunk_bytes), weight.dtype
+            return chunk_bounds(n, row_bytes, self.chunk_bytes, first=first), weight.dtype
         wide_bytes = weight.numel() * wide.itemsize
-        bounds, widen = summed_chunk_bounds(tokens, row_bytes, self.chunk_bytes, wide_bytes)
+        bounds, widen = summed_chunk_bounds(n, row_bytes, self.chunk_bytes, wide_bytes, first=first)
         return bounds, wide if widen else weight.dtype
+
+    def _row_bytes(self, weight: Tensor) -> int:
+        return _row_elements(weight) * self.dtype.itemsize
 
 
 def _row_elements(weight: Tensor) -> int:
@@ -106,58 +113,42 @@ def _run_chunks(
     Where the head counts on the device, the first chunk is launched before the count is
     read: until the host knows it, the device has work.
     """
-    tokens = problem.tokens
     x, weight, bias = _converted(*inputs, problem.dtype)
-    head = prepare_head(x, weight, bias, tokens, problem.options)
-    # chunks as for all tokens, where they are few: with many, the wait is nothing, and fewer
-    # supervised tokens may make smaller chunks
-    whole = chunk_bounds(
-        len(tokens.labels), _row_elements(weight) * weight.itemsize, problem.chunk_bytes
-    )
-    launches_first = head.counts_on_device and 0 < len(whole) <= NARROW_CHUNKS
-    if supervised is None and not launches_first:
-        supervised = tokens.read()
-    known = tokens if launches_first or supervised is None else supervised
-    bounds, sum_dtype = problem.bounds(len(known.labels), inputs[1], wanted)
-    memory = None
-    if bounds and (any(wanted) or not head.counts_on_device):
-        memory = x.new_empty(bounds[0][1], _row_elements(weight))[:, : weight.shape[0]]
+    head = prepare_head(x, weight, bias, problem.tokens, problem.options)
+    takes_memory = any(wanted) or not head.counts_on_device
+    scale = row_scale if any(wanted) else None
 
-    def launch(x_c: Tensor, start: int, stop: int) -> tuple[Tensor, OddsFactors | None]:
-        return head.losses(
-            x_c,
-            start,
-            memory=None if memory is None else memory[: stop - start],
-            row_scale=row_scale[start:stop] if any(wanted) else None,
-        )
+    def logits_memory(tokens: int) -> Tensor | None:
+        if not takes_memory:
+            return None
+        return x.new_empty(tokens, _row_elements(weight))[:, : weight.shape[0]]
 
-    launched = gathered = None
+    memory = first_x = None
+    first = problem.rows_before_count(inputs[1]) if head.counts_on_device else 0
+    if supervised is None and first:
+        memory = logits_memory(first)
+        first_x = x.index_select(0, problem.tokens.rows[:first])
+        head.run(first_x, 0, memory=memory, row_scale=scale)
     if supervised is None:
-        start, stop = bounds[0]
-        gathered = x.index_select(0, tokens.rows[start:stop])
-        launched = launch(gathered, start, stop)
-        supervised = tokens.read()
+        supervised = problem.tokens.read()
     n, rows = len(supervised.labels), supervised.rows
-    losses = x.new_empty(n, dtype=accumulation_dtype(problem.dtype))
-    gradients = Gradients(inputs, x, rows, wanted, sum_dtype)
+    bounds, sum_dtype = problem.bounds(n, inputs[1], wanted, first=first)
+    if memory is None and bounds:
+        memory = logits_memory(bounds[0][1])
+    odds = None if head.odds is None else head.odds.of(slice(n))
+    gradients = Gradients(inputs, x, rows, wanted, sum_dtype, odds)
     for start, stop in bounds:
-        size = min(stop, n) - start
-        if size <= 0:
-            break
-        chunk = slice(start, start + size)
-        if rows is None:
-            x_c = x[chunk]
+        chunk = slice(start, stop)
+        memory_c = None if memory is None else memory[: stop - start]
+        if first_x is not None:
+            x_c, first_x = first_x[: stop - start], None
         else:
-            x_c = x.index_select(0, rows[chunk]) if gathered is None else gathered[:size]
-        gathered = None
-        chunk_losses, odds = launched or launch(x_c, start, start + size)
-        launched = None
-        losses[chunk] = chunk_losses[:size]
-        if memory is not None and any(wanted):
-            odds = None if odds is None else OddsFactors(*(each[:size] for each in odds))
-            gradients.add(x_c, weight, memory[:size], odds, chunk)
-    memory = None  # freed before a float32 dweight is rounded
-    return losses, supervised, gradients.finish()
+            x_c = x[chunk] if rows is None else x.index_select(0, rows[chunk])
+            head.run(x_c, start, memory=memory_c, row_scale=scale)
+        if memory_c is not None and any(wanted):
+            gradients.add(x_c, weight, memory_c, chunk)
+    memory = memory_c = x_c = None  # freed before a float32 dweight is rounded
+    return head.losses[:n], supervised, gradients.finish()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -169,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs = (hidden_states, weight, bias)
         with torch.autocast(weight.device.type, enabled=False):
             losses, supervised, gradients = _run_chunks(problem, inputs, problem.factors, wanted)
-            losses *= problem.factors[: len(losses)]
+            losses = losses * problem.factors[: len(losses)]
         ctx.problem, ctx.supervised = problem, supervised
         ctx.gradients = gradients if problem.gradients_in_forward else None
         ctx.save_for_backward(*inputs)

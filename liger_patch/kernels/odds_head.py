@@ -34,6 +34,7 @@ PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other mu
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
+ALIGNED = 32  # float32 numbers, 128 bytes
 
 
 def serves_odds(
@@ -87,12 +88,17 @@ class OddsHead:
     ) -> None:
         count, device = len(tokens.labels), x.device
         class_weight = options.class_weight
+        count, device = len(tokens.labels), x.device
         self._weight, self._tokens, self._options = weight, tokens, options
         self._class_weight = class_weight if class_weight is None else class_weight.contiguous()
         self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
-        per_token = torch.empty(3, count, dtype=torch.float32, device=device)
-        self._label_logits, self._label_z, self._reference = per_token.unbind()
         self._overflow = torch.zeros((), dtype=torch.int32, device=device)
+        # rows that begin aligned, whatever their number: Triton compiles anew for others
+        per_token = x.new_empty(6, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)[:, :count]
+        self.losses, factors, label_gradients, *rest = per_token.unbind()
+        self._label_logits, self._label_z, self._reference = rest
+        self._factors = OddsFactors(factors, tokens.labels, label_gradients)
+        self.odds: OddsFactors | None = self._factors
         if count:
             with torch.cuda.device_of(x):
                 _label_logit_kernel[(count,)](
@@ -113,14 +119,14 @@ class OddsHead:
                     **DOT,
                 )
 
-    def losses(
+    def run(
         self,
         x: Tensor,  # (C, H)
         start: int,
         *,
         memory: Tensor | None,  # (C, V)
-        row_scale: Tensor | None,  # (C,) float32
-    ) -> tuple[Tensor, OddsFactors | None]:
+        row_scale: Tensor | None,  # (N,) float32
+    ) -> None:
         rows, hidden_size = x.shape
         options = self._options
         vocab_size, device = self._weight.shape[0], x.device
@@ -129,8 +135,6 @@ class OddsHead:
         v_tiles = -(-vocab_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
         partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
-        per_token = torch.empty(3, rows, dtype=torch.float32, device=device)
-        losses, factors, label_gradients = per_token.unbind()
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
         odds_tiles = None
         if row_scale is not None and memory is not None:
@@ -162,11 +166,11 @@ class OddsHead:
                     self._label_logits[chunk],
                     self._label_z[chunk],
                     reference,
-                    row_scale,
+                    None if row_scale is None else row_scale[chunk],
                     self._class_weight,
-                    losses,
-                    factors,
-                    label_gradients,
+                    self.losses[chunk],
+                    self._factors.factors[chunk],
+                    self._factors.label_gradients[chunk],
                     self._overflow,
                     counts,
                     start,
@@ -179,9 +183,6 @@ class OddsHead:
                     **again,
                     **FINISHED,
                 )
-        if odds_tiles is None:
-            return losses, None
-        return losses, OddsFactors(factors, labels, label_gradients)
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> object:

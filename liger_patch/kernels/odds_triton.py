@@ -114,7 +114,7 @@ def _write_odds(
     return tl.sum(values, axis=1), tl.max(z, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "rows"])
 def _odds_kernel(
     x,  # descriptor of (C, H)
     weight,  # descriptor of (V, H)
@@ -193,7 +193,7 @@ def _odds_kernel(
         tl.store(partial_ptr + offsets, tl.maximum(left_max, right_max), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "rows"])
 def _finish_kernel(
     partial_ptr,  # (2, T, C)
     labels_ptr,  # (C,)
