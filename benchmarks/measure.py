@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -12,6 +13,8 @@ import torch
 from attempts import Failure, attempt
 
 MIB = 2**20
+LOAD_MS = 40.0
+HOST_CALLS = 5
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,20 @@ class Measurement:
         ms: median over the rounds, by CUDA events.
         ms_low, ms_high: first and last decile.
         peak_mib: MiB.
+        host_ms: median time until the call returns, of a device that is idle before it.
     """
 
     ms: float
     ms_low: float
     ms_high: float
     peak_mib: float
+    host_ms: float
 
 
 def measure(
     functions: Mapping[str, Callable[[], object]],
     *,
-    before: Callable[[], object] = lambda: None,
+    before: Callable[[], object] | None = None,
     rounds: int = 10,
     device: torch.device | str = "cuda",
 ) -> dict[str, Measurement | Failure]:
@@ -41,9 +46,9 @@ def measure(
 
     Each is called once before it is weighed, and all take a turn before the timed ones, which fills
     the allocator's cache. A GPU at its power limit clocks higher after a light load: so the turns
-    are interleaved in an order that is drawn anew for each round, and ``before`` runs, untimed, in
-    front of each. What a call returns is dropped before the next. A function that fails has no more
-    turns.
+    are interleaved in an order that is drawn anew for each round, and in front of each ``before``
+    runs, untimed, as often as takes LOAD_MS: a shorter load leaves a clock that no training step
+    holds. What a call returns is dropped before the next. A function that fails has no more turns.
     """
     kind = torch.device(device).type
     results: dict[str, Measurement | Failure] = {}
@@ -54,13 +59,15 @@ def measure(
             results[name] = peak
         else:
             peaks[name] = peak
+    loads = [] if before is None else [before] * _times_to_last(before, LOAD_MS, kind)
     times: dict[str, list[float]] = {name: [] for name in peaks}
     order = list(peaks)
     shuffle = random.Random(0).shuffle
     for turn in range(rounds + 1):
         shuffle(order)
         for name in tuple(order):
-            before()
+            for load in loads:
+                load()
             ms = attempt(lambda name=name: _ms(functions[name], kind))
             if isinstance(ms, Failure):
                 results[name] = ms
@@ -70,7 +77,11 @@ def measure(
     for name in order:
         t = times[name]
         results[name] = Measurement(
-            statistics.median(t), _decile(t, 0.1), _decile(t, 0.9), peaks[name]
+            statistics.median(t),
+            _decile(t, 0.1),
+            _decile(t, 0.9),
+            peaks[name],
+            _host_ms(functions[name], kind),
         )
     return {name: results[name] for name in functions}
 
@@ -99,6 +110,25 @@ def _ms(function: Callable[[], object], kind: str) -> float:
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last)
+
+
+def _times_to_last(function: Callable[[], object], ms: float, kind: str) -> int:
+    """How often the function must run to keep the device busy for so long."""
+    if kind != "cuda":
+        return 1
+    _ms(function, kind)
+    return max(1, math.ceil(ms / max(_ms(function, kind), 1e-3 * ms)))
+
+
+def _host_ms(function: Callable[[], object], kind: str) -> float:
+    times = []
+    for _ in range(HOST_CALLS):
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
 
 
 def _decile(values: list[float], share: float) -> float:

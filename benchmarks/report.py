@@ -18,12 +18,13 @@ def terminal_table(rows: list[dict]) -> str:
     """The rows of one case: time, how much of it the bare products need, memory, errors."""
     first = rows[0]
     title = f"{first['case']} ({first['tokens']} tokens)" if "tokens" in first else first["case"]
-    columns = f"{'ms':>8s}{'floor/ms':>10s}{'peak MiB':>10s}{'error of dX, dW':>20s}"
+    columns = f"{'ms':>8s}{'floor/ms':>10s}{'host ms':>9s}{'peak MiB':>10s}{'error of dX, dW':>20s}"
     lines = [title, f"  {'':24s}{columns}"]
     for row in rows:
         errors = ", ".join(f"{error:.3%}" for error in row.get("gradient_errors", ()))
         if "ms" in row:
-            said = f"{row['ms']:8.2f}{row['floor_over_time']:10.3f}{row['peak_mib']:10.0f}"
+            said = f"{row['ms']:8.2f}{row['floor_over_time']:10.3f}{row['host_ms']:9.2f}"
+            said += f"{row['peak_mib']:10.0f}"
             said += f"{errors:>20s}"
         elif "failure" in row:
             said = f"  {row['failure']}"

@@ -140,10 +140,13 @@ def _run_chunks(
     for start, stop in bounds:
         chunk = slice(start, stop)
         memory_c = None if memory is None else memory[: stop - start]
-        if first_x is not None:
-            x_c, first_x = first_x[: stop - start], None
+        has_run = first_x is not None
+        if rows is None:
+            x_c = x[chunk]
         else:
-            x_c = x[chunk] if rows is None else x.index_select(0, rows[chunk])
+            x_c = x.index_select(0, rows[chunk]) if first_x is None else first_x[: stop - start]
+        first_x = None
+        if not has_run:
             head.run(x_c, start, memory=memory_c, row_scale=scale)
         if memory_c is not None and any(wanted):
             gradients.add(x_c, weight, memory_c, chunk)
