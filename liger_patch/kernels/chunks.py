@@ -3,7 +3,7 @@
 MIB = 2**20
 # Where the time over memory bends, measured on an H200: of a head that trains, each chunk's dweight
 # is read and written again, which costs 2 % at 512 MiB, 6 % at 256; of a frozen one nothing is, and
-# 256 MiB cost 4 %
+# 256 MiB cost 1 to 4 %
 TRAINED_CHUNK_MIB = 512
 FROZEN_CHUNK_MIB = 256
 NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
