@@ -1,0 +1,198 @@
+"""bitsandbytes: the weight of a quantised linear layer, a few rows at a time. Imported only where
+bitsandbytes is loaded.
+
+V: rows of the weight (vocabulary), H: its columns (hidden size). 4-bit numbers (nf4, fp4) lie two
+to a byte, row after row; each block of ``blocksize`` of them, which may begin within a row, has a
+scale, and with double quantisation each block of 256 scales is itself 8-bit numbers with a scale.
+8-bit numbers have a scale per row. Source: bitsandbytes 0.50, ``nn/modules.py`` and
+``autograd/_functions.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from bitsandbytes import functional
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from torch import Tensor, nn
+
+
+class QuantizedWeight:
+    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time.
+
+    It is the weight at the time when it was made: what moves or packs the layer later is not seen.
+
+    Attributes:
+        stored: the layer's parameter, which holds the quantised numbers.
+        shape: (V, H) of the dequantised weight.
+        dtype: of the dequantised rows, and of the layer's product with them.
+        device: of the quantised numbers and of the rows.
+        row_multiple: the number of rows that is a whole number of blocks. A slice that begins at a
+            multiple of it begins its own memory; every slice is exact.
+        requires_grad: False, and of the rows too.
+    """
+
+    requires_grad = False
+
+    def __init__(
+        self, stored: Tensor, shape: torch.Size, dtype: torch.dtype, row_multiple: int
+    ) -> None:
+        self.stored, self.shape, self.dtype = stored, shape, dtype
+        self.row_multiple = row_multiple
+        self.device = stored.device
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop``, (stop - start, H), in new memory.
+
+        Beside them it takes memory in proportion to them only: two blocks, the scales, and what
+        bitsandbytes or PyTorch takes for so many numbers where one kernel does not do it all.
+
+        Raises:
+            ValueError: where not 0 <= start < stop <= V.
+        """
+        if not 0 <= start < stop <= self.shape[0]:
+            raise ValueError(
+                f"start={start}, stop={stop}: expected 0 <= start < stop <= {self.shape[0]}"
+            )
+        return self._dequantised(start, stop)
+
+    def _dequantised(self, start: int, stop: int) -> Tensor:
+        raise NotImplementedError
+
+
+class _Weight4bit(QuantizedWeight):
+    """The blocks that a slice touches are dequantised as one vector, which is then cut.
+
+    A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
+    a matrix whose H is a multiple of 16 but not of the blocksize.
+    """
+
+    def __init__(
+        self,
+        stored: Tensor,
+        packed: Tensor,  # (ceil(V * H / 2),) uint8
+        state: QuantState,
+        dtype: torch.dtype,
+    ) -> None:
+        self._packed = packed
+        # bitsandbytes moves and packs a state in place
+        self._state: Any = copy.copy(state)
+        self._nested: Any = copy.copy(state.state2) if state.nested else None
+        self._blocksize: int = self._state.blocksize
+        shape = self._state.shape
+        row_multiple = self._blocksize // math.gcd(shape[1], self._blocksize)
+        super().__init__(stored, shape, dtype, row_multiple)
+
+    def _dequantised(self, start: int, stop: int) -> Tensor:
+        width, blocksize = self.shape[1], self._blocksize
+        first, last = start * width // blocksize, -(-stop * width // blocksize)
+        packed = self._packed[first * blocksize // 2 : last * blocksize // 2]
+        state = QuantState(
+            absmax=self._scales(first, last),
+            shape=torch.Size([2 * len(packed)]),
+            code=self._state.code,
+            blocksize=blocksize,
+            quant_type=self._state.quant_type,
+            dtype=self.dtype,
+        )
+        numbers = functional.dequantize_4bit(packed, state).view(-1)
+        cut = start * width - first * blocksize
+        return numbers[cut : cut + (stop - start) * width].view(-1, width)
+
+    def _scales(self, first: int, last: int) -> Tensor:
+        """Of the blocks ``first`` to ``last``, float32."""
+        scales, nested = self._state.absmax, self._nested
+        if nested is None:
+            return scales[first:last]
+        nested_first, nested_last = first // nested.blocksize, -(-last // nested.blocksize)
+        cut = nested_first * nested.blocksize
+        scales = functional.dequantize_blockwise(
+            scales[cut:last],
+            absmax=nested.absmax[nested_first:nested_last],
+            code=nested.code,
+            blocksize=nested.blocksize,
+        )
+        return scales[first - cut :].add_(self._state.offset)
+
+
+class _Weight8bit(QuantizedWeight):
+    """Dequantised as in the layer's own backward.
+
+    Its forward on a GPU, and in eval mode on a CPU, rounds the activations to 8 bits too (but for
+    the columns that exceed ``threshold``): a product with these rows is more exact than that.
+    """
+
+    def __init__(self, stored: Tensor, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(stored, numbers.shape, dtype, 1)
+        self._numbers = numbers  # (V, H) int8
+        self._scales = scales  # (V,) float32: the value of 127
+
+    def _dequantised(self, start: int, stop: int) -> Tensor:
+        scales = self._scales[start:stop, None] * (1.0 / 127.0)
+        return self._numbers[start:stop].to(self.dtype).mul_(scales)
+
+
+def quantized_weight(module: nn.Module, dtype: torch.dtype) -> QuantizedWeight | None:
+    """The weight of a bitsandbytes linear layer whose input comes in ``dtype``.
+
+    None where a product with its dequantised rows (and its bias) is not what the module computes,
+    or where it cannot be read: any other module, a subclass or an instance with a ``forward`` of
+    its own, a weight that is not quantised yet, is on the meta device or apart from its scales, and
+    a 4-bit one that bitsandbytes has packed for inference on a CPU. Autocast is not looked at.
+    """
+    if "forward" in vars(module):
+        return None
+    forward = type(module).forward
+    if isinstance(module, Linear4bit) and forward is Linear4bit.forward:
+        return _weight_4bit(module, dtype)
+    if isinstance(module, Linear8bitLt) and forward is Linear8bitLt.forward:
+        return _weight_8bit(module, dtype)
+    return None
+
+
+def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> QuantizedWeight | None:
+    weight = module.weight
+    # FSDP loses the parameter's class and state: the layer keeps the state for that
+    state: Any = getattr(weight, "quant_state", None) or module.quant_state
+    if type(weight) not in (Params4bit, nn.Parameter) or weight.is_meta or state is None:
+        return None
+    if getattr(state, "packing_format_for_cpu", False) or state.absmax.device != weight.device:
+        return None
+    if state.shape != (module.out_features, module.in_features):
+        return None
+    size = module.out_features * module.in_features
+    packed = weight.detach().reshape(-1).view(torch.uint8)
+    # not so for a shard of FSDP, or where bitsandbytes rounded down to a whole quant_storage
+    if len(packed) != -(-size // 2) or state.absmax.shape != (-(-size // state.blocksize),):
+        return None
+    dtype = _product_dtype(module, dtype)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    return _Weight4bit(weight, packed, state, dtype)
+
+
+def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:
+    """As in ``Linear4bit.forward``: its first input may set the compute dtype."""
+    if not module.compute_type_is_set and dtype in (torch.float32, torch.bfloat16):
+        return dtype
+    return module.compute_dtype or dtype
+
+
+def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> QuantizedWeight | None:
+    weight = module.weight
+    if type(weight) is not Int8Params or weight.is_meta or module.state.has_fp16_weights:
+        return None
+    # the first forward takes them from the parameter to the state
+    holder = module.state if weight.CB is None else weight
+    numbers, scales = holder.CB, holder.SCB
+    if numbers is None or scales is None or numbers.dtype != torch.int8:
+        return None
+    if not numbers.device == scales.device == weight.device:
+        return None
+    if numbers.shape != (module.out_features, module.in_features):
+        return None
+    return _Weight8bit(weight, numbers.detach(), scales.detach(), dtype)

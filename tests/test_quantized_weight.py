@@ -1,0 +1,362 @@
+"""A bitsandbytes weight, read a few rows at a time: what the layer itself multiplies with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+from liger_patch.integrations.bitsandbytes import QuantizedWeight, quantized_weight  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(131, 72), (131, 64), (7, 71), (40, 576)]  # no block ends with the first and the third
+FLOATS = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def linear_4bit(
+    v: int,
+    h: int,
+    *,
+    device: str = "cpu",
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+    quant_storage: torch.dtype = torch.uint8,
+    **quantisation: Any,
+) -> nn.Module:
+    head = bnb.nn.Linear4bit(
+        h, v, bias=False, compute_dtype=compute_dtype, quant_storage=quant_storage
+    )
+    weight = torch.randn(v, h, dtype=torch.bfloat16)
+    options = {"quant_type": "nf4", "quant_storage": quant_storage, **quantisation}
+    head.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=head, **options)
+    return head.to(device)
+
+
+def linear_8bit(v: int, h: int, device: str = "cpu", threshold: float = 0.0) -> nn.Module:
+    head = bnb.nn.Linear8bitLt(h, v, bias=False, has_fp16_weights=False, threshold=threshold)
+    weight = torch.randn(v, h, dtype=torch.bfloat16)
+    head.weight = bnb.nn.Int8Params(weight, requires_grad=False)
+    return head.to(device)
+
+
+def read(head: nn.Module, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
+    weight = quantized_weight(head, dtype)
+    assert weight is not None
+    return weight
+
+
+def dequantised(head: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The whole 4-bit weight, by bitsandbytes: as a vector, which it never gets wrong."""
+    state = copy.copy(head.weight.quant_state)
+    v, h = state.shape
+    state.dtype, state.shape = dtype, (-(-v * h // 2) * 2,)
+    return bnb.functional.dequantize_4bit(head.weight.detach(), state).view(-1)[: v * h].view(v, h)
+
+
+def products_weight(head: nn.Module, dtype: torch.dtype) -> Tensor:
+    """(V, H): from the layer's own forward on a CPU, which is exact for rows of the identity."""
+    eye = torch.eye(head.in_features, dtype=dtype, device=head.weight.device)
+    return head.train()(eye).detach().t()
+
+
+def cpu_multiplies_right(h: int, blocksize: int) -> bool:
+    """bitsandbytes 0.50.2 takes the scales of other blocks on a CPU with AVX-512 where H is a
+    multiple of 16 but not of the blocksize; for an odd H it compiles, which takes seconds.
+    """
+    return h % 2 == 0 and (h % 16 != 0 or h % blocksize == 0)
+
+
+def backward_weight(head: nn.Module, dtype: torch.dtype) -> Tensor:
+    """(V, H): from the layer's own backward, likewise."""
+    v, h = head.out_features, head.in_features
+    x = torch.zeros(v, h, dtype=dtype, device=head.weight.device).requires_grad_()
+    head.train()(x).backward(torch.eye(v, dtype=dtype, device=x.device))
+    assert x.grad is not None
+    return x.grad
+
+
+def assert_rows_are(weight: QuantizedWeight, truth: Tensor) -> None:
+    """Bit for bit, for every row alone and for slices that begin and end anywhere."""
+    v = len(truth)
+    assert (weight.shape, weight.dtype, weight.device) == (truth.shape, truth.dtype, truth.device)
+    assert (weight.requires_grad, truth.requires_grad) == (False, False)
+    ends = sorted({0, 1, 2, 7, v // 3, v // 2, v - 2, v - 1, v})
+    slices = {*itertools.combinations(ends, 2), *((i, i + 1) for i in range(v))}
+    for start, stop in slices:
+        rows = weight.rows(start, stop)
+        assert rows.dtype == truth.dtype
+        assert rows.is_contiguous()
+        assert torch.equal(rows, truth[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("blocksize", [32, 64, 256])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_4_bit_rows_are_those_of_the_whole_weight(
+    quant_type: str, double_quantised: bool, shape: tuple[int, int], blocksize: int, device: str
+) -> None:
+    head = linear_4bit(
+        *shape,
+        device=device,
+        quant_type=quant_type,
+        compress_statistics=double_quantised,
+        blocksize=blocksize,
+    )
+    assert head.weight.quant_state.nested == double_quantised
+    for dtype in FLOATS:
+        head.compute_dtype = dtype
+        truth = dequantised(head, dtype)
+        assert_rows_are(read(head), truth)
+        if device == "cpu" and cpu_multiplies_right(shape[1], blocksize):
+            assert torch.equal(truth, products_weight(head, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("blocksize", [512, 4096])
+def test_rows_of_large_blocks(blocksize: int, double_quantised: bool) -> None:
+    head = linear_4bit(
+        131, 200, device="cuda", blocksize=blocksize, compress_statistics=double_quantised
+    )
+    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+
+
+def test_many_nested_blocks(device: str) -> None:
+    head = linear_4bit(509, 328, device=device)  # 10.2 blocks of 256 scales
+    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+
+
+@pytest.mark.parametrize("input_dtype", FLOATS)
+@pytest.mark.parametrize("compute_dtype", [None, *FLOATS])
+@pytest.mark.parametrize("after", [False, True], ids=["before a forward", "after a forward"])
+def test_rows_come_in_the_dtype_of_the_layers_product(
+    compute_dtype: torch.dtype | None, input_dtype: torch.dtype, after: bool, device: str
+) -> None:
+    head = linear_4bit(24, 64, device=device, compute_dtype=compute_dtype)
+    if after:
+        head.train()(torch.ones(1, 64, dtype=torch.bfloat16, device=device))
+    weight = read(head, input_dtype)
+    expected = compute_dtype or (torch.bfloat16 if after else input_dtype)
+    assert weight.dtype == expected
+    if device == "cpu":
+        rows = weight.rows(0, 24)
+        assert torch.equal(rows.to(input_dtype), products_weight(head, input_dtype))
+
+
+@pytest.mark.parametrize("quant_storage", [torch.bfloat16, torch.float32])
+def test_quant_storage_is_only_storage(quant_storage: torch.dtype, device: str) -> None:
+    head = linear_4bit(131, 72, device=device, quant_storage=quant_storage)
+    assert head.weight.dtype == quant_storage
+    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+
+
+def test_a_state_that_only_the_layer_has_kept_is_found() -> None:
+    head = linear_4bit(131, 72)
+    truth = dequantised(head, torch.bfloat16)
+    head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)  # as after FSDP
+    assert_rows_are(read(head), truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
+def test_a_weight_that_was_quantised_on_the_cpu_is_read_where_it_is_now(make: Any) -> None:
+    head = make(131, 72)
+    truth = read(head).rows(0, 131)
+    head.to("cuda")
+    weight = quantized_weight(head, torch.bfloat16)
+    if weight is None:  # bitsandbytes 0.50 leaves the 8-bit numbers behind
+        assert head.weight.CB.device != head.weight.device
+    else:
+        torch.testing.assert_close(weight.rows(0, 131).cpu(), truth)
+
+
+def test_a_weight_that_is_packed_later_is_read_as_it_was() -> None:
+    head = linear_4bit(64, 128)
+    weight, truth = read(head), dequantised(head, torch.bfloat16)
+    # what eval() and a forward do on a CPU with AVX-512 for bfloat16
+    packed, state = bnb.functional._convert_weight_packed_for_cpu(
+        head.weight.data, head.weight.quant_state
+    )
+    head.weight.data, head.weight.quant_state = packed, state
+    assert quantized_weight(head, torch.bfloat16) is None
+    assert_rows_are(weight, truth)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_8_bit_rows_are_those_of_the_layers_backward(
+    dtype: torch.dtype, threshold: float, device: str
+) -> None:
+    head = linear_8bit(131, 72, device, threshold)
+    before = read(head, dtype)
+    assert head.weight.CB is not None
+    truth = backward_weight(head, dtype)
+    assert head.weight.CB is None
+    after = read(head, dtype)
+    for weight in (before, after):
+        assert weight.stored is head.weight
+        assert_rows_are(weight, truth)
+
+
+def test_rows_give_the_logits_of_an_8_bit_layer_no_less_exactly(device: str) -> None:
+    head = linear_8bit(131, 72, device).eval()
+    hidden_states = torch.randn(17, 72, dtype=torch.float16, device=device)
+    with torch.no_grad():
+        eager = head(hidden_states)
+    rows = read(head, torch.float16).rows(0, 131)
+    scales = head.state.SCB.double() / 127
+    truth = hidden_states.double() @ (head.state.CB.double() * scales[:, None]).t()
+    ours = hidden_states @ rows.t()
+    assert (ours - truth).abs().max() <= (eager - truth).abs().max()
+
+
+@pytest.mark.parametrize("blocksize", [64, 256])
+def test_slices_at_row_multiples_begin_their_own_memory(blocksize: int) -> None:
+    head = linear_4bit(96, 72, blocksize=blocksize)
+    weight = read(head)
+    multiple = weight.row_multiple
+    assert multiple == {64: 8, 256: 32}[blocksize]
+    for start in range(0, 96, multiple):
+        rows = weight.rows(start, start + multiple)
+        assert rows.storage_offset() == 0
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+    assert read(linear_8bit(96, 72)).row_multiple == 1
+
+
+class LargestNew(TorchDispatchMode):
+    """The bytes of the largest memory that operations return and that was not there before."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert isinstance(result, Tensor)
+        if result.untyped_storage().data_ptr() not in self.known:
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_never_hold_the_whole_weight(bits: int) -> None:
+    v, h = 1024, 200
+    head = linear_4bit(v, h) if bits == 4 else linear_8bit(v, h)
+    weight = read(head)
+    scales = head.weight.quant_state.absmax if bits == 4 else head.weight.SCB
+    for start, stop in [(0, 8), (5, 13), (509, 517), (v - 3, v)]:
+        with LargestNew(head.weight, scales) as largest:
+            weight.rows(start, stop)
+        scales_of_rows = (stop - start) * h // 64 + 2 + 256 if bits == 4 else stop - start
+        numbers = (stop - start) * h + 2 * 64
+        assert 0 < largest.nbytes <= max(2 * numbers, 4 * scales_of_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_memory_on_a_gpu_is_that_of_the_rows(bits: int) -> None:
+    v, h = 32_000, 4096
+    head = linear_4bit(v, h, device="cuda") if bits == 4 else linear_8bit(v, h, "cuda")
+    weight = read(head)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rows = weight.rows(1001, 2025)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 1.2 * rows.nbytes
+    assert len(rows) == 1024
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 3), (4, 3), (0, 132)])
+@pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
+def test_rows_outside_the_weight_are_an_error(make: Any, start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"start={start}, stop={stop}.*131"):
+        read(make(131, 72)).rows(start, stop)
+
+
+def test_rows_need_no_gradient() -> None:
+    for head in (linear_4bit(131, 72, quant_storage=torch.bfloat16), linear_8bit(131, 72)):
+        assert not read(head).rows(3, 9).requires_grad
+
+
+class OwnForward(bnb.nn.Linear4bit):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_own_forward(head: nn.Module) -> nn.Module:
+    head.__class__ = OwnForward
+    return head
+
+
+def with_forward_replaced(head: nn.Module) -> nn.Module:
+    head.forward = lambda x, forward=head.forward: forward(x) + 1  # as accelerate's hooks do
+    return head
+
+
+def with_weight_on_meta(head: nn.Module) -> nn.Module:
+    head.weight = head.weight.to("meta")  # as accelerate: bitsandbytes cannot move the layer
+    return head
+
+
+def with_scales_lost(head: nn.Module) -> nn.Module:
+    head.weight.quant_state = head.quant_state = None
+    return head
+
+
+def with_rows_lost(head: nn.Module) -> nn.Module:
+    """As a shard of FSDP."""
+    head.weight.data = head.weight.data[:64]
+    return head
+
+
+UNREADABLE = {
+    "no layer of bitsandbytes": lambda: nn.Linear(72, 131),
+    "no linear layer": lambda: nn.LayerNorm(72),
+    "not quantised yet, 4 bits": lambda: bnb.nn.Linear4bit(72, 131),
+    "not quantised yet, 8 bits": lambda: bnb.nn.Linear8bitLt(72, 131, has_fp16_weights=False),
+    "8 bits only for products": lambda: bnb.nn.Linear8bitLt(72, 131).to("cpu"),
+    "made on meta": lambda: bnb.nn.Linear4bit(72, 131, device="meta"),
+    "made on meta, 8 bits": lambda: bnb.nn.Linear8bitLt(
+        72, 131, has_fp16_weights=False, device="meta"
+    ),
+    "moved to meta": lambda: with_weight_on_meta(linear_4bit(131, 72)),
+    "a subclass with a forward": lambda: with_own_forward(linear_4bit(131, 72)),
+    "forward replaced, 4 bits": lambda: with_forward_replaced(linear_4bit(131, 72)),
+    "forward replaced, 8 bits": lambda: with_forward_replaced(linear_8bit(131, 72)),
+    "moved to meta, 8 bits": lambda: with_weight_on_meta(linear_8bit(131, 72)),
+    "scales lost": lambda: with_scales_lost(linear_4bit(131, 72)),
+    "rows lost": lambda: with_rows_lost(linear_4bit(131, 72)),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_there_is_no_quantised_weight_of(name: str) -> None:
+    assert quantized_weight(UNREADABLE[name](), torch.bfloat16) is None
+
+
+def test_4_bits_have_no_float64() -> None:
+    assert quantized_weight(linear_4bit(131, 72, compute_dtype=None), torch.float64) is None
+
+
+def test_a_subclass_without_a_forward_is_read() -> None:
+    head = bnb.nn.LinearNF4(72, 131, bias=False, compute_dtype=torch.bfloat16).to("cpu")
+    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+
+
+def test_hooks_of_pytorch_are_the_callers_business() -> None:
+    head = linear_4bit(131, 72)
+    head.register_forward_hook(lambda *_: None)
+    assert quantized_weight(head, torch.bfloat16) is not None
