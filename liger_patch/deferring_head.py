@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred import DeferredLogits, HeadCall, Owner
+from liger_patch.steps import Step
 
 
 class _DeferLinear(TorchFunctionMode):
-    """Within the head's own forward: its product with its own weight is deferred."""
+    """Within the head's own forward: products that give logits are deferred, that with its own
+    weight, and those of adapters beside it.
+    """
 
     def __init__(self, head: nn.Module, owner: Owner) -> None:
         super().__init__()
@@ -23,11 +28,18 @@ class _DeferLinear(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.linear:
             hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
-            if weight is getattr(self.head, "weight", None) and _can_defer(
-                hidden_states, weight, bias
-            ):
+            if self._gives_logits(weight) and _can_defer(hidden_states, weight, bias):
                 return DeferredLogits.of_head(HeadCall.of(hidden_states, weight, bias, self.owner))
+        if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
+            (logits,) = args
+            if isinstance(logits, DeferredLogits):  # PEFT's, of what a quantised layer returns
+                return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
+
+    def _gives_logits(self, weight: Tensor) -> bool:
+        if weight is getattr(self.head, "weight", None):
+            return True
+        return weight.dim() == 2 and len(weight) == getattr(self.head, "out_features", None)
 
 
 def _linear_arguments(
@@ -59,21 +71,60 @@ def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
     """Within this context the output embedding ``head`` defers its product with its weight.
 
     Its hooks and whatever has replaced its ``forward`` run as always; a head that computes in
-    another way (quantised, a tensor subclass) returns its real logits.
+    another way (a tensor subclass, a quantised layer that nothing here reads) returns its real
+    logits.
     """
+    with ExitStack() as stack:
+        for layer in _quantized_layers(head):
+            stack.enter_context(_forward(layer, _quantized_forward(layer, owner)))
+        forward = head.forward
+
+        def deferring_forward(*args, **kwargs):
+            with _DeferLinear(head, owner):
+                return forward(*args, **kwargs)
+
+        stack.enter_context(_forward(head, deferring_forward))
+        yield
+
+
+@contextmanager
+def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context, the forward of this one module."""
     missing = object()
-    before = vars(head).get("forward", missing)
-    forward = head.forward
-
-    def deferring_forward(*args, **kwargs):
-        with _DeferLinear(head, owner):
-            return forward(*args, **kwargs)
-
-    head.forward = deferring_forward
+    before = vars(module).get("forward", missing)
+    module.forward = forward
     try:
         yield
     finally:
         if before is missing:
-            del head.forward
+            del module.forward
         else:
-            head.forward = before
+            module.forward = before
+
+
+def _quantized_layers(head: nn.Module) -> list[nn.Module]:
+    """The quantised layers in a head, or the head itself, whose own forward runs (no hook's)."""
+    if "bitsandbytes" not in sys.modules:
+        return []
+    from liger_patch.integrations.bitsandbytes import is_quantized
+
+    return [m for m in head.modules() if is_quantized(m) and "forward" not in vars(m)]
+
+
+def _quantized_forward(layer: nn.Module, owner: Owner) -> Callable[[Tensor], Tensor]:
+    from liger_patch.integrations.bitsandbytes import quantized_weight
+
+    forward = layer.forward
+
+    def deferring_forward(x: Tensor) -> Tensor:
+        weight = quantized_weight(layer, x.dtype)
+        bias: Any = layer.bias
+        if weight is None or type(x) is not Tensor or (bias is not None and bias.requires_grad):
+            return forward(x)
+        if torch.is_autocast_enabled(x.device.type):
+            weight.dtype = torch.get_autocast_dtype(x.device.type)
+        bias = None if bias is None else bias.to(weight.dtype)
+        call = HeadCall.of(x.to(weight.dtype), weight, bias, owner, product=forward)
+        return DeferredLogits.of_head(call).to(x.dtype)
+
+    return deferring_forward

@@ -212,12 +212,17 @@ class ForwardPass:
 def fused_loss(parts: Parts, labels: Tensor, record: PatchRecord, **options: Any) -> Tensor:
     """Loss of N rows of deferred logits and labels (N,); options of ``linear_cross_entropy``."""
     dtype = parts.autocast_dtype
+    low_rank = None
+    if parts.low_rank is not None:
+        states, low_rank_weight = parts.low_rank
+        low_rank = states.reshape(-1, states.shape[-1]), low_rank_weight
     with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
         return linear_cross_entropy(
             parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
             parts.weight,
             labels,
             bias=parts.bias,
+            low_rank=low_rank,
             softcap=parts.softcap,
             logit_scale=parts.logit_scale,
             chunk_mib=flags.chunk_mib() or record.settings.chunk_mib,

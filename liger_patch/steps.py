@@ -1,6 +1,7 @@
 """The operations on deferred logits that are recorded instead of computed.
 
-What models do between head and loss: multiplication and division by a number, ``tanh``, casts, and
+What models do between head and loss: multiplication and division by a number, ``tanh``, casts, the
+sum of several products (LoRA on the head), and
 the choice of rows (slices, masks, ``view``), which leaves the last dimension whole and so applies
 to hidden states as well. A handler takes the arguments of its torch function and returns
 NotImplemented for those that it does not cover.
@@ -19,15 +20,17 @@ class Step(NamedTuple):
     """One recorded operation on logits (..., V).
 
     Attributes:
-        kind: "scale", "tanh", "cast", "rows", "detach" or "clone".
+        kind: "scale", "add", "tanh", "cast", "rows", "detach" or "clone".
         apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
-            dimension whole.
+            dimension whole. "add" takes the real values of ``other`` beside them.
         factor: what "scale" multiplies by.
+        other: what "add" adds.
     """
 
     kind: str
-    apply: Callable[[Tensor], Tensor]
+    apply: Callable[..., Tensor]
     factor: float = 1.0
+    other: Recordable | None = None
 
 
 class Recordable(Tensor):
@@ -51,6 +54,14 @@ def _divide(a: Any, b: Any) -> Tensor:
     if not isinstance(a, Recordable) or not _is_number(b) or b == 0:
         return NotImplemented
     return a.then(Step("scale", lambda t: t / b, 1.0 / b))
+
+
+def _add(a: Any, b: Any) -> Tensor:
+    """Of a head that is a sum of products (LoRA)."""
+    if not isinstance(a, Recordable) or not isinstance(b, Recordable) or a.shape != b.shape:
+        return NotImplemented
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.then(Step("add", torch.add, other=b), dtype=dtype)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,6 +164,7 @@ RECORDED: dict[Callable, Callable] = {
         (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
         _scale,
     ),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _add),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide), _divide),
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _divide),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_patch.deferred import Parts
 from liger_patch.kernels import reference
+from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.loss_options import LossOptions
 
@@ -15,7 +16,7 @@ TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of
 EAGER_ERRORS = 2.0  # times the ordinary path's own error that are allowed
 ROUNDINGS = 8  # eps of the largest value that are allowed beside that: sums differ by their order
 
-Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden states, weight, bias -> ()
+Loss = Callable[[HeadInputs], Tensor]
 
 
 def disagreement(
@@ -39,17 +40,23 @@ def disagreement(
     if len(chosen) == 0:
         return None
     labels = labels[chosen]
-    hidden_states = parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1])[chosen]
     options = LossOptions(
         ignore_index, parts.softcap, parts.logit_scale, label_smoothing, z_loss, class_weight
     )
 
-    def fused(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def rows(states: Tensor) -> Tensor:
+        return states.reshape(-1, states.shape[-1])[chosen]
+
+    low_rank = () if parts.low_rank is None else (rows(parts.low_rank[0]), parts.low_rank[1])
+    inputs = HeadInputs(rows(parts.hidden_states), parts.weight, parts.bias, *low_rank)
+
+    def fused(inputs: HeadInputs) -> Tensor:
         return linear_cross_entropy(
-            hidden_states,
-            weight,
+            inputs.hidden_states,
+            inputs.weight,
             labels,
-            bias=bias,
+            bias=inputs.bias,
+            low_rank=_pair(inputs),
             ignore_index=ignore_index,
             softcap=parts.softcap,
             logit_scale=parts.logit_scale,
@@ -58,14 +65,16 @@ def disagreement(
             class_weight=class_weight,
         )
 
-    def ordinary(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def ordinary(inputs: HeadInputs) -> Tensor:
+        x, weight = inputs.hidden_states, inputs.weight
+        if not isinstance(weight, Tensor):
+            weight = weight.rows(0, weight.shape[0]).to(x.dtype)
         return reference.linear_cross_entropy(
-            hidden_states, weight, labels, bias=bias, options=options
+            x, weight, labels, bias=inputs.bias, low_rank=_pair(inputs), options=options
         )
 
     dtype = parts.autocast_dtype or parts.weight.dtype
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-    inputs = (hidden_states, parts.weight, parts.bias)
     truth = _loss_and_gradients(ordinary, inputs, wide)
     eager = _loss_and_gradients(ordinary, inputs, dtype)
     ours = _loss_and_gradients(fused, inputs, dtype)
@@ -82,21 +91,24 @@ def disagreement(
     return None
 
 
-def _loss_and_gradients(
-    loss: Loss, inputs: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _pair(inputs: HeadInputs) -> tuple[Tensor, Tensor] | None:
+    if inputs.low_rank is None or inputs.low_rank_weight is None:
+        return None
+    return inputs.low_rank, inputs.low_rank_weight
+
+
+def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name to value of the loss and of every gradient, computed in ``dtype``."""
-    hidden_states, weight, bias = inputs
-    hidden_states = hidden_states.detach().to(dtype).requires_grad_()
-    weight = weight.detach().to(dtype).requires_grad_()
-    wanted = {"gradient of the hidden states": hidden_states, "gradient of the weight": weight}
-    if bias is not None:
-        bias = bias.detach().to(dtype).requires_grad_()
-        wanted["gradient of the bias"] = bias
-    with torch.enable_grad(), torch.autocast(weight.device.type, enabled=False):
-        value = loss(hidden_states, weight, bias)
+    leaves = inputs.to(dtype)._asdict()
+    wanted = {}
+    for name, value in leaves.items():
+        if isinstance(value, Tensor):
+            leaves[name] = wanted[name] = value.detach().requires_grad_()
+    with torch.enable_grad(), torch.autocast(inputs.hidden_states.device.type, enabled=False):
+        value = loss(HeadInputs(**leaves))
         gradients = torch.autograd.grad(value, list(wanted.values()))
-    return {"loss": value.detach(), **dict(zip(wanted, gradients, strict=True))}
+    names = [f"gradient of the {name.replace('_', ' ')}" for name in wanted]
+    return {"loss": value.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 def _error(truth: Tensor, value: Tensor) -> float:

@@ -52,7 +52,21 @@ CASES = {
     "lora on the embedding of a tied head": Case(
         lambda: lora(target_modules=["q_proj", "embed_tokens"]), model_type="gemma2"
     ),
-    "lora on the head": Case(lambda: lora(target_modules=["q_proj", "lm_head"]), fused=False),
+    "lora on the head": Case(lambda: lora(target_modules=["q_proj", "lm_head"])),
+    "lora on the head alone": Case(lambda: lora(target_modules=["lm_head"])),
+    "rank-stabilised lora with dropout on the head": Case(
+        lambda: lora(target_modules=["q_proj", "lm_head"], use_rslora=True, lora_dropout=0.2)
+    ),
+    "lora on a head with softcap": Case(
+        lambda: lora(target_modules=["lm_head"]), model_type="gemma2"
+    ),
+    "lora on a head with a scale": Case(
+        lambda: lora(target_modules=["lm_head"]), model_type="granite"
+    ),
+    "lora with a tied embedding": Case(
+        lambda: lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+        model_type="gemma2",
+    ),
     "dora on the head": Case(
         lambda: lora(target_modules=["q_proj", "lm_head"], use_dora=True), fused=False
     ),
@@ -109,7 +123,7 @@ def test_every_adapters_gradient_is_eagers(name: str, patch: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["lora", "head saved with the adapter"])
+@pytest.mark.parametrize("name", ["lora", "head saved with the adapter", "lora on the head"])
 def test_low_precision_is_no_worse_than_eager(name: str, dtype: torch.dtype) -> None:
     config = CASES[name].config
     low = tiny_model(ROWS["llama"], dtype=dtype)
@@ -219,6 +233,52 @@ def test_a_disabled_adapter_gives_the_loss_of_the_base_model() -> None:
         assert patch_status(model).fused
     assert not torch.equal(call(model, batch).loss, expected)
     assert patch_status(model).fused
+
+
+@pytest.mark.parametrize("active", [["default"], ["second"], ["default", "second"], []], ids=str)
+def test_the_active_adapters_on_the_head_are_added(active: list[str]) -> None:
+    """Of different ranks and scales, also several at once; merged ones are in the weight."""
+    results = []
+    for patch in ("", "after"):
+        model = wrapped(widened(tiny_model(ROWS["llama"])), lora(target_modules=["lm_head"]), patch)
+        model.add_adapter("second", lora(r=3, lora_alpha=2, target_modules=["lm_head"]))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.3)
+        model.base_model.set_adapter(active)
+        batch = tiny_batch(model)
+        results.append(step(model, batch))
+        if active:
+            model.merge_adapter()
+            merged = call(model, batch).loss
+            torch.testing.assert_close(merged, results[-1]["loss"], rtol=1e-5, atol=0)
+            model.unmerge_adapter()
+        with model.disable_adapter():
+            results[-1]["disabled"] = call(model, batch).loss.detach()
+        if patch:
+            assert patch_status(model).fused
+    truth, ours = results
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_logits_of_an_adapter_on_the_head_are_eagers() -> None:
+    """Read late, with gradients of their own, and chosen row by row."""
+    results = []
+    for patch in ("", "after"):
+        model = wrapped(widened(tiny_model(ROWS["llama"])), lora(target_modules=["lm_head"]), patch)
+        batch = tiny_batch(model)
+        outputs = call(model, batch)
+        logits = outputs.logits
+        if patch:
+            assert isinstance(logits, DeferredLogits)
+            assert patch_status(model).fused
+        chosen = logits[:, 1:3]
+        (chosen.float().square().mean() + outputs.loss).backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append({"loss": outputs.loss.detach(), "logits": logits.detach() + 0, **gradients})
+    truth, ours = results
+    assert any("lora_A" in name and "lm_head" in name for name in truth)
+    assert_no_worse(ours, truth, truth, torch.float32)
 
 
 def test_the_active_adapters_head_is_the_one_that_is_used() -> None:

@@ -71,10 +71,11 @@ def linear_inputs(
     vocab_size: int = 131,
     *,
     bias: bool = False,
+    rank: int = 0,
     ignored: float = 0.3,
     ignore_index: int = -100,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Differentiable inputs by name, and labels (N,).
+    """Differentiable inputs by name, and labels (N,). With a rank, those of an adapter's product.
 
     About a third of the tokens point along their label's row of the weight, far enough that p -> 1.
     """
@@ -88,6 +89,9 @@ def linear_inputs(
     inputs = {"hidden_states": hidden_states, "weight": weight}
     if bias:
         inputs["bias"] = torch.randn(vocab_size, generator=generator)
+    if rank:
+        inputs["low_rank"] = torch.randn(tokens, rank, generator=generator)
+        inputs["low_rank_weight"] = torch.randn(vocab_size, rank, generator=generator) / rank
     return {name: value.to(device, dtype) for name, value in inputs.items()}, labels.to(device)
 
 
@@ -162,6 +166,13 @@ def loss_and_gradients(
     return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
+def paired(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inputs with those of an adapter as the operator takes them."""
+    pair = ("low_rank", "low_rank_weight")
+    others: dict[str, Any] = {k: v for k, v in inputs.items() if k not in pair}
+    return others | ({pair[0]: tuple(inputs[k] for k in pair)} if pair[0] in inputs else {})
+
+
 def check_linear(
     inputs: Mapping[str, Tensor],
     labels: Tensor,
@@ -175,19 +186,26 @@ def check_linear(
     chunks = {} if chunk_mib is None else {"chunk_mib": chunk_mib}
 
     def ours(**x: Tensor) -> Tensor:
-        return linear_cross_entropy(**x, labels=labels, **chunks, **options)
+        return linear_cross_entropy(**paired(x), labels=labels, **chunks, **options)
 
     def eager(
-        order: int, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None
+        order: int,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        low_rank: Tensor | None = None,
+        low_rank_weight: Tensor | None = None,
     ) -> Tensor:
         (rows, columns), classes = _orders(order, hidden_states), _orders(order, weight)[0]
         bias = None if bias is None else bias[classes]
         logits = linear(hidden_states[rows][:, columns], weight[classes][:, columns], bias)
+        if low_rank is not None and low_rank_weight is not None:
+            logits = logits + linear(low_rank[rows], low_rank_weight[classes])
         return _eager_in_order(logits, rows, classes, labels, options)
 
     def truth(**x: Tensor) -> Tensor:
         how = _for_reference(options)
-        return reference.linear_cross_entropy(**x, labels=labels.long(), **how)
+        return reference.linear_cross_entropy(**paired(x), labels=labels.long(), **how)
 
     return _check(ours, eager, truth, inputs, upstream, frozen)
 

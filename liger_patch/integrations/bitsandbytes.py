@@ -136,16 +136,19 @@ class _Weight8bit(QuantizedWeight):
         return self._numbers[start:stop].to(self.dtype).mul_(scales)
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Whether this is a quantised linear layer of bitsandbytes."""
+    return isinstance(module, (Linear4bit, Linear8bitLt))
+
+
 def quantized_weight(module: nn.Module, dtype: torch.dtype) -> QuantizedWeight | None:
     """The weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 
-    None where a product with its dequantised rows (and its bias) is not what the module computes,
-    or where it cannot be read: any other module, a subclass or an instance with a ``forward`` of
-    its own, a weight that is not quantised yet, is on the meta device or apart from its scales, and
-    a 4-bit one that bitsandbytes has packed for inference on a CPU. Autocast is not looked at.
+    None where a product with its dequantised rows (and its bias) is not what the class computes,
+    or where it cannot be read: any other module, a subclass with a ``forward`` of its own, a weight
+    that is not quantised yet, is on the meta device or apart from its scales, and a 4-bit one that
+    bitsandbytes has packed for inference on a CPU. Autocast is not looked at.
     """
-    if "forward" in vars(module):
-        return None
     forward = type(module).forward
     if isinstance(module, Linear4bit) and forward is Linear4bit.forward:
         return _weight_4bit(module, dtype)

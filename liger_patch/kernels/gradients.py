@@ -1,5 +1,5 @@
-"""The gradients of a head, chunk by chunk. C: tokens of a chunk, N: of the batch, H: hidden size,
-V: vocabulary.
+"""The gradients of a head, chunk by chunk. C: tokens of a chunk, N: of the batch, n: of them
+supervised, V: vocabulary, K: hidden size, or rank of an adapter's product.
 """
 
 from typing import NamedTuple
@@ -9,17 +9,10 @@ from torch import Tensor
 
 from liger_patch.kernels.chunks import chunk_bounds
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
+from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
 from liger_patch.kernels.products import product_
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
-
-
-class Wanted(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden_states: bool
-    weight: bool
-    bias: bool
 
 
 class OddsFactors(NamedTuple):
@@ -42,43 +35,35 @@ class Gradients:
 
     def __init__(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor | None],  # (N, H), (V, H), (V,)
-        x: Tensor,  # (N, H) hidden states in the dtype of the products
+        inputs: HeadInputs,
+        factors: HeadInputs,  # the same in the dtype of the products
         rows: Tensor | None,  # (n,) the tokens of the chunks among the N; None: all
         wanted: Wanted,
         sum_dtype: torch.dtype,  # that dweight is summed in
         odds: OddsFactors | None,  # (n,) where the chunks are odds
     ) -> None:
-        self._inputs, self._x, self._odds = inputs, x, odds
-        self._rows, self._wanted, self._sum_dtype = rows, wanted, sum_dtype
-        self._dhidden = self._dweight = self._dbias = None
+        self._inputs, self._wanted, self._dbias = inputs, wanted, None
+        wide = accumulation_dtype(factors.hidden_states.dtype)
+        self._products = [
+            _Product(states, weight, x, rows, of_product, dtype, odds)
+            for (states, weight), (x, _), of_product, dtype in zip(
+                inputs.products(),
+                factors.products(),
+                wanted.of_products(),
+                (sum_dtype, wide),  # an adapter's is small
+                strict=False,  # there may be no adapter
+            )
+        ]
 
     def add(
         self,
-        x: Tensor,  # (C, H)
-        weight: Tensor,  # (V, H)
+        factors: HeadInputs,  # (C, K)
         dlogits: Tensor,  # (C, V), or odds
         chunk: slice,
     ) -> None:
-        """Add a chunk; x, weight and dlogits are in the dtype of the products."""
-        hidden_states, its_weight, _ = self._inputs
-        odds = None if self._odds is None else self._odds.of(chunk)
-        if self._wanted.hidden_states:
-            if self._dhidden is None:
-                # ignored tokens have zero gradients
-                make = torch.empty_like if self._rows is None else torch.zeros_like
-                self._dhidden = make(hidden_states, memory_format=torch.contiguous_format)
-            if self._rows is None:
-                _dhidden_product(self._dhidden[chunk], None, odds, dlogits, weight)
-            else:
-                _dhidden_product(self._dhidden, self._rows[chunk], odds, dlogits, weight)
-        if self._wanted.weight:
-            is_first = self._dweight is None
-            if self._dweight is None:
-                self._dweight = its_weight.new_empty(its_weight.shape, dtype=self._sum_dtype)
-            if odds is not None:
-                x = _scaled_rows(x, odds.factors)
-            product_(self._dweight, dlogits.t(), x, add=not is_first)
+        """Add a chunk; all in the dtype of the products."""
+        for product, (x, weight) in zip(self._products, factors.products(), strict=True):
+            product.add(x, weight, dlogits, chunk)
         if self._wanted.bias:
             # never odds: they are for heads without a bias
             summed = dlogits.sum(0, dtype=accumulation_dtype(dlogits.dtype))
@@ -88,31 +73,93 @@ class Gradients:
         """The gradients, None where not wanted, each in the dtype of its input; zero if no chunk
         was added.
         """
-        if self._dweight is not None and self._odds is not None:
-            from liger_patch.kernels.label_rows_triton import add_label_rows_
-
-            _, labels, label_gradients = self._odds
-            add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)
-        sums = self._dhidden, self._dweight, self._dbias
-        self._dhidden = self._dweight = self._dbias = None
+        sums = [total for product in self._products for total in product.finish()]
+        sums.insert(2, self._dbias)
+        sums += [None] * (len(self._wanted) - len(sums))
         finished = []
-        for value, total, wanted in zip(self._inputs, sums, self._wanted, strict=True):
-            if value is None or not wanted:
+        for i, wanted in enumerate(self._wanted):
+            value, total = self._inputs[i], sums[i]
+            sums[i] = None  # freed as the next one is converted
+            if not wanted or not isinstance(value, Tensor):
                 finished.append(None)
             else:
                 finished.append(torch.zeros_like(value) if total is None else total.to(value.dtype))
         return finished
 
 
-def _dhidden_product(
-    out: Tensor,  # (C, H), or (N, H) with rows
+class _Product:
+    """The gradients of ``states @ weight.T``."""
+
+    def __init__(
+        self,
+        states: Tensor,  # (N, K)
+        weight: Tensor | QuantizedWeight,  # (V, K)
+        x: Tensor,  # (N, K) states in the dtype of the products
+        rows: Tensor | None,  # (n,)
+        wanted: tuple[bool, bool],
+        sum_dtype: torch.dtype,
+        odds: OddsFactors | None,  # (n,)
+    ) -> None:
+        self._states, self._weight, self._x = states, weight, x
+        self._rows, self._wanted, self._sum_dtype, self._odds = rows, wanted, sum_dtype, odds
+        self._dstates = self._dweight = None
+
+    def add(
+        self,
+        x: Tensor,  # (C, K)
+        weight: Tensor | QuantizedWeight,  # (V, K)
+        dlogits: Tensor,  # (C, V), or odds
+        chunk: slice,
+    ) -> None:
+        wants_states, wants_weight = self._wanted
+        odds = None if self._odds is None else self._odds.of(chunk)
+        if wants_states:
+            if self._dstates is None:
+                # ignored tokens have zero gradients
+                make = torch.empty_like if self._rows is None else torch.zeros_like
+                self._dstates = make(self._states, memory_format=torch.contiguous_format)
+            if self._rows is None:
+                _dstates_product(self._dstates[chunk], None, odds, dlogits, weight)
+            else:
+                _dstates_product(self._dstates, self._rows[chunk], odds, dlogits, weight)
+        if wants_weight:
+            is_first = self._dweight is None
+            if self._dweight is None:
+                self._dweight = x.new_empty(self._weight.shape, dtype=self._sum_dtype)
+            if odds is not None:
+                x = _scaled_rows(x, odds.factors)
+            product_(self._dweight, dlogits.t(), x, add=not is_first)
+
+    def finish(self) -> list[Tensor | None]:
+        """The sums so far, which are given away."""
+        if self._dweight is not None and self._odds is not None:
+            from liger_patch.kernels.label_rows_triton import add_label_rows_
+
+            _, labels, label_gradients = self._odds
+            add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)
+        sums = [self._dstates, self._dweight]
+        self._dstates = self._dweight = None
+        return sums
+
+
+def _dstates_product(
+    out: Tensor,  # (C, K), or (N, K) with rows
     rows: Tensor | None,  # (C,) of out
     odds: OddsFactors | None,
     dlogits: Tensor,  # (C, V), or odds
-    weight: Tensor,  # (V, H)
+    weight: Tensor | QuantizedWeight,  # (V, K)
 ) -> None:
     """``out[rows] = dlogits @ weight``, rounded once where the device writes float32 products."""
-    if odds is not None:
+    if not isinstance(weight, Tensor):
+        wide_dtype = accumulation_dtype(dlogits.dtype)
+        wide = dlogits.new_empty(len(dlogits), weight.shape[1], dtype=wide_dtype)
+        for classes, part in weight_slices(weight):
+            product_(wide, dlogits[:, classes], part, add=classes.start > 0)
+        if rows is None:
+            out.copy_(wide)
+        else:
+            out.index_copy_(0, rows, wide.to(out.dtype))
+    elif odds is not None:
         from liger_patch.kernels.scale_triton import scale_rows
 
         slabs = chunk_bounds(len(dlogits), 4 * out.shape[1], SLAB_BYTES)
@@ -131,11 +178,12 @@ def _dhidden_product(
     elif rows is None:
         product_(out, dlogits, weight)
     else:
-        out.index_copy_(0, rows, torch.mm(dlogits, weight).to(out.dtype))
+        product = out.new_empty(len(dlogits), out.shape[1])
+        out.index_copy_(0, rows, product_(product, dlogits, weight))
 
 
 def _scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
-    """``factors[:, None] * x`` (C, H) in the dtype of x."""
+    """``factors[:, None] * x`` (C, K) in the dtype of x."""
     from liger_patch.kernels.scale_triton import scale_rows
 
     return scale_rows(x, factors, torch.empty_like(x))

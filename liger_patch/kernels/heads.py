@@ -2,19 +2,20 @@
 
 Where one kernel computes the odds of a chunk, the gradient is rows of odds times a factor each;
 elsewhere a product writes the logits and the rows' kernel turns them into their gradient in place.
-C: tokens of the chunk, N: of the batch, H: hidden size, V: vocabulary.
+C: tokens of the chunk, N: of the batch, V: vocabulary.
 """
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.cross_entropy import cross_entropy_rows
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.gradients import OddsFactors
+from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.products import logits_
 from liger_patch.kernels.supervised import Tokens
 
 
@@ -34,7 +35,7 @@ class Head(Protocol):
 
     def run(
         self,
-        x: Tensor,  # (C, H)
+        factors: HeadInputs,  # of the C tokens
         start: int,
         *,
         memory: Tensor | None,  # (C, V), to be overwritten
@@ -49,9 +50,7 @@ class Head(Protocol):
 
 
 def prepare_head(
-    x: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    factors: HeadInputs,  # in the dtype of the products
     tokens: Tokens,
     options: LossOptions,
 ) -> Head:
@@ -59,9 +58,9 @@ def prepare_head(
     if HAS_TRITON:
         from liger_patch.kernels.odds_head import OddsHead, serves_odds
 
-        if serves_odds(x, weight, bias, options):
-            return OddsHead(x, weight, tokens, options)
-    return LogitsHead(weight, bias, tokens, options)
+        if serves_odds(factors, options):
+            return OddsHead(factors, tokens, options)
+    return LogitsHead(factors, tokens, options)
 
 
 class LogitsHead:
@@ -70,20 +69,22 @@ class LogitsHead:
     counts_on_device = False
     odds: OddsFactors | None = None
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions
-    ) -> None:
-        self._weight, self._bias, self._tokens, self._options = weight, bias, tokens, options
-        self.losses = weight.new_empty(len(tokens.labels), dtype=accumulation_dtype(weight.dtype))
+    def __init__(self, factors: HeadInputs, tokens: Tokens, options: LossOptions) -> None:
+        self._tokens, self._options = tokens, options
+        x = factors.hidden_states
+        self.losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
 
     def run(
-        self, x: Tensor, start: int, *, memory: Tensor | None, row_scale: Tensor | None
+        self,
+        factors: HeadInputs,
+        start: int,
+        *,
+        memory: Tensor | None,
+        row_scale: Tensor | None,
     ) -> None:
-        if self._bias is None:
-            logits = torch.mm(x, self._weight.t(), out=memory)
-        else:
-            logits = torch.addmm(self._bias, x, self._weight.t(), out=memory)
-        chunk = slice(start, start + len(x))
+        assert memory is not None
+        logits = logits_(memory, factors)
+        chunk = slice(start, start + len(logits))
         self.losses[chunk] = cross_entropy_rows(
             logits,
             self._tokens.labels[chunk],

@@ -8,8 +8,10 @@ are dropped. For each chunk, where gradients are wanted in the forward pass:
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 so forward and backward cost three matrix products of 2 n H V operations, two with a frozen head,
-one without gradients. Extra memory: the gradients themselves and C * V logits. Rounding a 16-bit
-dW after each of many chunks would lose accuracy: see ``summed_chunk_bounds``.
+one without gradients. A low-rank adapter on the head adds its own thin products to each of them; a
+quantised weight is dequantised a slice of classes at a time, for each product. Extra memory: the
+gradients themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose
+accuracy: see ``summed_chunk_bounds``.
 
 The backward pass multiplies by the upstream gradient, and reads and writes nothing where that is 1.
 The chunks are computed again, with the upstream gradient in place, where it is not one number
@@ -21,6 +23,7 @@ forward pass: Liger-Kernel (arXiv:2410.10989).
 import math
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +38,8 @@ from liger_patch.kernels.chunks import (
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import refuse_second_derivative
-from liger_patch.kernels.gradients import Gradients, Wanted
+from liger_patch.kernels.gradients import Gradients
+from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
 from liger_patch.kernels.heads import prepare_head
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.scale import scale_
@@ -67,43 +71,40 @@ class _Problem:
         """Whether gradients can be computed now and scaled when the upstream one is known."""
         if not any(self.wanted) or self.dtype == torch.float16:
             return False
-        return self.reduction != "none" or not (self.wanted.weight or self.wanted.bias)
+        sums = self.wanted.weight or self.wanted.bias or self.wanted.low_rank_weight
+        return self.reduction != "none" or not sums
 
-    def rows_before_count(self, weight: Tensor) -> int:
+    def rows_before_count(self, weight: Tensor | QuantizedWeight) -> int:
         """Of the first chunk, where it runs before the number of supervised tokens is read."""
         return rows_before_count(len(self.tokens.labels), self._row_bytes(weight), self.chunk_bytes)
 
     def bounds(
-        self, n: int, weight: Tensor, wanted: Wanted, *, first: int
+        self, n: int, weight: Tensor | QuantizedWeight, wanted: Wanted, *, first: int
     ) -> tuple[list[tuple[int, int]], torch.dtype]:
         """(start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
         row_bytes = self._row_bytes(weight)
         wide = accumulation_dtype(self.dtype)
-        if not wanted.weight or weight.dtype.itemsize >= wide.itemsize:
+        if (
+            not (wanted.weight and isinstance(weight, Tensor))
+            or weight.dtype.itemsize >= wide.itemsize
+        ):
             return chunk_bounds(n, row_bytes, self.chunk_bytes, first=first), weight.dtype
         wide_bytes = weight.numel() * wide.itemsize
         bounds, widen = summed_chunk_bounds(n, row_bytes, self.chunk_bytes, wide_bytes, first=first)
         return bounds, wide if widen else weight.dtype
 
-    def _row_bytes(self, weight: Tensor) -> int:
+    def _row_bytes(self, weight: Tensor | QuantizedWeight) -> int:
         return _row_elements(weight) * self.dtype.itemsize
 
 
-def _row_elements(weight: Tensor) -> int:
+def _row_elements(weight: Tensor | QuantizedWeight) -> int:
     """Elements from one row of logits to the next."""
     return -(-weight.shape[0] // ALIGNED_V) * ALIGNED_V
 
 
-def _converted(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of the products in their dtype."""
-    return hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
 def _run_chunks(
     problem: _Problem,
-    inputs: tuple[Tensor, Tensor, Tensor | None],
+    inputs: HeadInputs,
     row_scale: Tensor,  # (N,) in the order of the tokens
     wanted: Wanted,
     supervised: Supervised | None = None,
@@ -113,60 +114,66 @@ def _run_chunks(
     Where the head counts on the device, the first chunk is launched before the count is
     read: until the host knows it, the device has work.
     """
-    x, weight, bias = _converted(*inputs, problem.dtype)
-    head = prepare_head(x, weight, bias, problem.tokens, problem.options)
+    factors = inputs.to(problem.dtype)
+    weight, vocab_size = inputs.weight, inputs.weight.shape[0]
+    head = prepare_head(factors, problem.tokens, problem.options)
     takes_memory = any(wanted) or not head.counts_on_device
     scale = row_scale if any(wanted) else None
 
     def logits_memory(tokens: int) -> Tensor | None:
         if not takes_memory:
             return None
-        return x.new_empty(tokens, _row_elements(weight))[:, : weight.shape[0]]
+        return factors.hidden_states.new_empty(tokens, _row_elements(weight))[:, :vocab_size]
 
-    memory = first_x = None
-    first = problem.rows_before_count(inputs[1]) if head.counts_on_device else 0
+    memory = early = None
+    first = problem.rows_before_count(weight) if head.counts_on_device else 0
     if supervised is None and first:
         memory = logits_memory(first)
-        first_x = x.index_select(0, problem.tokens.rows[:first])
-        head.run(first_x, 0, memory=memory, row_scale=scale)
+        early = factors.of(problem.tokens.rows[:first])
+        head.run(early, 0, memory=memory, row_scale=scale)
     if supervised is None:
         supervised = problem.tokens.read()
     n, rows = len(supervised.labels), supervised.rows
-    bounds, sum_dtype = problem.bounds(n, inputs[1], wanted, first=first)
+    bounds, sum_dtype = problem.bounds(n, weight, wanted, first=first)
     if memory is None and bounds:
         memory = logits_memory(bounds[0][1])
     odds = None if head.odds is None else head.odds.of(slice(n))
-    gradients = Gradients(inputs, x, rows, wanted, sum_dtype, odds)
+    gradients = Gradients(inputs, factors, rows, wanted, sum_dtype, odds)
     for start, stop in bounds:
         chunk = slice(start, stop)
         memory_c = None if memory is None else memory[: stop - start]
-        has_run = first_x is not None
+        has_run = early is not None
         if rows is None:
-            x_c = x[chunk]
+            factors_c = factors.of(chunk)
+        elif early is None:
+            factors_c = factors.of(rows[chunk])
         else:
-            x_c = x.index_select(0, rows[chunk]) if first_x is None else first_x[: stop - start]
-        first_x = None
+            factors_c = early.of(slice(stop))
+        early = None
         if not has_run:
-            head.run(x_c, start, memory=memory_c, row_scale=scale)
+            head.run(factors_c, start, memory=memory_c, row_scale=scale)
         if memory_c is not None and any(wanted):
-            gradients.add(x_c, weight, memory_c, chunk)
-    memory = memory_c = x_c = None  # freed before a float32 dweight is rounded
+            gradients.add(factors_c, memory_c, chunk)
+    memory = memory_c = factors_c = None  # freed before a float32 dweight is rounded
     return head.losses[:n], supervised, gradients.finish()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, problem: _Problem
-    ) -> Tensor:
-        wanted = problem.wanted if problem.gradients_in_forward else Wanted(False, False, False)
-        inputs = (hidden_states, weight, bias)
-        with torch.autocast(weight.device.type, enabled=False):
-            losses, supervised, gradients = _run_chunks(problem, inputs, problem.factors, wanted)
+    def forward(ctx, problem: _Problem, *inputs: Any) -> Tensor:
+        wanted = problem.wanted if problem.gradients_in_forward else Wanted()
+        head_inputs = HeadInputs(*inputs)
+        device_type = head_inputs.hidden_states.device.type
+        with torch.autocast(device_type, enabled=False):
+            losses, supervised, gradients = _run_chunks(
+                problem, head_inputs, problem.factors, wanted
+            )
             losses = losses * problem.factors[: len(losses)]
         ctx.problem, ctx.supervised = problem, supervised
         ctx.gradients = gradients if problem.gradients_in_forward else None
-        ctx.save_for_backward(*inputs)
+        # what is no tensor needs no saving: a quantised weight
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in inputs))
         return supervised.scatter(losses) if problem.reduction == "none" else losses.sum()
 
     @staticmethod
@@ -180,26 +187,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:
             factors = problem.factors[: len(supervised.labels)]
             row_scale = factors * (supervised.gather(grad_output) if per_token else grad_output)
+            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+            inputs = HeadInputs(*(other if saved is None else saved for saved, other in pairs))
             with torch.autocast(grad_output.device.type, enabled=False):
-                *_, gradients = _run_chunks(
-                    problem, ctx.saved_tensors, row_scale, problem.wanted, supervised
-                )
+                *_, gradients = _run_chunks(problem, inputs, row_scale, problem.wanted, supervised)
         elif per_token:
             # through the supervised rows: 0 * inf of an ignored token would be nan
             upstream = supervised.scatter(supervised.gather(grad_output))
-            gradients[0].mul_(upstream[:, None])
+            for each in gradients:
+                if each is not None:
+                    each.mul_(upstream[:, None])
         else:
             scale_([each for each in gradients if each is not None], grad_output)
-        return *gradients, None
+        return None, *gradients
 
 
 @runs_eagerly
 def linear_cross_entropy(
     hidden_states: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
+    weight: Tensor | QuantizedWeight,  # (V, H)
     labels: Tensor,  # (N,)
     *,
     bias: Tensor | None = None,  # (V,)
+    low_rank: tuple[Tensor, Tensor] | None = None,  # (N, R), (V, R)
     ignore_index: int = -100,
     reduction: str = "mean",
     softcap: float | None = None,
@@ -220,9 +230,12 @@ def linear_cross_entropy(
 
     Args:
         hidden_states: (N, H).
-        weight: (V, H), on the same device.
+        weight: (V, H), on the same device. A ``QuantizedWeight`` has no gradient and is dequantised
+            64 MiB at a time.
         labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
         bias: (V,), added to the logits.
+        low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter (LoRA) on the
+            head. Of any floating dtype; the product is computed in that of the others.
         reduction: "mean", "sum" or "none".
         softcap: logits become ``softcap * tanh(logits / softcap)``, after ``logit_scale``.
         logit_scale: factor on the logits.
@@ -249,12 +262,14 @@ def linear_cross_entropy(
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
     hidden_size = hidden_states.shape[1]
-    if weight.dim() != 2 or weight.shape[1] != hidden_size or not weight.shape[0]:
+    if len(weight.shape) != 2 or weight.shape[1] != hidden_size or not weight.shape[0]:
         raise ValueError(f"weight must have shape (V, {hidden_size}), got {tuple(weight.shape)}")
     vocab_size, device = weight.shape[0], hidden_states.device
     if bias is not None and tuple(bias.shape) != (vocab_size,):
         raise ValueError(f"bias must have shape ({vocab_size},), got {tuple(bias.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    low_rank_states, low_rank_weight = _checked_low_rank(low_rank, len(hidden_states), vocab_size)
+    inputs = HeadInputs(hidden_states, weight, bias, low_rank_states, low_rank_weight)
+    for name, tensor in inputs._asdict().items():
         if tensor is not None and tensor.device != device:
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
@@ -282,10 +297,7 @@ def linear_cross_entropy(
         num_items_in_batch=num_items_in_batch,
         dtype=accumulation_dtype(dtype),
     )
-    inputs = (hidden_states, weight, bias)
-    wanted = Wanted(
-        *(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    )
+    wanted = Wanted.by(inputs)
     problem = _Problem(
         tokens,
         factors.contiguous() if token_weight is None else factors.index_select(0, tokens.rows),
@@ -295,16 +307,37 @@ def linear_cross_entropy(
         int((chunk_mib or default_chunk_mib(wanted.weight)) * MIB),
         wanted,
     )
-    return _LinearCrossEntropy.apply(*inputs, problem)
+    return _LinearCrossEntropy.apply(problem, *inputs)
 
 
-def _product_dtype(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+def _checked_low_rank(
+    low_rank: tuple[Tensor, Tensor] | None, tokens: int, vocab_size: int
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if low_rank is None:
+        return None, None
+    states, weight = low_rank
+    if states.dim() != 2 or len(states) != tokens or not states.shape[1]:
+        raise ValueError(f"low_rank[0] must have shape ({tokens}, R), got {tuple(states.shape)}")
+    if tuple(weight.shape) != (vocab_size, states.shape[1]):
+        raise ValueError(
+            f"low_rank[1] must have shape ({vocab_size}, {states.shape[1]}), "
+            f"got {tuple(weight.shape)}"
+        )
+    for i, tensor in enumerate(low_rank):
+        if not tensor.is_floating_point():
+            raise ValueError(f"low_rank[{i}] must be a floating-point tensor, got {tensor.dtype}")
+    return states, weight
+
+
+def _product_dtype(
+    hidden_states: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None
+) -> torch.dtype:
     """The dtype that ``torch.nn.functional.linear`` would compute in, now."""
     inputs = {"hidden_states": hidden_states, "weight": weight} | (
         {} if bias is None else {"bias": bias}
     )
     for name, tensor in inputs.items():
-        if not tensor.is_floating_point():
+        if not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
     dtypes = {name: tensor.dtype for name, tensor in inputs.items()}
     device_type = hidden_states.device.type

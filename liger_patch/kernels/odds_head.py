@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.gradients import OddsFactors
+from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.odds_triton import _finish_kernel, _label_logit_kernel, _odds_kernel
 from liger_patch.kernels.supervised import Tokens
@@ -30,38 +31,44 @@ TILES: dict[str, Any] = {
     "num_warps": 4,
     "num_stages": 3,
 }
+WITH_ADAPTER = {"num_stages": 2}  # its tiles take the place of a stage in shared memory
 PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other multiplies
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
+MAX_RANK = 64  # of an adapter: two programs' tiles still fit a processor's shared memory
 ALIGNED = 32  # float32 numbers, 128 bytes
 
 
-def serves_odds(
-    x: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,
-    options: LossOptions,
-) -> bool:
-    """Whether this form computes the odds of such inputs: bf16 on Hopper, without bias and label
-    smoothing, in rows that the tensor memory accelerator takes.
+def serves_odds(factors: HeadInputs, options: LossOptions) -> bool:
+    """Whether this form computes the odds of such inputs: bf16 on Hopper, a plain weight, without
+    bias and label smoothing, an adapter's rank of up to MAX_RANK, all in rows that the tensor
+    memory accelerator takes.
 
     float16 could not hold odds, and other GPUs have the products and the rows' kernel.
     """
+    x, weight, bias, low_rank, low_rank_weight = factors
     return (
         TensorDescriptor is not None
         and x.dtype == torch.bfloat16
         and _is_hopper(x.device)
+        and isinstance(weight, Tensor)
         and bias is None
         and options.label_smoothing == 0.0
-        and x.shape[1] % 8 == 0
         and all(
-            t.stride(1) == 1
-            and t.stride(0) >= t.shape[1]
-            and t.stride(0) % 8 == 0
-            and t.data_ptr() % 16 == 0
-            for t in (x, weight)
+            _fits_descriptor(t) for t in (x, weight, low_rank, low_rank_weight) if t is not None
         )
+        and (low_rank is None or low_rank.shape[1] <= MAX_RANK)
+    )
+
+
+def _fits_descriptor(matrix: Tensor) -> bool:
+    return (
+        matrix.shape[1] % 8 == 0
+        and matrix.stride(1) == 1
+        and matrix.stride(0) >= matrix.shape[1]
+        and matrix.stride(0) % 8 == 0
+        and matrix.data_ptr() % 16 == 0
     )
 
 
@@ -79,25 +86,26 @@ class OddsHead:
 
     counts_on_device = True
 
-    def __init__(
-        self,
-        x: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        tokens: Tokens,
-        options: LossOptions,
-    ) -> None:
+    def __init__(self, factors: HeadInputs, tokens: Tokens, options: LossOptions) -> None:
+        x, weight, _, low_rank, low_rank_weight = factors
+        assert isinstance(weight, Tensor)
         count, device = len(tokens.labels), x.device
         class_weight = options.class_weight
         count, device = len(tokens.labels), x.device
-        self._weight, self._tokens, self._options = weight, tokens, options
+        self._tokens, self._options = tokens, options
+        self._vocab_size = weight.shape[0]
         self._class_weight = class_weight if class_weight is None else class_weight.contiguous()
         self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
+        self._low_rank_weight_tiles = None
+        if low_rank_weight is not None:
+            rank = _rank_tile(low_rank_weight)
+            self._low_rank_weight_tiles = _tiles(low_rank_weight, TILE_V, rank)
         self._overflow = torch.zeros((), dtype=torch.int32, device=device)
         # rows that begin aligned, whatever their number: Triton compiles anew for others
         per_token = x.new_empty(6, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)[:, :count]
-        self.losses, factors, label_gradients, *rest = per_token.unbind()
+        self.losses, scales, label_gradients, *rest = per_token.unbind()
         self._label_logits, self._label_z, self._reference = rest
-        self._factors = OddsFactors(factors, tokens.labels, label_gradients)
+        self._factors = OddsFactors(scales, tokens.labels, label_gradients)
         self.odds: OddsFactors | None = self._factors
         if count:
             with torch.cuda.device_of(x):
@@ -107,12 +115,17 @@ class OddsHead:
                     tokens.rows,
                     weight,
                     weight.stride(0),
+                    low_rank,
+                    None if low_rank is None else low_rank.stride(0),
+                    low_rank_weight,
+                    None if low_rank_weight is None else low_rank_weight.stride(0),
                     tokens.labels,
                     tokens.counts,
                     self._label_logits,
                     self._label_z,
                     self._reference,
                     x.shape[1],
+                    None if low_rank is None else low_rank.shape[1],
                     weight.shape[0],
                     options.softcap,
                     options.logit_scale,
@@ -121,21 +134,25 @@ class OddsHead:
 
     def run(
         self,
-        x: Tensor,  # (C, H)
+        factors: HeadInputs,  # of the C tokens
         start: int,
         *,
         memory: Tensor | None,  # (C, V)
         row_scale: Tensor | None,  # (N,) float32
     ) -> None:
+        x, low_rank = factors.hidden_states, factors.low_rank
         rows, hidden_size = x.shape
         options = self._options
-        vocab_size, device = self._weight.shape[0], x.device
+        vocab_size, device = self._vocab_size, x.device
         chunk, counts = slice(start, start + rows), self._tokens.counts
         labels, reference = self._tokens.labels[chunk], self._reference[chunk]
         v_tiles = -(-vocab_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
         partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
+        low_rank_tiles = None
+        if low_rank is not None:
+            low_rank_tiles = _tiles(low_rank, TILE_ROWS, _rank_tile(low_rank))
         odds_tiles = None
         if row_scale is not None and memory is not None:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // 2)
@@ -145,6 +162,8 @@ class OddsHead:
                 _odds_kernel[(min(tiles, PROGRAMS * _processors(device)),)](
                     x_tiles,
                     self._weight_tiles,
+                    low_rank_tiles,
+                    self._low_rank_weight_tiles,
                     odds_tiles,
                     labels,
                     reference,
@@ -158,7 +177,7 @@ class OddsHead:
                     options.softcap,
                     options.logit_scale,
                     **again,
-                    **_tile_constants(hidden_size),
+                    **_tile_constants(hidden_size, low_rank is not None),
                 )
                 _finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
                     partial,
@@ -185,15 +204,21 @@ class OddsHead:
                 )
 
 
+def _rank_tile(low_rank: Tensor) -> int:
+    """Columns of a tile that holds them all."""
+    return max(16, 1 << (low_rank.shape[1] - 1).bit_length())
+
+
 def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
     """Descriptor of a matrix in tiles of a shape."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns])  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @functools.cache
-def _tile_constants(hidden_size: int) -> dict[str, Any]:
+def _tile_constants(hidden_size: int, has_adapter: bool) -> dict[str, Any]:
     fitting = max(1, min(MAX_GROUPED_TILES, GROUPED_COLUMNS // hidden_size))
-    return TILES | {"GROUPED_TILES": 1 << (fitting - 1).bit_length()}
+    constants = TILES | {"GROUPED_TILES": 1 << (fitting - 1).bit_length()}
+    return constants | (WITH_ADAPTER if has_adapter else {})
 
 
 @functools.cache

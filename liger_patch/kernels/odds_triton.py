@@ -15,9 +15,9 @@ to 16 bits.
 Where a token's loss exceeds 60 nats, its odds might overflow: then the device, unasked by the host,
 computes the chunk again, against each row's largest logit.
 
-C: rows, H: hidden size, V: vocabulary, T: tiles of TILE_V columns. Extra memory: 2 C T floats. The
-idea that a row needs no maximum if another reference is at hand follows Milakov and
-Gimelshein (arXiv:1805.02867), the label in place of the maximum.
+C: rows, H: hidden size, R: rank of an adapter on the head, V: vocabulary, T: tiles of TILE_V
+columns. Extra memory: 2 C T floats. The idea that a row needs no maximum if another reference is at
+hand follows Milakov and Gimelshein (arXiv:1805.02867), the label in place of the maximum.
 """
 
 import math
@@ -48,18 +48,36 @@ def _z_and_slope(x, logit_scale, softcap):
 
 
 @triton.jit
+def _products(a_ptr, b_ptr, size, BLOCK: tl.constexpr):
+    """Sums of the products of two rows, for each place of a block."""
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        mask = start + columns < size
+        a = tl.load(a_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        total += a * b
+    return total
+
+
+@triton.jit
 def _label_logit_kernel(
     x_ptr,  # (N, H)
     x_stride,
     rows_ptr,  # (N,) of x for each token
     weight_ptr,  # (V, H)
     weight_stride,
+    low_rank_ptr,  # (N, R) or None
+    low_rank_stride,
+    low_rank_weight_ptr,  # (V, R) or None
+    low_rank_weight_stride,
     labels_ptr,  # (N,)
     counts_ptr,  # (1,) supervised tokens
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
     reference_ptr,  # (N,) the same
     hidden_size,
+    rank,
     vocab_size,
     softcap,  # None for none
     logit_scale,
@@ -71,16 +89,14 @@ def _label_logit_kernel(
     if (token >= tl.load(counts_ptr)) | (label < 0) | (label >= vocab_size):
         return
     row = tl.load(rows_ptr + token)
-    x_ptr += row * x_stride
-    weight_ptr += label * weight_stride
-    columns = tl.arange(0, BLOCK_H)
-    dot = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for start in range(0, hidden_size, BLOCK_H):
-        mask = start + columns < hidden_size
-        x = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(weight_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        dot += x * w
-    logit = tl.sum(dot, axis=0)
+    products = _products(
+        x_ptr + row * x_stride, weight_ptr + label * weight_stride, hidden_size, BLOCK_H
+    )
+    if low_rank_ptr is not None:
+        low_rank_ptr += row * low_rank_stride
+        low_rank_weight_ptr += label * low_rank_weight_stride
+        products += _products(low_rank_ptr, low_rank_weight_ptr, rank, BLOCK_H)
+    logit = tl.sum(products, axis=0)
     z, _ = _z_and_slope(logit, logit_scale, softcap)
     tl.store(label_logit_ptr + token, logit)
     tl.store(label_z_ptr + token, z)
@@ -118,6 +134,8 @@ def _write_odds(
 def _odds_kernel(
     x,  # descriptor of (C, H)
     weight,  # descriptor of (V, H)
+    low_rank,  # descriptor of (C, R), all of R a tile; None for none
+    low_rank_weight,  # descriptor of (V, R)
     odds,  # descriptor of (C, V); None: sums and maxima only
     labels_ptr,  # (C,)
     reference_ptr,  # (C,)
@@ -157,6 +175,9 @@ def _odds_kernel(
             x_tile = x.load([row_start, step * TILE_H])
             weight_tile = weight.load([v_start, step * TILE_H])
             logits = tl.dot(x_tile, weight_tile.T, logits)
+        if low_rank is not None:
+            low_rank_tile = low_rank.load([row_start, 0])
+            logits = tl.dot(low_rank_tile, low_rank_weight.load([v_start, 0]).T, logits)
 
         row = row_start + tl.arange(0, TILE_ROWS)
         is_row = row < count

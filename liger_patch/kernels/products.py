@@ -5,6 +5,8 @@ bf16).
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.head_inputs import HeadInputs, weight_slices
+
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 
 
@@ -26,3 +28,17 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
 def _writes_float32(a: Tensor) -> bool:
     # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA devices only
     return a.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype_out")
+
+
+def logits_(out: Tensor, factors: HeadInputs) -> Tensor:
+    """``out`` (C, V) becomes the logits of the C tokens; all of one dtype."""
+    (x, weight), *others = factors.products()
+    for classes, part in weight_slices(weight):
+        if factors.bias is None:
+            torch.mm(x, part.t(), out=out[:, classes])
+        else:
+            torch.addmm(factors.bias[classes], x, part.t(), out=out[:, classes])
+    for x, weight in others:
+        for classes, part in weight_slices(weight):
+            product_(out[:, classes], x, part.t(), add=True)
+    return out

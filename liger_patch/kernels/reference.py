@@ -62,14 +62,18 @@ def linear_cross_entropy(
     labels: Tensor,  # (N,)
     *,
     bias: Tensor | None = None,  # (V,)
+    low_rank: tuple[Tensor, Tensor] | None = None,  # (N, R), (V, R)
     reduction: str = "mean",
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
     options: LossOptions | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden_states, weight, bias), labels)``."""
+    """``cross_entropy(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
+    logits = torch.nn.functional.linear(hidden_states, weight, bias)
+    if low_rank is not None:
+        logits = logits + torch.nn.functional.linear(*low_rank)
     return cross_entropy(
-        torch.nn.functional.linear(hidden_states, weight, bias),
+        logits,
         labels,
         reduction=reduction,
         token_weight=token_weight,

@@ -133,11 +133,14 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
     if target != FULL or kernels.TensorDescriptor is None:
         return
-    for softcap, writes, again in itertools.product((0, 1), repeat=3):
+    for softcap, writes, again, rank in itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64)):
         half = kernels.TILE_V // 2
+        low_rank = [f"tensordesc<bf16[{n},{rank}]>" for n in (kernels.TILE_ROWS, kernels.TILE_V)]
         yield (
-            f"{softcap}{writes}{again}",
+            f"{softcap}{writes}{again}-{rank}",
             {
+                "low_rank": low_rank[0] if rank else None,
+                "low_rank_weight": low_rank[1] if rank else None,
                 "x": f"tensordesc<bf16[{kernels.TILE_ROWS},{kernels.TILE_H}]>",
                 "weight": f"tensordesc<bf16[{kernels.TILE_V},{kernels.TILE_H}]>",
                 "odds": f"tensordesc<bf16[{kernels.TILE_ROWS},{half}]>" if writes else None,
@@ -165,10 +168,15 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import odds_head as kernels
 
-    for softcap in (0, 1):
+    for softcap, rank in itertools.product((0, 1), repeat=2):
         yield (
-            f"{softcap}",
+            f"{softcap}{rank}",
             {
+                "low_rank_ptr": "*bf16" if rank else None,
+                "low_rank_stride": "i32" if rank else None,
+                "low_rank_weight_ptr": "*bf16" if rank else None,
+                "low_rank_weight_stride": "i32" if rank else None,
+                "rank": "i32" if rank else None,
                 "x_ptr": "*bf16",
                 "x_stride": "i32",
                 "rows_ptr": "*i64",

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 pytest.importorskip("triton")
 
 from liger_patch.kernels import odds_head
+from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.loss_options import LossOptions
 
@@ -89,6 +90,16 @@ def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, 
     if reduction == "none":
         upstream = torch.arange(len(labels), device=device) - 3.0
     check_linear(inputs, labels, upstream=upstream, frozen=frozen, reduction=reduction)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 24, 64])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden_states", "weight")], ids=str)
+def test_an_adapter_of_any_rank(rank, frozen, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 150, rank=rank)
+    options = filled(SERVED["everything"], len(labels), 131, device)
+    check_linear(inputs, labels, frozen=frozen, **options)
+    check_linear(inputs, labels, frozen=frozen, chunk_mib=chunk_mib(40, 131, dtype))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +314,7 @@ def test_what_is_served(change, served):
         weight = weight.t().contiguous().t()
     bias = weight[:, 0].contiguous() if how["bias"] else None
     options = LossOptions(label_smoothing=how["label_smoothing"])
-    assert odds_head.serves_odds(hidden_states, weight, bias, options) is served
+    assert odds_head.serves_odds(HeadInputs(hidden_states, weight, bias), options) is served
 
 
 @pytest.mark.gpu

@@ -1,0 +1,136 @@
+"""Heads of more than one plain product: an adapter's beside it, a weight that is read in parts."""
+
+import pytest
+import torch
+from three_ways import (
+    LOW_DTYPES,
+    OPTIONS,
+    check_linear,
+    chunk_mib,
+    filled,
+    linear_inputs,
+    loss_and_gradients,
+)
+from torch import Tensor
+
+from liger_patch.kernels import head_inputs
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class InParts:
+    """A weight as a quantised one is read; counts the rows that it has given."""
+
+    requires_grad = False
+
+    def __init__(self, weight: Tensor, row_multiple: int = 1) -> None:
+        self.stored, self.row_multiple = weight, row_multiple
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.largest = 0
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        assert start % self.row_multiple == 0
+        self.largest = max(self.largest, stop - start)
+        return self.stored[start:stop].clone()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
+def test_adapter_with_every_option(options, dtype, device):
+    inputs, labels = linear_inputs(dtype, device, bias=True, rank=4)
+    options = filled(options, len(labels), 131, device)
+    check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("weight",),
+        ("hidden_states", "weight"),
+        ("weight", "low_rank"),
+        ("weight", "low_rank", "low_rank_weight"),
+        ("low_rank", "low_rank_weight"),
+    ],
+    ids=str,
+)
+def test_adapter_with_every_reduction(reduction, frozen, device):
+    inputs, labels = linear_inputs(torch.float32, device, rank=3)
+    upstream = torch.tensor(-1.7, device=device)
+    if reduction == "none":
+        upstream = torch.arange(len(labels), device=device) - 3.0
+    check_linear(inputs, labels, upstream=upstream, frozen=frozen, reduction=reduction)
+
+
+def test_adapter_in_float32_beside_a_bf16_head(device):
+    """As PEFT keeps it: each gradient comes in its input's own dtype."""
+    inputs, labels = linear_inputs(torch.bfloat16, device, 64, rank=8)
+    inputs |= {name: inputs[name].float() for name in ("low_rank", "low_rank_weight")}
+
+    def ours(hidden_states, weight, low_rank, low_rank_weight):
+        pair = (low_rank, low_rank_weight)
+        return linear_cross_entropy(hidden_states, weight, labels, low_rank=pair)
+
+    def eager(hidden_states, weight, low_rank, low_rank_weight):
+        logits = hidden_states @ weight.t() + low_rank @ low_rank_weight.t()
+        return torch.nn.functional.cross_entropy(logits.to(hidden_states.dtype).float(), labels)
+
+    truth = loss_and_gradients(eager, {name: value.double() for name, value in inputs.items()})
+    plain, fused = (loss_and_gradients(loss, inputs, frozen=("weight",)) for loss in (eager, ours))
+    for name, value in fused.items():
+        if value is None or truth[name] is None:
+            assert name == "weight"
+            continue
+        assert value.dtype == plain[name].dtype
+        off, eagers = ((v.double() - truth[name]).norm() for v in (value, plain[name]))
+        assert off <= 2 * eagers + torch.finfo(torch.bfloat16).eps * truth[name].norm() / 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
+def test_weight_in_parts_is_as_exact(dtype, reduction, rank, bias, device, monkeypatch):
+    monkeypatch.setattr(head_inputs, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
+    inputs, labels = linear_inputs(dtype, device, bias=bias, rank=rank)
+    in_parts = InParts(inputs["weight"], row_multiple=16)
+    calls = []
+
+    def replaced(*args, **how):
+        calls.append(args)
+        return linear_cross_entropy(how.pop("hidden_states"), in_parts, **how)
+
+    monkeypatch.setattr("three_ways.linear_cross_entropy", lambda weight, **how: replaced(**how))
+    upstream = torch.arange(len(labels), device=device) - 3.0 if reduction == "none" else None
+    budget = chunk_mib(5, 131, dtype)
+    how = {"upstream": upstream, "chunk_mib": budget, "reduction": reduction}
+    check_linear(inputs, labels, frozen=("weight",), **how)
+    assert calls
+    assert in_parts.largest == 32  # the whole multiples in the slice's bytes
+
+
+def test_weight_in_parts_takes_a_second_backward(device):
+    inputs, labels = linear_inputs(torch.float32, device)
+    hidden_states = inputs["hidden_states"].requires_grad_()
+    loss = linear_cross_entropy(hidden_states, InParts(inputs["weight"]), labels)
+    first = torch.autograd.grad(loss, hidden_states, retain_graph=True)
+    second = torch.autograd.grad(loss, hidden_states)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: (12,)}, r"low_rank\[0\] must have shape \(12, R\), got \(12,\)"),
+        ({0: (11, 4)}, r"low_rank\[0\] must have shape \(12, R\), got \(11, 4\)"),
+        ({1: (131, 5)}, r"low_rank\[1\] must have shape \(131, 4\), got \(131, 5\)"),
+        ({1: (4, 131)}, r"low_rank\[1\] must have shape \(131, 4\), got \(4, 131\)"),
+    ],
+    ids=str,
+)
+def test_adapters_that_do_not_fit_are_named(change, message, device):
+    inputs, labels = linear_inputs(torch.float32, device, rank=4)
+    pair = [inputs.pop("low_rank"), inputs.pop("low_rank_weight")]
+    for place, shape in change.items():
+        pair[place] = torch.zeros(shape, device=device)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**inputs, labels=labels, low_rank=tuple(pair))
