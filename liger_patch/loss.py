@@ -102,7 +102,7 @@ class ForwardPass:
 
     Attributes:
         record: of the model.
-        head_name: class of the output embedding, for messages.
+        head_name: the output embedding, for messages.
         unfused: why the logits of this forward pass are not deferred, None where they are.
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
@@ -162,7 +162,9 @@ class ForwardPass:
         """The logits are a tensor subclass that only Transformers' own loss can take."""
         if self.record.settings.changes_loss:
             raise ValueError(f"{self.record.settings} cannot be applied to logits of type {kind}")
-        self.record.fall_back(self.unfused or f"the logits are of type {kind}")
+        self.record.fall_back(
+            self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
+        )
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         parts = self._fusable(logits, labels, vocab_size, **options)
@@ -184,7 +186,10 @@ class ForwardPass:
             self.record.fall_back(self.unfused)
             return None
         if self.read_by is not None:
-            self.record.fall_back(f"the logits were read by {self.read_by} before the loss")
+            self.record.fall_back(
+                f"the logits of the head ({self.head_name}) were read by {self.read_by} before the "
+                "loss"
+            )
             return None
         if not isinstance(logits, DeferredLogits):
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")

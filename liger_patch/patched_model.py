@@ -129,7 +129,7 @@ def _forward_with_loss(
     transformed = torch._C._are_functorch_transforms_active()
     if transformed:
         unfused = "torch.func transforms the forward pass"
-    forward_pass = ForwardPass(record, class_name(head), unfused)
+    forward_pass = ForwardPass(record, _description(head), unfused)
     with ExitStack() as stack:
         if not torch.compiler.is_compiling():  # Dynamo knows no locks
             # the head's forward and the loss function are replaced for one forward pass at a time
@@ -150,6 +150,14 @@ def _forward_with_loss(
 def class_name(head: nn.Module | None) -> str:
     """Module and name of a head's class: that of PEFT's Linear is not torch's."""
     return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
+def _description(head: nn.Module | None) -> str:
+    """The head's class, and the kind of its weight where that is no plain tensor."""
+    weight = None if head is None else dict(head.named_parameters(recurse=False)).get("weight")
+    if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
+        return class_name(head)
+    return f"{class_name(head)} with a weight of type {type(weight).__name__}"
 
 
 def _note_own_loss(

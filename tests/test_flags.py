@@ -132,13 +132,14 @@ def indexing_hook(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda head, args, logits: logits.flip(0))
 
 
+READ = r"the logits of the head \(\S+\) were read by \S+ before the loss"
 FALLBACKS = {
     own_module: r"the head \(\S*\bProjection\) computes its logits itself",
-    own_forward: r"the logits were read by \S+ before the loss",
-    tensor_subclass: r"the logits are of type Subclass",
-    reading_hook: r"the logits were read by \S+ before the loss",
-    normalising_hook: r"the logits were read by \S+ before the loss",
-    indexing_hook: r"the logits were read by \S+ before the loss",
+    own_forward: READ,
+    tensor_subclass: r"the head \(\S*\bLinear with .* Subclass\) returns logits of type Subclass",
+    reading_hook: READ,
+    normalising_hook: READ,
+    indexing_hook: READ,
 }
 
 

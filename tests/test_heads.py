@@ -1,0 +1,301 @@
+"""Heads of any kind: fused where they multiply by a plain weight, otherwise ordinary, and named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.nn.functional import linear
+from torch.nn.utils import parametrizations, prune
+from training_step import call, patched, step, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred import DeferredLogits
+
+(LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
+H = 32
+Head = nn.Module
+
+
+def model_with(change: Callable[[nn.Linear], Head | None]) -> PreTrainedModel:
+    """A float64 model whose head was changed in place, or is what ``change`` returns."""
+    model = widened(tiny_model(LLAMA))
+    torch.manual_seed(1)
+    changed = change(model.lm_head)
+    if changed is not None:
+        model.lm_head = changed.double()
+    return model
+
+
+def assert_falls_back(model: PreTrainedModel, *reasons: str) -> None:
+    """With one warning, which names the head; loss, gradients and logits are eager's."""
+    batch = tiny_batch(model)
+    truth, logits = step(model, batch), call(model, batch).logits
+    with patched(model):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = step(model, batch)
+            again = step(model, batch)
+            assert torch.equal(call(model, batch).logits, logits)
+        (message,) = [str(w.message) for w in caught if "liger_patch" in str(w.message)]
+        assert patch_status(model).fused is False
+        assert patch_status(model).reason in message
+    for reason in (type(model.lm_head).__name__, *reasons):
+        assert reason in message
+    assert_no_worse(ours, truth, truth, torch.float32)
+    assert_no_worse(again, truth, truth, torch.float32)
+
+
+def assert_fused(model: PreTrainedModel) -> None:
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    with patched(model):
+        ours = step(model, batch)
+        assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+class CastOutput(nn.Sequential):
+    """As recipes for training in 8 bits wrap the head."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).float()
+
+
+class Packed(nn.Module):
+    """As GPTQ's and AWQ's layers are: two 4-bit numbers a byte, scales, and no ``weight``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        scales = weight.abs().amax(1, keepdim=True) / 7
+        numbers = ((weight / scales).round() + 8).to(torch.uint8)
+        self.register_buffer("qweight", numbers[:, ::2] | (numbers[:, 1::2] << 4))
+        self.register_buffer("scales", scales)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        numbers = torch.stack([self.qweight & 15, self.qweight >> 4], dim=-1).flatten(1)
+        return hidden_states @ ((numbers.to(hidden_states.dtype) - 8) * self.scales).T
+
+
+class Upcasting(nn.Linear):
+    """Stored in few bits, computed in those of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight.to(input.dtype))
+
+
+class Int8(Tensor):
+    """As weights of torchao are: integers and scales under the dtype that they stand for."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scales: Tensor) -> Int8:
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
+
+    def __init__(self, numbers: Tensor, scales: Tensor) -> None:
+        self.numbers, self.scales = numbers, scales
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is linear:
+            input, weight = args[:2]
+            return linear(input, weight.numbers.to(input.dtype) * weight.scales)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default, func
+        return cls(args[0].numbers, args[0].scales)
+
+
+class Sharded(Tensor):
+    """As DTensor is: what is computed from it is of its class."""
+
+
+def float8(head: nn.Linear) -> None:
+    head.__class__ = Upcasting
+    weight = head.weight.detach().to(torch.float8_e4m3fn)
+    head.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def int8(head: nn.Linear) -> None:
+    weight = head.weight.detach()
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    weight = Int8((weight / scales).round().to(torch.int8), scales)
+    head.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def sharded(head: nn.Linear) -> None:
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Sharded))
+
+
+def weight_norm(head: nn.Linear) -> None:
+    parametrizations.weight_norm(head)
+
+
+def two_layers(head: nn.Linear) -> Head:
+    return nn.Sequential(nn.Linear(H, 16), nn.Linear(16, V))
+
+
+def packed(head: nn.Linear) -> Head:
+    return Packed(head.weight.detach())
+
+
+FALL_BACK: dict[Callable[[nn.Linear], Head | None], tuple[str, ...]] = {
+    two_layers: (),
+    CastOutput: (),
+    weight_norm: (),
+    float8: (),
+    int8: ("weight of type Int8",),
+    sharded: ("weight of type Sharded", "logits of type Sharded"),
+    packed: (),
+}
+
+
+@pytest.mark.parametrize("change", FALL_BACK, ids=lambda change: change.__name__)
+def test_a_head_that_computes_in_its_own_way_falls_back(change: Callable) -> None:
+    assert_falls_back(model_with(change), *FALL_BACK[change])
+
+
+class RoundsInput(nn.Linear):
+    """As in quantisation-aware training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + (input.mul(8).round().div(8) - input).detach())
+
+
+def rounds_input(head: nn.Linear) -> None:
+    head.__class__ = RoundsInput
+
+
+def hooked_weight_norm(head: nn.Linear) -> None:
+    nn.utils.weight_norm(head)
+
+
+def pruned(head: nn.Linear) -> None:
+    prune.l1_unstructured(head, "weight", amount=0.3)
+
+
+def dropout_in_a_hook(head: nn.Linear) -> None:
+    head.register_forward_pre_hook(lambda head, args: nn.functional.dropout(args[0], 0.5))
+
+
+def recomputed(head: nn.Linear) -> Head:
+    return checkpoint_wrapper.checkpoint_wrapper(head)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "change", [rounds_input, hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
+)
+def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> None:
+    assert_fused(model_with(change))
+
+
+HOW = [{}, {"prepend": True}, {"always_call": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_forward_hook_sees_logits_that_it_can_read_later(how: dict[str, bool]) -> None:
+    model = widened(tiny_model(LLAMA))
+    seen: list[Tensor] = []
+
+    def hook(head: Head, args: tuple[Tensor], logits: Tensor) -> None:
+        assert args[0].shape == (2, 9, H)
+        assert (logits.shape, logits.dtype, logits.requires_grad) == (
+            (2, 9, V),
+            args[0].dtype,
+            True,
+        )
+        seen.append(logits)
+
+    model.lm_head.register_forward_hook(hook, **how)
+    assert_fused(model)
+    eager, ours = seen
+    assert isinstance(ours, DeferredLogits)
+    assert not ours.is_computed
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_a_forward_pre_hook_changes_what_is_multiplied(with_kwargs: bool) -> None:
+    model = widened(tiny_model(LLAMA))
+    expected = call(model, tiny_batch(model)).logits
+    calls: list[Tensor] = []
+
+    def hook(head: Head, args: tuple[Tensor], *kwargs: dict) -> Any:
+        calls.append(args[0])
+        halved = (args[0] * 0.5,)
+        return (halved, *kwargs) if with_kwargs else halved
+
+    model.lm_head.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    assert_fused(model)
+    assert [type(hidden_states) for hidden_states in calls] == [Tensor, Tensor]
+    with patched(model):
+        torch.testing.assert_close(call(model, tiny_batch(model)).logits, expected / 2)
+
+
+def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
+    model = widened(tiny_model(LLAMA))
+    seen: list[Tensor] = []
+    model.model.norm.register_full_backward_hook(lambda m, into, out: seen.append(out[0].clone()))
+    assert_fused(model)
+    eager, ours = seen
+    torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
+def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
+    results = []
+    for patch in (False, True):
+        model = widened(tiny_model(LLAMA))
+        calls: list[Any] = []
+        model.register_full_backward_hook(lambda *gradients, calls=calls: calls.append(gradients))
+        if patch:
+            apply_patch(model)
+        loss, logits = call(model, tiny_batch(model), return_dict=False)[:2]
+        (loss + logits.square().mean()).backward()
+        assert len(calls) == 1
+        results.append([loss.detach(), logits.detach(), model.lm_head.weight.grad])
+    torch.testing.assert_close(results[1], results[0])
+    assert patch_status(model).fused
+
+
+def test_hooks_of_the_heads_weight_see_its_whole_gradient_once() -> None:
+    model = widened(tiny_model(LLAMA))
+    seen: list[Tensor] = []
+    weight = model.lm_head.weight
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    assert_fused(model)
+    assert len(seen) == 4
+    torch.testing.assert_close(seen[2:], seen[:2])
+
+
+def test_an_optimizer_that_steps_within_the_backward_pass_trains_as_eager() -> None:
+    def descend(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    results = []
+    for patch in (False, True):
+        model = widened(tiny_model(LLAMA))
+        if patch:
+            apply_patch(model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(descend)
+        for seed in (0, 1):
+            call(model, tiny_batch(model, seed=seed)).loss.backward()
+        results.append(dict(model.named_parameters()))
+    assert patch_status(model).fused
+    assert_no_worse(results[1], results[0], results[0], torch.float32)
