@@ -126,6 +126,10 @@ def _forward_with_loss(
         unfused = "FSDP shards the head on its own and frees its weight before the loss"
     elif getattr(model, "_is_replica", False):
         unfused = "torch.nn.DataParallel gathers the logits of every replica"
+    elif torch.is_grad_enabled() and _has_backward_hooks(head):
+        unfused = (
+            f"backward hooks of the head ({_description(head)}) see the gradient of its logits"
+        )
     transformed = torch._C._are_functorch_transforms_active()
     if transformed:
         unfused = "torch.func transforms the forward pass"
@@ -158,6 +162,11 @@ def _description(head: nn.Module | None) -> str:
     if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
         return class_name(head)
     return f"{class_name(head)} with a weight of type {type(weight).__name__}"
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    """Its own and those of all modules; full, before them, and of the deprecated kind."""
+    return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
 
 
 def _note_own_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -242,6 +242,63 @@ def test_a_forward_pre_hook_changes_what_is_multiplied(with_kwargs: bool) -> Non
     assert [type(hidden_states) for hidden_states in calls] == [Tensor, Tensor]
     with patched(model):
         torch.testing.assert_close(call(model, tiny_batch(model)).logits, expected / 2)
+
+
+def full(head: Head, hook: Callable) -> Any:
+    return head.register_full_backward_hook(hook)
+
+
+def before_full(head: Head, hook: Callable) -> Any:
+    return head.register_full_backward_pre_hook(hook)
+
+
+def deprecated(head: Head, hook: Callable) -> Any:
+    return head.register_backward_hook(hook)
+
+
+def of_all_modules(head: Head, hook: Callable) -> Any:
+    def of_head(module: nn.Module, *gradients: Any) -> Any:
+        return hook(module, *gradients) if module is head else None
+
+    return nn.modules.module.register_module_full_backward_hook(of_head)
+
+
+# what torch says of hooks on embeddings, on output classes and of the deprecated kind
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("register", [full, before_full, deprecated, of_all_modules])
+class TestBackwardHooks:
+    @pytest.fixture
+    def seen(self, model: PreTrainedModel, register: Callable) -> Iterator[list[Any]]:
+        """The gradients of the logits that a hook of the head is given."""
+        seen: list[Tensor] = []
+        handle = register(model.lm_head, lambda head, *grads: seen.append(grads[-1][0].clone()))
+        yield seen
+        handle.remove()
+
+    @pytest.fixture
+    def model(self) -> PreTrainedModel:
+        return widened(tiny_model(LLAMA))
+
+    def test_they_see_eagers_gradient_of_the_logits(
+        self, model: PreTrainedModel, seen: list[Tensor]
+    ) -> None:
+        assert_falls_back(model, "backward hooks of the head")
+        eager, *ours = seen
+        assert eager.shape == (2, 9, V)
+        assert len(ours) == 2
+        for gradient in ours:
+            torch.testing.assert_close(gradient, eager)
+
+    def test_evaluation_does_not_heed_them(
+        self, model: PreTrainedModel, seen: list[Tensor]
+    ) -> None:
+        apply_patch(model)
+        with torch.no_grad():
+            assert not call(model, tiny_batch(model)).logits.is_computed
+        assert patch_status(model).fused
+        assert seen == []
 
 
 def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
