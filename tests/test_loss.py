@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from training_step import Float64, Step, call, gradients, joined, patched, step, widened
+from training_step import Float64, Step, call, gradients, patched, step, widened
 from transformers.modeling_outputs import CausalLMOutput
 
 from liger_patch import apply_patch, patch_status, registry
@@ -311,15 +311,48 @@ def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
             call(model, batch)
 
 
-def test_logits_to_keep_computes_the_loss_of_those() -> None:
-    model = tiny_model(LLAMA)
+# what to keep, and the same of the labels
+MASK = torch.tensor([[False, True, True] * 3, [True, False, False] * 3])
+EACH = torch.tensor([[0, 4, 5], [8, 1, 1]])
+KEPT: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "last": (4, lambda labels: labels[:, -4:]),
+    "all": (0, lambda labels: labels),
+    "positions": (torch.tensor([1, 2, 5, 6]), lambda labels: labels[:, [1, 2, 5, 6]]),
+    "no position": (torch.tensor([], dtype=torch.int64), lambda labels: labels[:, :0]),
+    "positions of each": (EACH, lambda labels: labels.gather(1, EACH)),
+    "mask": (MASK, lambda labels: labels[MASK]),
+    "empty mask": (MASK & False, lambda labels: labels[MASK & False]),
+}
+takes_masks = pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "slice_logits_to_keep"),
+    reason="this Transformers keeps the same positions of each sequence",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[takes_masks] if "each" in n or "mask" in n else []) for n in KEPT],
+)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_logits_to_keep_computes_the_loss_of_those(row: registry.Architecture, name: str) -> None:
+    kept, choose = KEPT[name]
+    model = widened(tiny_model(row))
     batch = tiny_batch(model)
-    batch["labels"] = batch["labels"][:, -4:]
-    truth = step(widened(model), batch, logits_to_keep=4)
-    eager = step(model, batch, logits_to_keep=4)
-    apply_patch(model)
-    outputs = call(model, batch, logits_to_keep=4)
-    assert isinstance(outputs.logits, DeferredLogits)
-    assert outputs.logits.shape == (2, 4, V)
-    truth, eager, ours = joined(truth, eager, step(model, batch, logits_to_keep=4))
-    assert_no_worse(ours, eager, truth, torch.float32)
+    batch["labels"] = choose(batch["labels"])
+    if isinstance(kept, Tensor):  # rows that are no neighbours: the labels of each are shifted
+        batch["shift_labels"] = batch["labels"].contiguous()
+    truth = step(model, batch, logits_to_keep=kept)
+    logits = call(model, batch, logits_to_keep=kept).logits
+    with patched(model):
+        ours = step(model, batch, logits_to_keep=kept)
+        deferred = call(model, batch, logits_to_keep=kept).logits
+        assert patch_status(model).fused
+    assert isinstance(deferred, DeferredLogits)
+    assert not deferred.is_computed
+    assert deferred.shape == logits.shape
+    assert torch.equal(deferred, logits)
+    if not batch["labels"].numel():  # eager's mean of no token is nan
+        assert ours.pop("loss") == 0
+        assert not any(gradient.any() for gradient in ours.values() if gradient is not None)
+        return
+    assert_no_worse(ours, truth, truth, torch.float32)
