@@ -257,3 +257,64 @@ def test_logits_of_an_offloaded_head_can_be_read_after_the_forward_pass() -> Non
     outputs = model(**batch)
     assert_deferred(model, outputs.logits)
     assert torch.equal(outputs.logits, expected)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PLACES = [
+    ("cuda:0", "cpu"),
+    ("cpu", "cuda:0"),
+    pytest.param("cuda:0", "cuda:1", marks=two_gpus),
+    pytest.param("cuda:1", "cuda:0", marks=two_gpus),
+    pytest.param("cuda:1", "cuda:1", marks=two_gpus),  # which is not the current device
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("body", "head"), PLACES)
+def test_a_head_on_a_device_of_its_own_is_fused_and_trains_as_eager(
+    body: str, head: str, when: str
+) -> None:
+    def place(model: PreTrainedModel) -> None:
+        model.model.to(body)
+        model.lm_head.to(head)
+        # as dispatch_model does, which runs a part that is on the CPU on the first GPU
+        add_hook_to_module(model, AlignDevicesHook(body, io_same_device=True))
+        add_hook_to_module(model.lm_head, AlignDevicesHook(head))
+
+    batch = tiny_batch(make_model())
+    truth, results = step(widened(make_model()), batch), {}
+    batch = {name: value.to(body) for name, value in batch.items()}
+    for patch in ("", when):
+        model = patched_around(place, patch)
+        results[patch] = step(model, batch)
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    outputs = model(**batch)
+    assert outputs.loss.device == outputs.logits.device == torch.device(body)
+    for name, parameter in model.named_parameters():
+        assert results[when][name].device == parameter.device, name
+    truth, eager, ours = (
+        {name: value.cpu() for name, value in result.items()}
+        for result in (truth, results[""], results[when])
+    )
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_a_model_that_device_map_spreads_is_fused_and_trains_as_eager() -> None:
+    batch = tiny_batch(make_model())
+    devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    devices |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    truth, results = step(widened(make_model()), batch), {}
+    for patch in ("", "after"):
+        model = patched_around(lambda m: accelerate.dispatch_model(m, devices), patch)
+        results[patch] = step(model, batch)
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    truth, eager, ours = (
+        {name: value.cpu() for name, value in result.items()}
+        for result in (truth, results[""], results["after"])
+    )
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
