@@ -36,9 +36,10 @@ def main(wrapper: str, file: str) -> None:
     assert not reads, "the logits were computed"
     assert patch_status(model).fused
     torch.testing.assert_close(outputs.loss, loss)
-    gradient = model.model.norm.weight.grad
-    gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    torch.testing.assert_close(gradient, expected.model.norm.weight.grad)
+    for (name, ours), eager in zip(model.named_parameters(), expected.parameters(), strict=True):
+        gradient = ours.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(gradient, eager.grad, msg=name)
     assert outputs.logits.shape == (*batch["input_ids"].shape, model.config.vocab_size)
     dist.destroy_process_group()
 

@@ -311,6 +311,19 @@ def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
             call(model, batch)
 
 
+def test_shift_labels_alone_give_no_loss_as_in_eager() -> None:
+    row = next(row for row in registry.ARCHITECTURES if row.model_type == "qwen3_moe")
+    model = tiny_model(row)
+    batch = tiny_batch(model)
+    batch["shift_labels"] = batch.pop("labels")
+    eager = call(model, batch, output_router_logits=True)
+    with patched(model):
+        ours = call(model, batch, output_router_logits=True)
+    assert ours.loss is eager.loss is None
+    assert torch.equal(ours.aux_loss, eager.aux_loss)
+    assert torch.equal(ours.logits, eager.logits)
+
+
 # what to keep, and the same of the labels
 MASK = torch.tensor([[False, True, True] * 3, [True, False, False] * 3])
 EACH = torch.tensor([[0, 4, 5], [8, 1, 1]])
