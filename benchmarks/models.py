@@ -5,7 +5,7 @@ What costs no time is left at its default: the bases of rotary embeddings, speci
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Model:
         config: of the text model.
         sequences, length: shape of a batch.
         lora_rank: of adapters on all linear layers but the head, None for training every weight.
+        quantised: whether bitsandbytes holds these layers in 4 bits (nf4).
     """
 
     name: str
@@ -39,12 +40,15 @@ class Model:
     sequences: int
     length: int = 2048
     lora_rank: int | None = None
+    quantised: bool = False
 
     def build(self, device: torch.device | str = "cuda") -> Any:
         """In training mode, with random weights made on the device."""
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            if self.quantised:
+                _quantise(model)
             if self.lora_rank is not None:
                 from peft import LoraConfig, get_peft_model
 
@@ -63,7 +67,32 @@ class Model:
         return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, IGNORE_INDEX)}
 
 
-MODELS = (
+def _quantise(model: Any) -> None:
+    """Hold every linear layer but the head in 4 bits, as Transformers does with a loaded model."""
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+
+    parameters: Any = Params4bit  # whose constructor its metaclass hides
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not torch.nn.Linear or layer is model.get_output_embeddings():
+                continue
+            quantised = Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                compute_dtype=torch.bfloat16,
+                device="meta",
+            )
+            quantised.bias = layer.bias
+            weight = layer.weight.detach()
+            quantised.weight = parameters(
+                weight.cpu(), requires_grad=False, quant_type="nf4", module=quantised
+            ).to(weight.device)
+            setattr(parent, name, quantised)
+    model.is_loaded_in_4bit = True
+
+
+FULL_WIDTH = (
     Model(
         "Llama-3.2-1B, 8 x 2048",
         LlamaConfig(
@@ -133,4 +162,9 @@ MODELS = (
         sequences=4,
         lora_rank=16,
     ),
+)
+MODELS = (
+    *FULL_WIDTH,
+    replace(FULL_WIDTH[0], name="Llama-3.2-1B + QLoRA, 8 x 2048", lora_rank=16, quantised=True),
+    replace(FULL_WIDTH[-1], name="Qwen3-8B + QLoRA, 4 x 2048", quantised=True),
 )

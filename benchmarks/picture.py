@@ -22,7 +22,7 @@ from report import FLOOR
 
 GIB = 1024  # MiB
 COLUMNS = 3
-OUR_COLOURS = ("black", "dimgray", "darkgray")
+OUR_COLOURS = ("black", "dimgray", "darkgray", "lightgray")
 PEER_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")  # C7 is grey
 TIMES = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)  # ticks, in bare products
 ROOM_FOR_LABELS = 1.15  # of the highest bar

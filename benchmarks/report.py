@@ -36,16 +36,18 @@ def terminal_table(rows: list[dict]) -> str:
 
 def terminal_steps_table(rows: list[dict]) -> str:
     """The rows of one model: time, memory over the weights, loss and norm of the gradient."""
-    columns = f"{'ms':>8s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
+    columns = f"{'ms':>8s}{'host ms':>9s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
     lines = [rows[0]["model"], f"  {'':24s}{columns}"]
     for row in rows:
         said = f"  {row['failure']}" if "failure" in row else ""
         if "loss" in row:
             numbers = f"{row['loss']:10.4f}{row['gradient_norm']:12.4g}"
             if "ms" in row:
-                said = f"{row['ms']:8.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
+                said = (
+                    f"{row['ms']:8.1f}{row['host_ms']:9.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
+                )
             elif "wrong" in row:
-                said = f"  {'wrong':16s}{numbers}"
+                said = f"  {'wrong':25s}{numbers}"
         lines.append(f"  {row['contender']:24s}{said}")
     return "\n".join(lines)
 

@@ -138,8 +138,8 @@ class HeadCall:
         with torch.set_grad_enabled(self.grad_enabled):
             return self.compute(*self.tensors)
 
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if what the logits are computed from has changed since."""
+    def changed(self) -> str | None:
+        """What the logits are computed from and has changed since, or None."""
         stored = self.weight if isinstance(self.weight, Tensor) else self.weight.stored
         tensors = {
             "hidden states": self.hidden_states,
@@ -150,12 +150,19 @@ class HeadCall:
             if tensor is None:
                 continue
             if state_of(tensor) != state or tensor.untyped_storage().size() == 0 < tensor.numel():
-                raise RuntimeError(
-                    f"outputs.logits are computed when they are first read, but the {name} changed "
-                    "since the forward pass (an optimizer step, or sharding that freed them): "
-                    "read outputs.logits before that, or set LIGER_PATCH_RETURN_LOGITS=1 to "
-                    "compute them in every forward pass"
-                )
+                return name
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if what the logits are computed from has changed since."""
+        name = self.changed()
+        if name is not None:
+            raise RuntimeError(
+                f"outputs.logits are computed when they are first read, but the {name} changed "
+                "since the forward pass (an optimizer step, or sharding that freed them): "
+                "read outputs.logits before that, or set LIGER_PATCH_RETURN_LOGITS=1 to "
+                "compute them in every forward pass"
+            )
 
 
 class _Record(torch.autograd.Function):
@@ -217,9 +224,16 @@ class DeferredLogits(Recordable):
     @classmethod
     def of_head(cls, call: HeadCall) -> DeferredLogits:
         rows = call.hidden_states.contiguous()  # as the product is, whose views they stand for
-        return cls._make(call, rows, call.dtype, call.compute, call.tensors, None, None)
+        device = call.weight.device
+        return cls._make(call, rows, call.dtype, device, call.compute, call.tensors, None, None)
 
-    def then(self, step: Step, *, dtype: torch.dtype | None = None) -> Tensor:
+    def then(
+        self,
+        step: Step,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """These logits after one more operation.
 
         It is recorded, or real where somebody has read (and may have written to) these logits or
@@ -234,9 +248,8 @@ class DeferredLogits(Recordable):
         if step.kind not in ("rows", "detach"):
             rows = rows.contiguous()  # as the result of an elementwise operation on a slice is
         inputs = (self,) if step.other is None else (self, step.other)
-        return self._make(
-            self._head_call, rows, dtype or self.dtype, step.apply, inputs, self, step
-        )
+        dtype, device = dtype or self.dtype, device or self.device
+        return self._make(self._head_call, rows, dtype, device, step.apply, inputs, self, step)
 
     @classmethod
     @runs_eagerly  # Dynamo cannot trace _make_wrapper_subclass, and warns of it
@@ -245,6 +258,7 @@ class DeferredLogits(Recordable):
         call: HeadCall,
         rows: Tensor,
         dtype: torch.dtype,
+        device: torch.device,
         compute: Callable[..., Tensor],
         inputs: tuple[Tensor | None, ...],
         base: DeferredLogits | None,
@@ -258,7 +272,7 @@ class DeferredLogits(Recordable):
                 (*rows.shape[:-1], vocab_size),
                 strides=(*(stride // hidden_size * vocab_size for stride in rows.stride()[:-1]), 1),
                 dtype=dtype,
-                device=call.weight.device,
+                device=device,
             )
 
         grad_enabled = torch.is_grad_enabled()
@@ -379,6 +393,11 @@ class DeferredLogits(Recordable):
         return self._value is not None
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether it is too late to compute them."""
+        return self._value is None and self._head_call.changed() is not None
+
+    @property
     def owner(self) -> Owner:
         return self._head_call.owner
 
@@ -424,7 +443,7 @@ class DeferredLogits(Recordable):
         return real(self).__deepcopy__(memo)
 
 
-_SAME_VALUES = ("cast", "detach", "clone")
+_SAME_VALUES = ("cast", "detach", "clone")  # as are they on another device, but not the loss
 
 
 def _chosen(terms: list[_Term], step: Step) -> list[_Term]:

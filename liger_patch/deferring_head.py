@@ -81,7 +81,10 @@ def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
 
         def deferring_forward(*args, **kwargs):
             with _DeferLinear(head, owner):
-                return forward(*args, **kwargs)
+                logits = forward(*args, **kwargs)
+            if isinstance(logits, DeferredLogits) and logits.is_outdated:
+                return forward(*args, **kwargs)  # a hook has cast or freed the weight since
+            return logits
 
         stack.enter_context(_forward(head, deferring_forward))
         yield

@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """One recorded operation on logits (..., V).
 
     Attributes:
-        kind: "scale", "add", "tanh", "cast", "rows", "detach" or "clone".
+        kind: "scale", "add", "tanh", "cast", "move", "rows", "detach" or "clone".
         apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
             dimension whole. "add" takes the real values of ``other`` beside them.
         factor: what "scale" multiplies by.
@@ -38,7 +38,13 @@ class Recordable(Tensor):
 
     shares_memory: bool  # whether eager's result of the last step would share its input's memory
 
-    def then(self, step: Step, *, dtype: torch.dtype | None = None) -> Tensor:
+    def then(
+        self,
+        step: Step,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """These logits after one more operation."""
         raise TypeError(f"{type(self).__name__} does not record steps")
 
@@ -86,9 +92,17 @@ def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
     (target,) = args
     if isinstance(target, torch.dtype):
         return _cast(logits, target)
-    if isinstance(target, (str, torch.device)) and torch.device(target) == logits.device:
-        return logits
+    if isinstance(target, (int, str, torch.device)) and not isinstance(target, bool):
+        return _move(logits, torch.device(target), **kwargs)
     return NotImplemented
+
+
+def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
+    """As accelerate moves the outputs of a model that is spread over devices."""
+    device = torch.empty(0, device=target).device  # with its index
+    if device == logits.device:
+        return logits
+    return logits.then(Step("move", lambda t: t.to(device, **how)), device=device)
 
 
 def _rows(logits: Recordable, apply: Callable[[Tensor], Tensor]) -> Tensor:

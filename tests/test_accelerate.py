@@ -21,6 +21,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate.hooks import (  # noqa: E402
     AlignDevicesHook,
+    LayerwiseCastingHook,
     add_hook_to_module,
     remove_hook_from_module,
 )
@@ -259,6 +260,23 @@ def test_logits_of_an_offloaded_head_can_be_read_after_the_forward_pass() -> Non
     assert torch.equal(outputs.logits, expected)
 
 
+def test_a_head_that_is_cast_for_its_call_alone_falls_back() -> None:
+    results = []
+    for patch in (False, True):
+        model = make_model()
+        model.lm_head.weight.requires_grad_(False)
+        stored = LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False)
+        add_hook_to_module(model.lm_head, stored)
+        if patch:
+            apply_patch(model)
+            with pytest.warns(UserWarning, match="Linear. computes its logits itself"):
+                results.append(step(model, tiny_batch(model)))
+        else:
+            results.append(step(model, tiny_batch(model)))
+        assert model.lm_head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(results[1], results[0])
+
+
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PLACES = [
     ("cuda:0", "cpu"),
@@ -290,7 +308,9 @@ def test_a_head_on_a_device_of_its_own_is_fused_and_trains_as_eager(
         results[patch] = step(model, batch)
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     outputs = model(**batch)
+    assert_deferred(model, outputs.logits)
     assert outputs.loss.device == outputs.logits.device == torch.device(body)
+    assert torch.equal(outputs.logits, revert_patch(model)(**batch).logits)
     for name, parameter in model.named_parameters():
         assert results[when][name].device == parameter.device, name
     truth, eager, ours = (

@@ -92,9 +92,9 @@ class Projection(nn.Module):
         return hidden_states @ self.projection.T
 
 
-class Twice(nn.Linear):
+class Rectified(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).clone()
+        return super().forward(input).relu()
 
 
 class Subclass(Tensor):
@@ -110,7 +110,7 @@ def own_module(model: Any) -> None:
 
 
 def own_forward(model: Any) -> None:
-    head = Twice(32, 131, bias=False)
+    head = Rectified(32, 131, bias=False)
     head.weight = model.lm_head.weight
     model.lm_head = head
 

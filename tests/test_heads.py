@@ -153,8 +153,6 @@ def packed(head: nn.Linear) -> Head:
 FALL_BACK: dict[Callable[[nn.Linear], Head | None], tuple[str, ...]] = {
     two_layers: (),
     CastOutput: (),
-    weight_norm: (),
-    float8: (),
     int8: ("weight of type Int8",),
     sharded: ("weight of type Sharded", "logits of type Sharded"),
     packed: (),
@@ -195,7 +193,16 @@ def recomputed(head: nn.Linear) -> Head:
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "change", [rounds_input, hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
+    "change",
+    [
+        rounds_input,
+        weight_norm,
+        hooked_weight_norm,
+        float8,
+        pruned,
+        dropout_in_a_hook,
+        recomputed,
+    ],
 )
 def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> None:
     assert_fused(model_with(change))

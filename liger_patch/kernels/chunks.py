@@ -2,8 +2,7 @@
 
 MIB = 2**20
 # Where the time over memory bends, measured on an H200: of a head that trains, each chunk's dweight
-# is read and written again, which costs 2 % at 512 MiB, 6 % at 256; of a frozen one nothing is, and
-# 256 MiB cost 1 to 4 %
+# is read and written again, which at 512 MiB costs up to 8 % over 1 GiB; of a frozen one nothing is
 TRAINED_CHUNK_MIB = 512
 FROZEN_CHUNK_MIB = 256
 NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
@@ -15,20 +14,12 @@ def default_chunk_mib(trains_weight: bool) -> int:
     return TRAINED_CHUNK_MIB if trains_weight else FROZEN_CHUNK_MIB
 
 
-def chunk_bounds(
-    tokens: int, row_bytes: int, budget_bytes: int, *, first: int = 0
-) -> list[tuple[int, int]]:
+def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[int, int]]:
     """(start, stop) of each chunk of ``tokens`` rows of ``row_bytes`` within ``budget_bytes``.
 
     As few chunks as fit, of equal size, at least a row each; sizes are multiples of ROW_MULTIPLE
-    where the budget holds that many rows. With ``first``, a chunk of so many rows is gone before
-    the others are cut, none of which is larger.
+    where the budget holds that many rows.
     """
-    if first:
-        budget_bytes = first * row_bytes
-        rest = chunk_bounds(max(0, tokens - first), row_bytes, budget_bytes)
-        begun = chunk_bounds(min(tokens, first), row_bytes, budget_bytes)
-        return begun + [(first + start, first + stop) for start, stop in rest]
     most = max(1, budget_bytes // row_bytes)
     if most >= tokens:
         return [(0, tokens)] if tokens else []
@@ -37,6 +28,11 @@ def chunk_bounds(
     count = -(-tokens // most)
     size = -(-tokens // count)
     size = -(-size // multiple) * multiple
+    return chunks_of(size, tokens)
+
+
+def chunks_of(size: int, tokens: int) -> list[tuple[int, int]]:
+    """(start, stop) of each chunk of ``size`` rows, the last with what is left."""
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
@@ -52,7 +48,7 @@ def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
 
 
 def summed_chunk_bounds(
-    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int, *, first: int = 0
+    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
 ) -> tuple[list[tuple[int, int]], bool]:
     """``chunk_bounds`` for a sum over the chunks that is kept in 16 bits, and whether to widen it.
 
@@ -60,7 +56,7 @@ def summed_chunk_bounds(
     chunks are larger than the budget, or the sum is kept in ``wide_bytes`` more: whichever needs
     less memory.
     """
-    bounds = chunk_bounds(tokens, row_bytes, budget_bytes, first=first)
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
     if len(bounds) <= NARROW_CHUNKS:
         return bounds, False
     rows = -(-tokens // NARROW_CHUNKS)

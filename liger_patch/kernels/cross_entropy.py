@@ -11,7 +11,12 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import refuse_second_derivative
 from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.supervised import check_tokens, order_tokens, token_factors
+from liger_patch.kernels.supervised import (
+    check_tokens,
+    order_tokens,
+    refuse_others_than_tensors,
+    token_factors,
+)
 
 
 def cross_entropy_rows(
@@ -93,6 +98,9 @@ def cross_entropy(
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the
             vocabulary.
     """
+    refuse_others_than_tensors(
+        logits=logits, labels=labels, class_weight=class_weight, token_weight=token_weight
+    )
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
         raise ValueError(
             "logits must be a floating-point (N, V) tensor, got "

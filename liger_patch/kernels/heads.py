@@ -31,7 +31,9 @@ class Head(Protocol):
 
     counts_on_device: bool
     losses: Tensor
-    odds: OddsFactors | None
+
+    @property
+    def odds(self) -> OddsFactors | None: ...
 
     def run(
         self,
@@ -39,7 +41,7 @@ class Head(Protocol):
         start: int,
         *,
         memory: Tensor | None,  # (C, V), to be overwritten
-        row_scale: Tensor | None,  # (N,)
+        row_scale: Tensor | None,  # (N,), or (n,) where they are counted
     ) -> None:
         """Compute the losses of the C supervised tokens from ``start`` on.
 

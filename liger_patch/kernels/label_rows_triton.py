@@ -18,7 +18,7 @@ BLOCKS: dict[str, Any] = {"BLOCK_TOKENS": 8, "BLOCK_H": 1024}
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_label_rows_kernel(
     labels_ptr,  # (n,) sorted
     order_ptr,  # (n,) tokens in this order

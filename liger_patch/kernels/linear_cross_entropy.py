@@ -31,6 +31,7 @@ from torch import Tensor
 from liger_patch.kernels.chunks import (
     MIB,
     chunk_bounds,
+    chunks_of,
     default_chunk_mib,
     rows_before_count,
     summed_chunk_bounds,
@@ -48,9 +49,11 @@ from liger_patch.kernels.supervised import (
     Tokens,
     check_tokens,
     order_tokens,
+    refuse_others_than_tensors,
     token_factors,
 )
 
+MAX_CHUNK_MIB = 2**40  # no device has so much
 ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whatever V
 
 
@@ -81,16 +84,21 @@ class _Problem:
     def bounds(
         self, n: int, weight: Tensor | QuantizedWeight, wanted: Wanted, *, first: int
     ) -> tuple[list[tuple[int, int]], torch.dtype]:
-        """(start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
+        """(start, stop) of each chunk of n tokens, and the dtype that dweight is summed in.
+
+        ``first``: the rows of a first chunk that does not wait for n; the others are like it.
+        """
+        if first:
+            return chunks_of(first, n), weight.dtype
         row_bytes = self._row_bytes(weight)
         wide = accumulation_dtype(self.dtype)
         if (
             not (wanted.weight and isinstance(weight, Tensor))
             or weight.dtype.itemsize >= wide.itemsize
         ):
-            return chunk_bounds(n, row_bytes, self.chunk_bytes, first=first), weight.dtype
+            return chunk_bounds(n, row_bytes, self.chunk_bytes), weight.dtype
         wide_bytes = weight.numel() * wide.itemsize
-        bounds, widen = summed_chunk_bounds(n, row_bytes, self.chunk_bytes, wide_bytes, first=first)
+        bounds, widen = summed_chunk_bounds(n, row_bytes, self.chunk_bytes, wide_bytes)
         return bounds, wide if widen else weight.dtype
 
     def _row_bytes(self, weight: Tensor | QuantizedWeight) -> int:
@@ -105,7 +113,7 @@ def _row_elements(weight: Tensor | QuantizedWeight) -> int:
 def _run_chunks(
     problem: _Problem,
     inputs: HeadInputs,
-    row_scale: Tensor,  # (N,) in the order of the tokens
+    row_scale: Tensor,  # (N,) in the order of the tokens; (n,) where they are counted
     wanted: Wanted,
     supervised: Supervised | None = None,
 ) -> tuple[Tensor, Supervised, list[Tensor | None]]:
@@ -126,6 +134,7 @@ def _run_chunks(
         return factors.hidden_states.new_empty(tokens, _row_elements(weight))[:, :vocab_size]
 
     memory = early = None
+    # in a second backward pass too, where n is known: the same chunks give the same bits
     first = problem.rows_before_count(weight) if head.counts_on_device else 0
     if supervised is None and first:
         memory = logits_memory(first)
@@ -142,16 +151,11 @@ def _run_chunks(
     for start, stop in bounds:
         chunk = slice(start, stop)
         memory_c = None if memory is None else memory[: stop - start]
-        has_run = early is not None
-        if rows is None:
-            factors_c = factors.of(chunk)
-        elif early is None:
-            factors_c = factors.of(rows[chunk])
-        else:
-            factors_c = early.of(slice(stop))
-        early = None
-        if not has_run:
+        if early is None:
+            factors_c = factors.of(chunk if rows is None else rows[chunk])
             head.run(factors_c, start, memory=memory_c, row_scale=scale)
+        else:
+            factors_c, early = early.of(slice(stop)), None
         if memory_c is not None and any(wanted):
             gradients.add(factors_c, memory_c, chunk)
     memory = memory_c = factors_c = None  # freed before a float32 dweight is rounded
@@ -259,6 +263,10 @@ def linear_cross_entropy(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
+    named = {"hidden_states": hidden_states, "bias": bias, "labels": labels}
+    refuse_others_than_tensors(**named, class_weight=class_weight, token_weight=token_weight)
+    if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
+        raise ValueError(f"weight must be a tensor, got {type(weight).__name__}")
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
     hidden_size = hidden_states.shape[1]
@@ -304,7 +312,7 @@ def linear_cross_entropy(
         options,
         reduction,
         dtype,
-        int((chunk_mib or default_chunk_mib(wanted.weight)) * MIB),
+        int(min(chunk_mib or default_chunk_mib(wanted.weight), MAX_CHUNK_MIB) * MIB),
         wanted,
     )
     return _LinearCrossEntropy.apply(problem, *inputs)

@@ -40,8 +40,8 @@ class LossOptions:
     class_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ignore_index, Integral):
-            raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        if not isinstance(self.ignore_index, Integral) or not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must be a 64-bit integer, got {self.ignore_index!r}")
         for name in ("softcap", "logit_scale", "label_smoothing", "z_loss"):
             value = getattr(self, name)
             if not isinstance(value, Real) and not (name == "softcap" and value is None):

@@ -37,7 +37,7 @@ FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
 MAX_RANK = 64  # of an adapter: two programs' tiles still fit a processor's shared memory
-ALIGNED = 32  # float32 numbers, 128 bytes
+ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that are less aligned
 
 
 def serves_odds(factors: HeadInputs, options: LossOptions) -> bool:
@@ -89,7 +89,6 @@ class OddsHead:
     def __init__(self, factors: HeadInputs, tokens: Tokens, options: LossOptions) -> None:
         x, weight, _, low_rank, low_rank_weight = factors
         assert isinstance(weight, Tensor)
-        count, device = len(tokens.labels), x.device
         class_weight = options.class_weight
         count, device = len(tokens.labels), x.device
         self._tokens, self._options = tokens, options
@@ -101,12 +100,10 @@ class OddsHead:
             rank = _rank_tile(low_rank_weight)
             self._low_rank_weight_tiles = _tiles(low_rank_weight, TILE_V, rank)
         self._overflow = torch.zeros((), dtype=torch.int32, device=device)
-        # rows that begin aligned, whatever their number: Triton compiles anew for others
         per_token = x.new_empty(6, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)[:, :count]
         self.losses, scales, label_gradients, *rest = per_token.unbind()
         self._label_logits, self._label_z, self._reference = rest
-        self._factors = OddsFactors(scales, tokens.labels, label_gradients)
-        self.odds: OddsFactors | None = self._factors
+        self.odds = OddsFactors(scales, tokens.labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
                 _label_logit_kernel[(count,)](
@@ -188,8 +185,8 @@ class OddsHead:
                     None if row_scale is None else row_scale[chunk],
                     self._class_weight,
                     self.losses[chunk],
-                    self._factors.factors[chunk],
-                    self._factors.label_gradients[chunk],
+                    self.odds.factors[chunk],
+                    self.odds.label_gradients[chunk],
                     self._overflow,
                     counts,
                     start,

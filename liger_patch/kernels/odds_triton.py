@@ -83,11 +83,13 @@ def _label_logit_kernel(
     logit_scale,
     BLOCK_H: tl.constexpr,
 ):
-    """One program per token: its label's logit, where it has a label."""
+    """One program per token: its label's logit."""
     token = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels_ptr + token)
-    if (token >= tl.load(counts_ptr)) | (label < 0) | (label >= vocab_size):
+    if token >= tl.load(counts_ptr):
         return
+    label = tl.load(labels_ptr + token)
+    # the host refuses a label outside later; until then, any class
+    label = tl.where((label >= 0) & (label < vocab_size), label, 0)
     row = tl.load(rows_ptr + token)
     products = _products(
         x_ptr + row * x_stride, weight_ptr + label * weight_stride, hidden_size, BLOCK_H

@@ -4,7 +4,9 @@ factors.
 N: tokens, n: supervised tokens, V: vocabulary.
 """
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -148,6 +150,14 @@ def token_factors(
     return inverse.expand(labels.shape) if token_weight is None else factors * inverse
 
 
+def refuse_others_than_tensors(**arguments: object) -> None:
+    """Raise ValueError for an argument that is neither a tensor nor, where it may be, None."""
+    for name, value in arguments.items():
+        optional = name in ("bias", "class_weight", "token_weight")
+        if not (isinstance(value, Tensor) or (optional and value is None)):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def check_tokens(
     labels: Tensor,
     tokens: int,
@@ -173,6 +183,8 @@ def check_tokens(
             )
         if token_weight.device != device:
             raise ValueError(f"token_weight must be on {device}, got {token_weight.device}")
+        if token_weight.is_complex():
+            raise ValueError(f"token_weight must be real, got {token_weight.dtype}")
         if token_weight.requires_grad:
             raise ValueError("token_weight must not require a gradient: none is computed for it")
     if num_items_in_batch is None:
@@ -187,5 +199,15 @@ def check_tokens(
                 "num_items_in_batch must hold one number, got shape "
                 f"{tuple(num_items_in_batch.shape)}"
             )
-    elif num_items_in_batch < 0:
-        raise ValueError(f"num_items_in_batch must be >= 0, got {num_items_in_batch}")
+        if num_items_in_batch.is_complex() or num_items_in_batch.dtype == torch.bool:
+            raise ValueError(
+                f"num_items_in_batch must be a real number, got {num_items_in_batch.dtype}"
+            )
+        if num_items_in_batch.requires_grad:
+            raise ValueError(
+                "num_items_in_batch must not require a gradient: none is computed for it"
+            )
+    elif not isinstance(num_items_in_batch, Real) or not 0 <= num_items_in_batch < math.inf:
+        raise ValueError(
+            f"num_items_in_batch must be a finite number >= 0, got {num_items_in_batch!r}"
+        )

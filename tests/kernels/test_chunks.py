@@ -10,6 +10,7 @@ from liger_patch.kernels.chunks import (
     NARROW_CHUNKS,
     ROW_MULTIPLE,
     chunk_bounds,
+    chunks_of,
     rows_before_count,
     summed_chunk_bounds,
 )
@@ -38,26 +39,15 @@ def test_chunks_cover_every_row_once_within_the_budget(tokens, row_bytes, budget
 
 
 @repeatable
-@given(tokens=st.integers(0, 10_000), first=st.integers(1, 5000), budget=st.integers(1, 5000))
-def test_what_follows_a_first_chunk_fits_its_memory(tokens, first, budget):
-    bounds = chunk_bounds(tokens, 1, budget, first=first)
-    edges = [0] + [stop for _, stop in bounds]
-    assert [start for start, _ in bounds] == edges[:-1]
-    assert edges[-1] == tokens
-    assert all(0 < stop - start <= first for start, stop in bounds)
-    assert not bounds or bounds[0][1] == min(first, tokens)
-
-
-@repeatable
 @given(tokens=st.integers(0, 100_000), rows=st.integers(1, 5000), n=st.integers(0, 100_000))
 def test_a_chunk_before_the_count_only_where_chunks_are_few(tokens, rows, n):
+    """And those after it are the chunks of all tokens, as far as they are needed."""
     within_budget = chunk_bounds(tokens, 1, rows)
-    first = rows_before_count(tokens, 1, rows)
+    first, n = rows_before_count(tokens, 1, rows), min(n, tokens)
     if 0 < len(within_budget) <= NARROW_CHUNKS:
-        assert first == within_budget[0][1]
-        assert len(chunk_bounds(tokens, 1, rows, first=first)) == len(within_budget)
-        counted = chunk_bounds(min(n, tokens), 1, rows, first=first)
-        assert len(counted) <= NARROW_CHUNKS
+        assert chunks_of(first, tokens) == within_budget
+        needed = [(start, min(stop, n)) for start, stop in within_budget if start < n]
+        assert chunks_of(first, n) == needed
     else:
         assert first == 0
 

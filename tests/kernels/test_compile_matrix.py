@@ -269,7 +269,7 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
                 "hidden_size": "i32",
                 **kernels.BLOCKS,
             },
-            4,
+            kernels.WARPS,
         )
 
 
