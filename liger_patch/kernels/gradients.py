@@ -155,6 +155,7 @@ def _dstates_product(
         wide = dlogits.new_empty(len(dlogits), weight.shape[1], dtype=wide_dtype)
         for classes, part in weight_slices(weight):
             product_(wide, dlogits[:, classes], part, add=classes.start > 0)
+            del part  # before the next one is dequantised
         if rows is None:
             out.copy_(wide)
         else:

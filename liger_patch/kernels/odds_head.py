@@ -31,7 +31,8 @@ TILES: dict[str, Any] = {
     "num_warps": 4,
     "num_stages": 3,
 }
-WITH_ADAPTER = {"num_stages": 2}  # its tiles take the place of a stage in shared memory
+# an adapter's tiles leave no room in shared memory for a second program: more stages instead
+WITH_ADAPTER, PROGRAMS_WITH_ADAPTER = {"num_stages": 5}, 1
 PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other multiplies
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
@@ -147,8 +148,9 @@ class OddsHead:
         tiles = -(-rows // TILE_ROWS) * v_tiles
         partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
-        low_rank_tiles = None
+        low_rank_tiles, programs = None, PROGRAMS
         if low_rank is not None:
+            programs = PROGRAMS_WITH_ADAPTER
             low_rank_tiles = _tiles(low_rank, TILE_ROWS, _rank_tile(low_rank))
         odds_tiles = None
         if row_scale is not None and memory is not None:
@@ -156,7 +158,7 @@ class OddsHead:
         with torch.cuda.device_of(x):
             for only_on_overflow in (False, True):
                 again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
-                _odds_kernel[(min(tiles, PROGRAMS * _processors(device)),)](
+                _odds_kernel[(min(tiles, programs * _processors(device)),)](
                     x_tiles,
                     self._weight_tiles,
                     low_rank_tiles,

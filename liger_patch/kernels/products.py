@@ -38,6 +38,7 @@ def logits_(out: Tensor, factors: HeadInputs) -> Tensor:
             torch.mm(x, part.t(), out=out[:, classes])
         else:
             torch.addmm(factors.bias[classes], x, part.t(), out=out[:, classes])
+        del part  # before the next one is dequantised
     for x, weight in others:
         for classes, part in weight_slices(weight):
             product_(out[:, classes], x, part.t(), add=True)
