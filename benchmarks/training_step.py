@@ -30,7 +30,7 @@ from provenance import command_line, provenance
 from report import terminal_steps_table
 from torch import Tensor, nn
 
-PACKAGES = ("transformers", "peft", "liger-kernel")
+PACKAGES = ("transformers", "peft", "bitsandbytes", "liger-kernel")
 MAX_LOSS_DIFFERENCE = 0.02  # of eager's loss
 MAX_NORM_DIFFERENCE = 0.05  # of eager's norm of all gradients
 

@@ -18,6 +18,8 @@ from attempts import Failure, Unsupported, attempt
 from contenders import BUDGETS_MIB, OURS, contenders, eager, ours, step, sweep_contenders
 from gradient_check import TOKENS, gradient_errors, is_right
 from heads import HEADS, IGNORE_INDEX, SWEEP, SWEEP_TOKENS, Head, batch
+from kinds_of_heads import KINDS as KINDS_OF_HEADS
+from kinds_of_heads import Kind, run_kind
 from linear_cross_entropy import run_case
 from measure import Measurement, measure
 from model_contenders import contenders as model_contenders
@@ -30,11 +32,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from liger_patch import apply_patch
+from liger_patch import apply_patch, patch_status
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
+(WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
 PARAMETERS["Qwen3-8B"] = 8.19  # 10^9, as the models' cards give them
 
 
@@ -148,6 +151,31 @@ def test_the_sweep_varies_only_the_tokens():
 def test_the_check_is_on_a_number_of_tokens_whose_inverse_is_rounded():
     assert TOKENS & (TOKENS - 1) != 0
     assert TOKENS % 8 == 0, "QuACK asks for it"
+
+
+def test_linear_layers_of_a_quantised_model_are_in_4_bits_and_the_head_is_not():
+    bnb = pytest.importorskip("bitsandbytes")
+    (model,) = (m for m in MODELS if m.name.startswith("Llama-3.2-1B + QLoRA"))
+    built = tiny(model).build("cpu")
+    layers = [m for m in built.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(layers) >= 7 * tiny(model).config.num_hidden_layers
+    assert type(built.get_base_model().lm_head) is nn.Linear
+    trained = {name for name, p in built.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    apply_patch(built)
+    built(**tiny(model).batch("cpu")).loss.backward()
+    assert patch_status(built).fused
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_HEADS, ids=lambda kind: kind.name)
+def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
+    if kind.quantised:
+        pytest.importorskip("bitsandbytes")
+    small = replace(TINY, frozen=True, hidden_size=64)
+    rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")
+    assert [row["contender"] for row in rows] == [FLOOR, "eager", "liger_patch"]
+    assert all(row["ms"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -315,7 +343,7 @@ def test_the_command_says_what_was_measured_but_not_where_it_went():
     )
 
 
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
 def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
     built = tiny(model).build("cpu")
     own = shared_copy(built)
@@ -329,7 +357,7 @@ def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
     assert type(built(**inputs).logits) is torch.Tensor
 
 
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
 def test_a_model_is_run_eager_and_patched(model: Model):
     rows = training_step.run_model(tiny(model), rounds=1, device="cpu")
     rows = {row["contender"]: row for row in rows}
@@ -407,14 +435,17 @@ def test_tables_name_every_outcome():
     assert "wrong" in said
 
 
+DRAWN = ("linear_cross_entropy", "training_step", "qlora_step")  # kinds_of_heads is a table alone
+
+
 @pytest.mark.parametrize(
     "report",
     [
         REPORT,
         STEPS,
-        *(json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))),
+        *(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in DRAWN),
     ],
-    ids=["heads", "models", *(path.stem for path in sorted(RESULTS.glob("*.json")))],
+    ids=["heads", "models", *DRAWN],
 )
 def test_pictures_are_drawn_of_what_was_measured(report: dict, tmp_path: Path):
     drawn = draw_all(report, tmp_path / "report.json")

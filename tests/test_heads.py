@@ -13,16 +13,15 @@ from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.nn.functional import linear
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
+from unusual_heads import CastOutput, H, float8, int8, packed, sharded, two_layers, weight_norm
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred import DeferredLogits
 
 (LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
-H = 32
 Head = nn.Module
 
 
@@ -62,92 +61,6 @@ def assert_fused(model: PreTrainedModel) -> None:
         ours = step(model, batch)
         assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-class CastOutput(nn.Sequential):
-    """As recipes for training in 8 bits wrap the head."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).float()
-
-
-class Packed(nn.Module):
-    """As GPTQ's and AWQ's layers are: two 4-bit numbers a byte, scales, and no ``weight``."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        scales = weight.abs().amax(1, keepdim=True) / 7
-        numbers = ((weight / scales).round() + 8).to(torch.uint8)
-        self.register_buffer("qweight", numbers[:, ::2] | (numbers[:, 1::2] << 4))
-        self.register_buffer("scales", scales)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        numbers = torch.stack([self.qweight & 15, self.qweight >> 4], dim=-1).flatten(1)
-        return hidden_states @ ((numbers.to(hidden_states.dtype) - 8) * self.scales).T
-
-
-class Upcasting(nn.Linear):
-    """Stored in few bits, computed in those of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight.to(input.dtype))
-
-
-class Int8(Tensor):
-    """As weights of torchao are: integers and scales under the dtype that they stand for."""
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scales: Tensor) -> Int8:
-        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
-
-    def __init__(self, numbers: Tensor, scales: Tensor) -> None:
-        self.numbers, self.scales = numbers, scales
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is linear:
-            input, weight = args[:2]
-            return linear(input, weight.numbers.to(input.dtype) * weight.scales)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.detach.default, func
-        return cls(args[0].numbers, args[0].scales)
-
-
-class Sharded(Tensor):
-    """As DTensor is: what is computed from it is of its class."""
-
-
-def float8(head: nn.Linear) -> None:
-    head.__class__ = Upcasting
-    weight = head.weight.detach().to(torch.float8_e4m3fn)
-    head.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def int8(head: nn.Linear) -> None:
-    weight = head.weight.detach()
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    weight = Int8((weight / scales).round().to(torch.int8), scales)
-    head.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def sharded(head: nn.Linear) -> None:
-    head.weight = nn.Parameter(head.weight.detach().as_subclass(Sharded))
-
-
-def weight_norm(head: nn.Linear) -> None:
-    parametrizations.weight_norm(head)
-
-
-def two_layers(head: nn.Linear) -> Head:
-    return nn.Sequential(nn.Linear(H, 16), nn.Linear(16, V))
-
-
-def packed(head: nn.Linear) -> Head:
-    return Packed(head.weight.detach())
 
 
 FALL_BACK: dict[Callable[[nn.Linear], Head | None], tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""The README's tables are what the registry and the measured results say.
+"""The documents' tables are what the registry and the measured results say.
 
 UPDATE_README=1 writes them.
 """
@@ -6,18 +6,16 @@ UPDATE_README=1 writes them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from report import readme_table, steps_table
+from report import RESULTS, heads_table, readme_table, steps_table
+from sections import check_section
 
 from liger_patch.registry import ARCHITECTURES, Architecture
 
-README = Path(__file__).parents[1] / "README.md"
-RESULTS = README.parent / "benchmarks" / "results" / "linear_cross_entropy.json"
-STEPS = RESULTS.with_name("training_step.json")
+DOCS = Path(__file__).parents[1] / "docs"
 FAMILIES = ("Llama", "Gemma", "Qwen", "Others")
 KINDS = {"ForCausalLM": "Text", "ForConditionalGeneration": "Images, audio and text"}
 
@@ -39,40 +37,24 @@ def table(rows: tuple[Architecture, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def measured() -> str:
-    return readme_table(json.loads(RESULTS.read_text(encoding="utf-8")))
+def of_results(table: Callable[[dict], str], name: str) -> Callable[[], str]:
+    return lambda: table(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
-def steps() -> str:
-    return steps_table(json.loads(STEPS.read_text(encoding="utf-8")))
-
-
-SECTIONS: dict[str, Callable[[], str]] = {
-    "architectures": lambda: table(ARCHITECTURES),
-    "benchmark": measured,
-    "steps": steps,
+README, HEADS = Path(__file__).parents[1] / "README.md", DOCS / "heads.md"
+SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "architectures": (README, lambda: table(ARCHITECTURES)),
+    "benchmark": (README, of_results(readme_table, "linear_cross_entropy.json")),
+    "steps": (README, of_results(steps_table, "training_step.json")),
+    "heads": (HEADS, of_results(heads_table, "kinds_of_heads.json")),
+    "qlora": (HEADS, of_results(steps_table, "qlora_step.json")),
 }
 
 
-def with_section(text: str, name: str) -> str:
-    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    assert start in text, f"README.md has no line {start}"
-    assert end in text, f"README.md has no line {end}"
-    before, rest = text.split(start, 1)
-    _, after = rest.split(end, 1)
-    return f"{before}{start}\n{SECTIONS[name]()}\n{end}{after}"
-
-
 @pytest.mark.parametrize("name", SECTIONS)
-def test_readme_has_what_is_generated_for_it(name: str) -> None:
-    text = README.read_text(encoding="utf-8")
-    expected = with_section(text, name)
-    if os.environ.get("UPDATE_README") == "1":
-        README.write_text(expected, encoding="utf-8")
-        return
-    assert text == expected, (
-        f"README.md, section {name}, must be (UPDATE_README=1 writes it):\n\n{SECTIONS[name]()}"
-    )
+def test_documents_have_what_is_generated_for_them(name: str) -> None:
+    document, section = SECTIONS[name]
+    check_section(document, name, section())
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
