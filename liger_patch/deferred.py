@@ -2,8 +2,8 @@
 
 ``DeferredLogits`` have the shape, dtype and device that the logits would have, and hold the hidden
 states and the head. What models do between the head and the loss is recorded (``steps``); ``parts``
-hands the record to a fused loss. Any other operation computes the real logits, once, with autograd,
-and goes on with them.
+reads the record for a fused loss. Any other operation computes the real logits, once, with
+autograd, and goes on with them.
 
 Reading late gives the logits of the forward pass that made them, or an error: the grad mode and the
 autocast state of that forward hold, and a head or hidden states that have changed since are
@@ -13,156 +13,16 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from liger_patch.changes import State, state_of
+from liger_patch.head_call import HeadCall, Owner
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import refuse_second_derivative
-from liger_patch.kernels.head_inputs import QuantizedWeight
 from liger_patch.steps import METADATA, NEED_A_GRADIENT, RECORDED, TAKE_KEYWORDS, Recordable, Step
-
-
-class Owner(Protocol):
-    """The forward pass that deferred logits belong to."""
-
-    def note_read(self, operation: str) -> None:
-        """Take note that the named operation needs the values of the logits."""
-
-
-class Parts(NamedTuple):
-    """What deferred logits are made of: linear products, a scale and a softcap.
-
-    ``softcap * tanh(logit_scale * x / softcap)``, or ``logit_scale * x``, of ``x = linear(...)``,
-    or of the sum of that and ``linear(*low_rank)``.
-
-    Attributes:
-        hidden_states: (..., H), the rows that were chosen.
-        weight: (V, H).
-        bias: (V,) or None.
-        low_rank: (..., R) and (V, R) of the adapters on the head, or None.
-        logit_scale: 1.0 for none.
-        softcap: None for none.
-        autocast_dtype: of the head's call, None without autocast.
-    """
-
-    hidden_states: Tensor
-    weight: Tensor | QuantizedWeight
-    bias: Tensor | None
-    low_rank: tuple[Tensor, Tensor] | None
-    logit_scale: float
-    softcap: float | None
-    autocast_dtype: torch.dtype | None
-
-
-class _Term(NamedTuple):
-    """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of."""
-
-    states: Tensor
-    weight: Tensor | QuantizedWeight
-    bias: Tensor | None
-    scale: float
-
-
-@dataclass(frozen=True)
-class HeadCall:
-    """One product of the output embedding: its inputs, the state it was made in, and its owner.
-
-    Attributes:
-        product: the real logits of hidden states, weight and bias; where the weight is quantised,
-            of hidden states alone.
-    """
-
-    hidden_states: Tensor
-    weight: Tensor | QuantizedWeight
-    bias: Tensor | None
-    product: Callable[..., Tensor]
-    grad_enabled: bool
-    autocast_dtype: torch.dtype | None
-    states: tuple[State | None, ...]
-    owner: Owner
-
-    @classmethod
-    def of(
-        cls,
-        hidden_states: Tensor,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        owner: Owner,
-        *,
-        product: Callable[..., Tensor] = nn.functional.linear,
-    ) -> HeadCall:
-        device_type = hidden_states.device.type
-        autocast_dtype = (
-            torch.get_autocast_dtype(device_type)
-            if torch.is_autocast_enabled(device_type)
-            else None
-        )
-        stored = weight if isinstance(weight, Tensor) else weight.stored
-        return cls(
-            hidden_states,
-            weight,
-            bias,
-            product,
-            torch.is_grad_enabled(),
-            autocast_dtype,
-            tuple(state_of(t) for t in (hidden_states, stored, bias)),
-            owner,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden_states.dtype if self.autocast_dtype is None else self.autocast_dtype
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments of ``product``."""
-        if isinstance(self.weight, Tensor):
-            return self.hidden_states, self.weight, self.bias
-        return (self.hidden_states,)
-
-    def compute(self, *tensors: Any) -> Tensor:
-        """The product in the autocast state of the call."""
-        enabled = self.autocast_dtype is not None
-        device_type = self.hidden_states.device.type
-        with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=enabled):
-            return self.product(*tensors)
-
-    def logits(self) -> Tensor:
-        """The real logits, in the grad mode and the autocast state of the call."""
-        self.check_unchanged()
-        with torch.set_grad_enabled(self.grad_enabled):
-            return self.compute(*self.tensors)
-
-    def changed(self) -> str | None:
-        """What the logits are computed from and has changed since, or None."""
-        stored = self.weight if isinstance(self.weight, Tensor) else self.weight.stored
-        tensors = {
-            "hidden states": self.hidden_states,
-            "head's weight": stored,
-            "head's bias": self.bias,
-        }
-        for (name, tensor), state in zip(tensors.items(), self.states, strict=True):
-            if tensor is None:
-                continue
-            if state_of(tensor) != state or tensor.untyped_storage().size() == 0 < tensor.numel():
-                return name
-        return None
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if what the logits are computed from has changed since."""
-        name = self.changed()
-        if name is not None:
-            raise RuntimeError(
-                f"outputs.logits are computed when they are first read, but the {name} changed "
-                "since the forward pass (an optimizer step, or sharding that freed them): "
-                "read outputs.logits before that, or set LIGER_PATCH_RETURN_LOGITS=1 to "
-                "compute them in every forward pass"
-            )
 
 
 class _Record(torch.autograd.Function):
@@ -330,35 +190,7 @@ class DeferredLogits(Recordable):
     def _compute_untouched(self) -> Tensor:
         return self._compute(DeferredLogits._compute_untouched)
 
-    def parts(self) -> Parts | None:
-        """What a fused loss needs, or None where the steps are not sums, a scale and a softcap."""
-        chain = self._chain()
-        if chain is None:
-            return None
-        before = next((i for i, s in enumerate(chain) if s.kind == "tanh"), len(chain))
-        terms = self._terms(chain[:before])
-        if terms is None:
-            return None
-        cap_scale, autocast_dtype = 1.0, self._head_call.autocast_dtype
-        for step in chain[before + 1 :]:
-            if step.kind == "scale":
-                cap_scale *= step.factor
-            elif step.kind == "rows":
-                terms = _chosen(terms, step)
-            elif step.kind not in _SAME_VALUES:
-                return None
-        main = _main_product(terms)
-        if main is None or cap_scale <= 0:
-            return None
-        (hidden_states, weight, bias, scale), low_rank = main
-        if before == len(chain):
-            return Parts(hidden_states, weight, bias, low_rank, scale, None, autocast_dtype)
-        # b * tanh(a * x) = softcap * tanh(logit_scale * x / softcap) with softcap = b, logit_scale
-        # = a * b
-        scale *= cap_scale
-        return Parts(hidden_states, weight, bias, low_rank, scale, cap_scale, autocast_dtype)
-
-    def _chain(self) -> list[Step] | None:
+    def recorded_steps(self) -> list[Step] | None:
         """The steps from the head on; None where somebody's function is among them."""
         self._head_call.check_unchanged()
         chain: list[Step] = []
@@ -370,23 +202,14 @@ class DeferredLogits(Recordable):
             node = node._parent
         return chain[::-1]
 
-    def _terms(self, chain: list[Step] | None) -> list[_Term] | None:
-        """The products after these steps; None where they are not a sum of products."""
-        # of the first product, the rows have been chosen already
-        terms = [_Term(self._rows, self._head_call.weight, self._head_call.bias, 1.0)]
-        for step in chain or ():
-            if step.kind == "scale":
-                terms = [term._replace(scale=term.scale * step.factor) for term in terms]
-            elif step.kind == "rows":
-                terms = _chosen(terms, step)
-            elif isinstance(step.other, DeferredLogits):
-                others = step.other._terms(step.other._chain())
-                if others is None:
-                    return None
-                terms += others
-            elif step.kind not in _SAME_VALUES:
-                return None
-        return None if chain is None else terms
+    @property
+    def head_call(self) -> HeadCall:
+        return self._head_call
+
+    @property
+    def chosen_rows(self) -> Tensor:
+        """(..., H): the hidden states of the rows that were chosen so far."""
+        return self._rows
 
     @property
     def is_computed(self) -> bool:
@@ -441,40 +264,6 @@ class DeferredLogits(Recordable):
 
     def __deepcopy__(self, memo):
         return real(self).__deepcopy__(memo)
-
-
-_SAME_VALUES = ("cast", "detach", "clone")  # as are they on another device, but not the loss
-
-
-def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
-    """The terms after a choice of rows, which the first has had."""
-    return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
-
-
-def _main_product(terms: list[_Term]) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
-    """The first product with all biases, and the others as one of (..., R) and (V, R), their scales
-    relative to its own in their states. None for what has no such form.
-    """
-    main, *others = terms
-    if not others:
-        return main, None
-    if main.scale == 0:
-        return None
-    states, weights, bias = [], [], main.bias
-    for term in others:
-        if not isinstance(term.weight, Tensor):
-            return None
-        relative = term.scale / main.scale
-        states.append(term.states if relative == 1 else relative * term.states)
-        weights.append(term.weight)
-        if term.bias is not None:
-            scaled = relative * term.bias
-            bias = scaled if bias is None else bias + scaled
-    if bias is not None and bias is not main.bias:
-        bias = bias.to(main.states.dtype)
-    if len(others) == 1:
-        return main._replace(bias=bias), (states[0], weights[0])
-    return main._replace(bias=bias), (torch.cat(states, -1), torch.cat(weights, -1))
 
 
 def _real_values(other: Tensor | None) -> tuple[Tensor, ...]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_patch.deferred import DeferredLogits, HeadCall, Owner
+from liger_patch.deferred import DeferredLogits
+from liger_patch.head_call import HeadCall, Owner
 from liger_patch.steps import Step
 
 

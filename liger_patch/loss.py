@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred import DeferredLogits, Parts
+from liger_patch.deferred import DeferredLogits
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.parts import Parts, parts_of
 from liger_patch.steps import RECORDED, TAKE_KEYWORDS
 from liger_patch.verify import disagreement
 
@@ -194,7 +195,7 @@ class ForwardPass:
         if not isinstance(logits, DeferredLogits):
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
             return None
-        parts = logits.parts()
+        parts = parts_of(logits)
         if parts is None or logits.shape[-1] != vocab_size:
             self.record.fall_back(
                 "the forward pass does more to its logits than a fused loss can follow"
@@ -257,7 +258,7 @@ def _cross_entropy_of_deferred(
     if size_average is not None or reduce is not None or input.is_computed:
         return NotImplemented
     forward_pass = cast(ForwardPass, input.owner)
-    parts = input.parts()
+    parts = parts_of(input)
     if parts is None:
         return NotImplemented
     options: dict[str, Any] = {

@@ -64,7 +64,9 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 def _add(a: Any, b: Any) -> Tensor:
     """Of a head that is a sum of products (LoRA)."""
-    if not isinstance(a, Recordable) or not isinstance(b, Recordable) or a.shape != b.shape:
+    if not isinstance(a, Recordable) or not isinstance(b, Recordable):
+        return NotImplemented
+    if a.shape != b.shape or a.device != b.device:
         return NotImplemented
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.then(Step("add", torch.add, other=b), dtype=dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.deferred import HeadCall
+from liger_patch.head_call import HeadCall
 from liger_patch.registry import available
 
 

@@ -1,0 +1,128 @@
+"""What deferred logits are made of, for a fused loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_patch.deferred import DeferredLogits
+from liger_patch.kernels.head_inputs import QuantizedWeight
+from liger_patch.steps import Step
+
+_SAME_VALUES = ("cast", "detach", "clone")  # as are they on another device, but not the loss
+
+
+class Parts(NamedTuple):
+    """What deferred logits are made of: linear products, a scale and a softcap.
+
+    ``softcap * tanh(logit_scale * x / softcap)``, or ``logit_scale * x``, of ``x = linear(...)``,
+    or of the sum of that and ``linear(*low_rank)``.
+
+    Attributes:
+        hidden_states: (..., H), the rows that were chosen.
+        weight: (V, H).
+        bias: (V,) or None.
+        low_rank: (..., R) and (V, R) of the adapters on the head, or None.
+        logit_scale: 1.0 for none.
+        softcap: None for none.
+        autocast_dtype: of the head's call, None without autocast.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor | QuantizedWeight
+    bias: Tensor | None
+    low_rank: tuple[Tensor, Tensor] | None
+    logit_scale: float
+    softcap: float | None
+    autocast_dtype: torch.dtype | None
+
+
+class _Term(NamedTuple):
+    """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of."""
+
+    states: Tensor
+    weight: Tensor | QuantizedWeight
+    bias: Tensor | None
+    scale: float
+
+
+def parts_of(logits: DeferredLogits) -> Parts | None:
+    """What a fused loss needs, or None where the steps are not sums, a scale and a softcap."""
+    chain = logits.recorded_steps()
+    if chain is None:
+        return None
+    before = next((i for i, s in enumerate(chain) if s.kind == "tanh"), len(chain))
+    terms = _terms(logits, chain[:before])
+    if terms is None:
+        return None
+    cap_scale, autocast_dtype = 1.0, logits.head_call.autocast_dtype
+    for step in chain[before + 1 :]:
+        if step.kind == "scale":
+            cap_scale *= step.factor
+        elif step.kind == "rows":
+            terms = _chosen(terms, step)
+        elif step.kind not in _SAME_VALUES:
+            return None
+    main = _main_product(terms)
+    if main is None or cap_scale <= 0:
+        return None
+    (hidden_states, weight, bias, scale), low_rank = main
+    if before == len(chain):
+        return Parts(hidden_states, weight, bias, low_rank, scale, None, autocast_dtype)
+    # b * tanh(a * x) = softcap * tanh(logit_scale * x / softcap) with softcap = b, logit_scale
+    # = a * b
+    scale *= cap_scale
+    return Parts(hidden_states, weight, bias, low_rank, scale, cap_scale, autocast_dtype)
+
+
+def _terms(logits: DeferredLogits, chain: list[Step] | None) -> list[_Term] | None:
+    """The products after these steps; None where they are not a sum of products."""
+    # of the first product, the rows have been chosen already
+    call = logits.head_call
+    terms = [_Term(logits.chosen_rows, call.weight, call.bias, 1.0)]
+    for step in chain or ():
+        if step.kind == "scale":
+            terms = [term._replace(scale=term.scale * step.factor) for term in terms]
+        elif step.kind == "rows":
+            terms = _chosen(terms, step)
+        elif isinstance(step.other, DeferredLogits):
+            others = _terms(step.other, step.other.recorded_steps())
+            if others is None:
+                return None
+            terms += others
+        elif step.kind not in _SAME_VALUES:
+            return None
+    return None if chain is None else terms
+
+
+def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
+    """The terms after a choice of rows, which the first has had."""
+    return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
+
+
+def _main_product(terms: list[_Term]) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
+    """The first product with all biases, and the others as one of (..., R) and (V, R), their scales
+    relative to its own in their states. None for what has no such form.
+    """
+    main, *others = terms
+    if not others:
+        return main, None
+    if main.scale == 0:
+        return None
+    states, weights, bias = [], [], main.bias
+    for term in others:
+        if not isinstance(term.weight, Tensor):
+            return None
+        relative = term.scale / main.scale
+        states.append(term.states if relative == 1 else relative * term.states)
+        weights.append(term.weight)
+        if term.bias is not None:
+            scaled = relative * term.bias
+            bias = scaled if bias is None else bias + scaled
+    if bias is not None and bias is not main.bias:
+        bias = bias.to(main.states.dtype)
+    if len(others) == 1:
+        return main._replace(bias=bias), (states[0], weights[0])
+    return main._replace(bias=bias), (torch.cat(states, -1), torch.cat(weights, -1))
