@@ -136,7 +136,10 @@ def patch_status(model: nn.Module) -> PatchStatus:
     weight = getattr(head, "weight", None)
     described = class_name(head)
     if weight is not None:
-        described += f" {tuple(weight.shape)} {weight.dtype} {weight.device}"
+        shape = tuple(weight.shape)
+        if not weight.is_floating_point():  # quantised: packed in a shape of its own
+            shape = (getattr(head, "out_features", "?"), getattr(head, "in_features", "?"))
+        described += f" {shape} {weight.dtype} {weight.device}"
     verdict = {
         None: "no call with labels yet",
         True: "fused",

@@ -99,16 +99,14 @@ class DeferredLogits(Recordable):
         It is recorded, or real where somebody has read (and may have written to) these logits or
         those that they stem from.
         """
-        node: DeferredLogits | None = self
-        while node is not None:
-            if node._value is not None or node._is_foreign:
-                return step.apply(self.real_logits(), *_real_values(step.other))
-            node = node._parent
+        if self._is_settled or (isinstance(step.other, DeferredLogits) and step.other._is_settled):
+            return step.apply(self.real_logits(), *_real_values(step.other))
         rows = step.apply(self._rows) if step.kind == "rows" else self._rows
         if step.kind not in ("rows", "detach"):
             rows = rows.contiguous()  # as the result of an elementwise operation on a slice is
         inputs = (self,) if step.other is None else (self, step.other)
         dtype, device = dtype or self.dtype, device or self.device
+        step = step._replace(grad_enabled=torch.is_grad_enabled(), dtype=dtype)
         return self._make(self._head_call, rows, dtype, device, step.apply, inputs, self, step)
 
     @classmethod
@@ -170,6 +168,21 @@ class DeferredLogits(Recordable):
         return self._value
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether these logits, or any that they stem from, have been read (and may have been
+        written to) or are somebody's function's.
+        """
+        node: DeferredLogits | None = self
+        while node is not None:
+            other = None if node._step is None else node._step.other
+            if node._value is not None or node._is_foreign:
+                return True
+            if isinstance(other, DeferredLogits) and other._is_settled:
+                return True
+            node = node._parent
+        return False
+
+    @property
     def _is_foreign(self) -> bool:
         """Whether somebody's autograd function returned these logits: its node is theirs now."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -191,13 +204,13 @@ class DeferredLogits(Recordable):
         return self._compute(DeferredLogits._compute_untouched)
 
     def recorded_steps(self) -> list[Step] | None:
-        """The steps from the head on; None where somebody's function is among them."""
+        """The steps from the head on; None where they are not all that has happened."""
+        if self._is_settled:
+            return None
         self._head_call.check_unchanged()
         chain: list[Step] = []
         node = self
         while node._parent is not None and node._step is not None:
-            if node._is_foreign:
-                return None
             chain.append(node._step)
             node = node._parent
         return chain[::-1]
@@ -218,7 +231,16 @@ class DeferredLogits(Recordable):
     @property
     def is_outdated(self) -> bool:
         """Whether it is too late to compute them."""
-        return self._value is None and self._head_call.changed() is not None
+        if self._value is not None:
+            return False
+        if self._head_call.changed() is not None:
+            return True
+        node = self
+        while node._parent is not None and node._step is not None:
+            if isinstance(node._step.other, DeferredLogits) and node._step.other.is_outdated:
+                return True
+            node = node._parent
+        return False
 
     @property
     def owner(self) -> Owner:
@@ -242,7 +264,8 @@ class DeferredLogits(Recordable):
                 return func(*args, **kwargs)
             if func in METADATA and args and not args[0].is_computed:
                 return func(*args, **kwargs)
-            name = getattr(func, "__name__", str(func))
+            # of a property, func is its getter
+            name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
             args, kwargs = tree_map_only(DeferredLogits, lambda d: _read(d, name), (args, kwargs))
             return func(*args, **kwargs)
 

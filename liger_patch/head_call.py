@@ -92,7 +92,11 @@ class HeadCall:
 
     def changed(self) -> str | None:
         """What the logits are computed from and has changed since, or None."""
-        stored = self.weight if isinstance(self.weight, Tensor) else self.weight.stored
+        stored = self.weight
+        if not isinstance(stored, Tensor):
+            if not stored.is_current():
+                return "head's weight"
+            stored = stored.stored
         tensors = {
             "hidden states": self.hidden_states,
             "head's weight": stored,

@@ -198,7 +198,8 @@ class ForwardPass:
         parts = parts_of(logits)
         if parts is None or logits.shape[-1] != vocab_size:
             self.record.fall_back(
-                "the forward pass does more to its logits than a fused loss can follow"
+                f"the head ({self.head_name}) or the model does more to the logits than a fused "
+                "loss can follow"
             )
             return None
         if not self.trusts(parts, labels, **options):

@@ -40,12 +40,19 @@ class Parts(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of."""
+    """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of.
+
+    Attributes:
+        differentiable: False for what was made, or taken, without a gradient.
+    """
 
     states: Tensor
     weight: Tensor | QuantizedWeight
     bias: Tensor | None
     scale: float
+    dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+    differentiable: bool
 
 
 def parts_of(logits: DeferredLogits) -> Parts | None:
@@ -57,7 +64,7 @@ def parts_of(logits: DeferredLogits) -> Parts | None:
     terms = _terms(logits, chain[:before])
     if terms is None:
         return None
-    cap_scale, autocast_dtype = 1.0, logits.head_call.autocast_dtype
+    cap_scale = 1.0
     for step in chain[before + 1 :]:
         if step.kind == "scale":
             cap_scale *= step.factor
@@ -65,36 +72,57 @@ def parts_of(logits: DeferredLogits) -> Parts | None:
             terms = _chosen(terms, step)
         elif step.kind not in _SAME_VALUES:
             return None
-    main = _main_product(terms)
-    if main is None or cap_scale <= 0:
+    product = _main_and_low_rank(terms)
+    if product is None or cap_scale <= 0:
         return None
-    (hidden_states, weight, bias, scale), low_rank = main
+    main, low_rank = product
+    parts = Parts(
+        main.states, main.weight, main.bias, low_rank, main.scale, None, main.autocast_dtype
+    )
     if before == len(chain):
-        return Parts(hidden_states, weight, bias, low_rank, scale, None, autocast_dtype)
+        return parts
     # b * tanh(a * x) = softcap * tanh(logit_scale * x / softcap) with softcap = b, logit_scale
     # = a * b
-    scale *= cap_scale
-    return Parts(hidden_states, weight, bias, low_rank, scale, cap_scale, autocast_dtype)
+    return parts._replace(logit_scale=main.scale * cap_scale, softcap=cap_scale)
 
 
-def _terms(logits: DeferredLogits, chain: list[Step] | None) -> list[_Term] | None:
-    """The products after these steps; None where they are not a sum of products."""
-    # of the first product, the rows have been chosen already
+def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
+    """The products after these steps; None where they are not a sum of products, or the sum keeps
+    more digits than its products have.
+    """
     call = logits.head_call
-    terms = [_Term(logits.chosen_rows, call.weight, call.bias, 1.0)]
-    for step in chain or ():
+    terms = [
+        _Term(
+            logits.chosen_rows,  # of the first product, the rows have been chosen already
+            call.weight,
+            call.bias,
+            1.0,
+            call.dtype,
+            call.autocast_dtype,
+            call.grad_enabled,
+        )
+    ]
+    is_wider = False
+    for step in chain:
         if step.kind == "scale":
             terms = [term._replace(scale=term.scale * step.factor) for term in terms]
         elif step.kind == "rows":
             terms = _chosen(terms, step)
         elif isinstance(step.other, DeferredLogits):
-            others = _terms(step.other, step.other.recorded_steps())
+            others_chain = step.other.recorded_steps()
+            others = None if others_chain is None else _terms(step.other, others_chain)
             if others is None:
                 return None
             terms += others
+            narrowest = min((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
+            is_wider = step.dtype is not None and step.dtype.itemsize > narrowest.itemsize
         elif step.kind not in _SAME_VALUES:
             return None
-    return None if chain is None else terms
+        if step.kind == "cast" and step.dtype is not None:
+            is_wider = is_wider and all(step.dtype.itemsize > t.dtype.itemsize for t in terms)
+        if step.kind == "detach" or not step.grad_enabled:
+            terms = [term._replace(differentiable=False) for term in terms]
+    return None if is_wider else terms
 
 
 def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
@@ -102,19 +130,26 @@ def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
     return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
 
 
-def _main_product(terms: list[_Term]) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
-    """The first product with all biases, and the others as one of (..., R) and (V, R), their scales
-    relative to its own in their states. None for what has no such form.
+def _main_and_low_rank(
+    terms: list[_Term],
+) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
+    """The widest product with all biases, and the others as one of (..., R) and (V, R), their
+    scales relative to its own in their states. None for what has no such form.
     """
-    main, *others = terms
-    if not others:
-        return main, None
-    if main.scale == 0:
+    if len(terms) == 1:
+        return terms[0], None
+    quantised = [term for term in terms if not isinstance(term.weight, Tensor)]
+    main = max(quantised or terms, key=lambda term: term.weight.shape[1])
+    others = [term for term in terms if term is not main]
+    if len(quantised) > 1 or main.scale == 0:
+        return None
+    if any(
+        (t.differentiable, t.autocast_dtype) != (main.differentiable, main.autocast_dtype)
+        for t in others
+    ):
         return None
     states, weights, bias = [], [], main.bias
     for term in others:
-        if not isinstance(term.weight, Tensor):
-            return None
         relative = term.scale / main.scale
         states.append(term.states if relative == 1 else relative * term.states)
         weights.append(term.weight)

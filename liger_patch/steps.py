@@ -25,12 +25,16 @@ class Step(NamedTuple):
             dimension whole. "add" takes the real values of ``other`` beside them.
         factor: what "scale" multiplies by.
         other: what "add" adds.
+        grad_enabled: while it was recorded.
+        dtype: of its result.
     """
 
     kind: str
     apply: Callable[..., Tensor]
     factor: float = 1.0
     other: Recordable | None = None
+    grad_enabled: bool = True
+    dtype: torch.dtype | None = None
 
 
 class Recordable(Tensor):
@@ -62,8 +66,11 @@ def _divide(a: Any, b: Any) -> Tensor:
     return a.then(Step("scale", lambda t: t / b, 1.0 / b))
 
 
-def _add(a: Any, b: Any) -> Tensor:
+def _add(*summands: Any) -> Tensor:
     """Of a head that is a sum of products (LoRA)."""
+    if len(summands) != 2:
+        return NotImplemented
+    a, b = summands
     if not isinstance(a, Recordable) or not isinstance(b, Recordable):
         return NotImplemented
     if a.shape != b.shape or a.device != b.device:

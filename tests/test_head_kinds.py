@@ -69,6 +69,8 @@ def replaced(change: Callable[[Any], nn.Module | None]) -> Callable[[Any], Any]:
 
 def adapted(*targets: str, second: bool = False, **options: Any) -> Callable[[Any], Any]:
     def changed(model: Any) -> Any:
+        # as Transformers says of a model that it has loaded in 4 bits: then PEFT's layer is another
+        model.is_loaded_in_4bit = isinstance(model.lm_head, bnb.nn.Linear4bit)
         config = peft.LoraConfig(
             task_type="CAUSAL_LM", r=4, target_modules=list(targets) or ["lm_head"], **options
         )
@@ -162,6 +164,12 @@ KINDS: dict[str, Kind] = {
     "… DoRA": Kind(adapted(use_dora=True), why="scales the sum by a vector of its own"),
     "PEFT: IA³ on `lm_head`": Kind(with_ia3, why="scales the logits by a vector"),
     'PEFT: `modules_to_save=["lm_head"]`': Kind(adapted("q_proj", modules_to_save=["lm_head"])),
+    "PEFT: trainable tokens of a tied head": Kind(
+        adapted("q_proj", trainable_token_indices=[20, 21]),
+        why="its weight is put together anew at each call",
+        model_type="gemma2",
+        trained=FROZEN_HEAD,
+    ),
     "bitsandbytes: 4 bits, nf4": Kind(four_bits("nf4"), trained=FROZEN_HEAD, quantised=True),
     "… fp4, double quantisation": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantised=True),
     "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantised=True),

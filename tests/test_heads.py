@@ -276,3 +276,115 @@ def test_an_optimizer_that_steps_within_the_backward_pass_trains_as_eager() -> N
         results.append(dict(model.named_parameters()))
     assert patch_status(model).fused
     assert_no_worse(results[1], results[0], results[0], torch.float32)
+
+
+class Adapted(nn.Linear):
+    """A head with an adapter beside it, put together in different ways."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(H, V, bias=False)
+        self.a, self.b = nn.Parameter(torch.randn(4, H) / 4), nn.Parameter(torch.randn(V, 4) / 2)
+        self.how = how
+
+    def base(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def adapter(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.linear(x, self.a), self.b)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.how(self, input)
+
+
+def without_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(x)
+
+
+def doubled_before(head: Any, x: Tensor, *, first: bool) -> Tensor:
+    adapter = head.adapter(x)
+    adapter.mul_(2.0)
+    return adapter + head.base(x) if first else head.base(x) + adapter
+
+
+FUSED_SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": lambda head, x: head.base(x) + head.adapter(x),
+    "reversed": lambda head, x: head.adapter(x) + head.base(x),
+    "scaled": lambda head, x: 0.5 * (head.base(x) + head.adapter(x) * -2.0),
+    "nested": lambda head, x: head.adapter(x) + (head.adapter(x) * 0.3 + head.base(x)),
+    "of the head twice": lambda head, x: head.base(x) + head.base(x / 2),
+}
+OTHER_SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "detached base": lambda head, x: head.base(x).detach() + head.adapter(x),
+    "detached adapter": lambda head, x: head.base(x) + head.adapter(x).detach(),
+    "base without a gradient": lambda head, x: without_gradient(head.base, x) + head.adapter(x),
+    "written to, first": lambda head, x: doubled_before(head, x, first=True),
+    "written to, second": lambda head, x: doubled_before(head, x, first=False),
+    "capped adapter": lambda head, x: head.base(x) + head.adapter(x).tanh(),
+    "alpha": lambda head, x: torch.add(head.base(x), head.adapter(x), alpha=2),
+    "in place": lambda head, x: head.base(x).add_(head.adapter(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUSED_SUMS)
+def test_a_sum_of_products_is_fused(name: str) -> None:
+    assert_fused(model_with(lambda head: Adapted(FUSED_SUMS[name])))
+
+
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_a_sum_that_is_more_than_products_falls_back(name: str) -> None:
+    assert_falls_back(model_with(lambda head: Adapted(OTHER_SUMS[name])))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_sum_that_keeps_float32_falls_back(cast: bool) -> None:
+    """The product of 16-bit factors would lose what the adapter's float32 keeps."""
+
+    def how(head: Any, x: Tensor) -> Tensor:
+        adapter = nn.functional.linear(nn.functional.linear(x.float(), head.a), head.b)
+        logits = head.base(x) + adapter
+        return logits.to(x.dtype) if cast else logits
+
+    model = tiny_model(LLAMA, dtype=torch.bfloat16)
+    head = Adapted(how)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    batch = tiny_batch(model)
+    eager = step(model, batch)
+    with patched(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = step(model, batch)
+        assert patch_status(model).fused is cast
+    torch.testing.assert_close(ours["loss"], eager["loss"], rtol=2e-2 if cast else 1e-6, atol=0)
+
+
+def test_an_adapter_whose_weight_is_freed_after_its_call_falls_back() -> None:
+    """As FSDP does with layers that it wraps on their own."""
+
+    def how(head: Any, x: Tensor) -> Tensor:
+        logits, b = head.base(x), head.b.detach().clone()
+        logits = logits + nn.functional.linear(nn.functional.linear(x, head.a), b)
+        b.zero_()
+        return logits
+
+    model = model_with(lambda head: Adapted(how))
+    batch = tiny_batch(model)
+    with torch.no_grad():
+        eager = call(model, batch).loss
+        with patched(model), pytest.warns(UserWarning, match="Adapted"):
+            ours = call(model, batch).loss
+    torch.testing.assert_close(ours, eager)
+
+
+def test_reading_a_row_of_flat_logits_after_writing_to_them() -> None:
+    model = widened(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    losses = []
+    for patch in (False, True):
+        if patch:
+            apply_patch(model)
+        logits = call(model, batch).logits.detach()
+        flat = logits.view(-1, V)
+        logits.mul_(2.0)
+        losses.append(nn.functional.cross_entropy(flat, batch["labels"].flatten()))
+    torch.testing.assert_close(losses[1], losses[0])

@@ -39,9 +39,10 @@ class QuantizedWeight:
     requires_grad = False
 
     def __init__(
-        self, stored: Tensor, shape: torch.Size, dtype: torch.dtype, row_multiple: int
+        self, layer: nn.Module, shape: torch.Size, dtype: torch.dtype, row_multiple: int
     ) -> None:
-        self.stored, self.shape, self.dtype = stored, shape, dtype
+        stored: Any = layer.weight
+        self._layer, self.stored, self.shape, self.dtype = layer, stored, shape, dtype
         self.row_multiple = row_multiple
         self.device = stored.device
 
@@ -60,6 +61,10 @@ class QuantizedWeight:
             )
         return self._dequantised(start, stop)
 
+    def is_current(self) -> bool:
+        """Whether it is still the layer's: merging an adapter gives the layer another."""
+        return self._layer.weight is self.stored
+
     def _dequantised(self, start: int, stop: int) -> Tensor:
         raise NotImplementedError
 
@@ -73,7 +78,7 @@ class _Weight4bit(QuantizedWeight):
 
     def __init__(
         self,
-        stored: Tensor,
+        layer: Linear4bit,
         packed: Tensor,  # (ceil(V * H / 2),) uint8
         state: QuantState,
         dtype: torch.dtype,
@@ -85,7 +90,7 @@ class _Weight4bit(QuantizedWeight):
         self._blocksize: int = self._state.blocksize
         shape = self._state.shape
         row_multiple = self._blocksize // math.gcd(shape[1], self._blocksize)
-        super().__init__(stored, shape, dtype, row_multiple)
+        super().__init__(layer, shape, dtype, row_multiple)
 
     def _dequantised(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
@@ -126,8 +131,10 @@ class _Weight8bit(QuantizedWeight):
     the columns that exceed ``threshold``): a product with these rows is more exact than that.
     """
 
-    def __init__(self, stored: Tensor, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(stored, numbers.shape, dtype, 1)
+    def __init__(
+        self, layer: Linear8bitLt, numbers: Tensor, scales: Tensor, dtype: torch.dtype
+    ) -> None:
+        super().__init__(layer, numbers.shape, dtype, 1)
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
@@ -175,7 +182,7 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> QuantizedWeight | No
     dtype = _product_dtype(module, dtype)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
-    return _Weight4bit(weight, packed, state, dtype)
+    return _Weight4bit(module, packed, state, dtype)
 
 
 def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:
@@ -198,4 +205,4 @@ def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> QuantizedWeight | 
         return None
     if numbers.shape != (module.out_features, module.in_features):
         return None
-    return _Weight8bit(weight, numbers.detach(), scales.detach(), dtype)
+    return _Weight8bit(module, numbers.detach(), scales.detach(), dtype)

@@ -38,6 +38,10 @@ class QuantizedWeight(Protocol):
         """Rows (stop - start, H), dequantised."""
         ...
 
+    def is_current(self) -> bool:
+        """Whether the layer that it was read from has not been given other numbers since."""
+        ...
+
 
 class HeadInputs(NamedTuple):
     """The inputs of a head, in the order of the gradients."""

@@ -265,8 +265,10 @@ def linear_cross_entropy(
     """
     named = {"hidden_states": hidden_states, "bias": bias, "labels": labels}
     refuse_others_than_tensors(**named, class_weight=class_weight, token_weight=token_weight)
-    if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
-        raise ValueError(f"weight must be a tensor, got {type(weight).__name__}")
+    if not isinstance(weight, Tensor) and not hasattr(weight, "rows"):
+        raise ValueError(
+            f"weight must be a tensor or a QuantizedWeight, got {type(weight).__name__}"
+        )
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
     hidden_size = hidden_states.shape[1]
@@ -323,6 +325,12 @@ def _checked_low_rank(
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     if low_rank is None:
         return None, None
+    if not (
+        isinstance(low_rank, (tuple, list))
+        and len(low_rank) == 2
+        and all(isinstance(each, Tensor) for each in low_rank)
+    ):
+        raise ValueError(f"low_rank must be two tensors, (N, R) and (V, R), got {low_rank!r:.80}")
     states, weight = low_rank
     if states.dim() != 2 or len(states) != tokens or not states.shape[1]:
         raise ValueError(f"low_rank[0] must have shape ({tokens}, R), got {tuple(states.shape)}")

@@ -32,6 +32,9 @@ class InParts:
         self.largest = max(self.largest, stop - start)
         return self.stored[start:stop].clone()
 
+    def is_current(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
@@ -115,6 +118,20 @@ def test_weight_in_parts_takes_a_second_backward(device):
     first = torch.autograd.grad(loss, hidden_states, retain_graph=True)
     second = torch.autograd.grad(loss, hidden_states)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("low_rank", [(None, None), torch.zeros(12, 4), (torch.zeros(12, 4),)])
+def test_what_is_no_pair_of_tensors_is_named(low_rank, device):
+    inputs, labels = linear_inputs(torch.float32, device)
+    with pytest.raises(ValueError, match="low_rank must be two tensors"):
+        linear_cross_entropy(**inputs, labels=labels, low_rank=low_rank)
+
+
+def test_a_weight_that_is_no_tensor_is_named(device):
+    inputs, labels = linear_inputs(torch.float32, device)
+    inputs["weight"] = inputs["weight"].cpu().numpy()
+    with pytest.raises(ValueError, match="weight must be a tensor or a QuantizedWeight"):
+        linear_cross_entropy(**inputs, labels=labels)
 
 
 @pytest.mark.parametrize(

@@ -300,12 +300,17 @@ def test_inputs_in_padded_rows_and_strided_class_weights(odds):
         ({"label_smoothing": 0.1}, False),
         ({"expanded": True}, False),
         ({"transposed": True}, False),
+        ({"rank": 16}, True),
+        ({"rank": 64}, True),
+        ({"rank": 72}, False),
+        ({"rank": 12}, False),
+        ({"rank": 16, "unaligned": True}, False),
     ],
     ids=str,
 )
 def test_what_is_served(change, served):
     how = {"dtype": torch.bfloat16, "hidden_size": 40, "bias": False, "label_smoothing": 0.0}
-    how |= {"expanded": False, "transposed": False} | change
+    how |= {"expanded": False, "transposed": False, "rank": 0, "unaligned": False} | change
     weight = torch.randn(136, how["hidden_size"], device="cuda", dtype=how["dtype"])
     hidden_states = torch.randn_like(weight)
     if how["expanded"]:
@@ -314,7 +319,14 @@ def test_what_is_served(change, served):
         weight = weight.t().contiguous().t()
     bias = weight[:, 0].contiguous() if how["bias"] else None
     options = LossOptions(label_smoothing=how["label_smoothing"])
-    assert odds_head.serves_odds(HeadInputs(hidden_states, weight, bias), options) is served
+    low_rank = (None, None)
+    if how["rank"]:
+        states = torch.randn(136, how["rank"] + 4, device="cuda", dtype=how["dtype"])
+        states = states[:, 4:] if how["unaligned"] else states[:, :-4].contiguous()
+        low_rank = states, states.clone()
+    assert (
+        odds_head.serves_odds(HeadInputs(hidden_states, weight, bias, *low_rank), options) is served
+    )
 
 
 @pytest.mark.gpu
