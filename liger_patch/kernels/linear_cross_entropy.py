@@ -59,7 +59,7 @@ ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whateve
 
 @dataclass(frozen=True)
 class _Problem:
-    """All that one call knows beside the three differentiable tensors."""
+    """All that one call knows beside its inputs."""
 
     tokens: Tokens
     factors: Tensor  # (N,) of each token's loss in the result, in the order of the tokens
