@@ -77,7 +77,6 @@ class DeferredLogits(Recordable):
     _rows: Tensor  # (..., H), the hidden states of the rows that were chosen so far
     _parent: DeferredLogits | None
     _step: Step | None
-    _grad_enabled: bool  # while the step was recorded
     _recorded_by: Any  # the node that recorded the step; another one is that of somebody's function
     _value: Tensor | None
 
@@ -133,8 +132,7 @@ class DeferredLogits(Recordable):
                 device=device,
             )
 
-        grad_enabled = torch.is_grad_enabled()
-        recorded = grad_enabled and not (step is not None and step.kind == "detach")
+        recorded = torch.is_grad_enabled() and not (step is not None and step.kind == "detach")
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
             deferred = _Record.apply(compute, make, *inputs)
         deferred._head_call, deferred._rows, deferred._parent, deferred._step = (
@@ -143,7 +141,6 @@ class DeferredLogits(Recordable):
             base,
             step,
         )
-        deferred._grad_enabled = grad_enabled
         deferred.shares_memory = (
             base is not None
             and step is not None
@@ -195,7 +192,7 @@ class DeferredLogits(Recordable):
         # A view shares the memory of its parent. What eager copies was copied before anybody read
         # these logits, let alone wrote to them: it is computed from the head again.
         value = of_view(parent) if self.shares_memory else parent._compute_untouched()
-        with torch.set_grad_enabled(self._grad_enabled):
+        with torch.set_grad_enabled(step.grad_enabled):
             if isinstance(step.other, DeferredLogits):
                 return step.apply(value, step.other._compute_untouched())
             return step.apply(value)

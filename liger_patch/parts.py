@@ -114,15 +114,20 @@ def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
             if others is None:
                 return None
             terms += others
-            narrowest = min((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
-            is_wider = step.dtype is not None and step.dtype.itemsize > narrowest.itemsize
+            is_wider = _is_wider(step, terms)
         elif step.kind not in _SAME_VALUES:
             return None
-        if step.kind == "cast" and step.dtype is not None:
-            is_wider = is_wider and all(step.dtype.itemsize > t.dtype.itemsize for t in terms)
+        if step.kind == "cast":
+            is_wider = is_wider and _is_wider(step, terms)
         if step.kind == "detach" or not step.grad_enabled:
             terms = [term._replace(differentiable=False) for term in terms]
     return None if is_wider else terms
+
+
+def _is_wider(step: Step, terms: list[_Term]) -> bool:
+    """Whether the step's result has more digits than one of the products."""
+    narrowest = min(term.dtype.itemsize for term in terms)
+    return step.dtype is not None and step.dtype.itemsize > narrowest
 
 
 def _chosen(terms: list[_Term], step: Step) -> list[_Term]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-from liger_patch.integrations.bitsandbytes import QuantizedWeight, quantized_weight  # noqa: E402
+from liger_patch.integrations.bitsandbytes import LayerWeight, quantized_weight  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(131, 72), (131, 64), (7, 71), (40, 576)]  # no block ends with the first and the third
@@ -50,7 +50,7 @@ def linear_8bit(v: int, h: int, device: str = "cpu", threshold: float = 0.0) -> 
     return head.to(device)
 
 
-def read(head: nn.Module, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
+def read(head: nn.Module, dtype: torch.dtype = torch.bfloat16) -> LayerWeight:
     weight = quantized_weight(head, dtype)
     assert weight is not None
     return weight
@@ -86,7 +86,7 @@ def backward_weight(head: nn.Module, dtype: torch.dtype) -> Tensor:
     return x.grad
 
 
-def assert_rows_are(weight: QuantizedWeight, truth: Tensor) -> None:
+def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
     """Bit for bit, for every row alone and for slices that begin and end anywhere."""
     v = len(truth)
     assert (weight.shape, weight.dtype, weight.device) == (truth.shape, truth.dtype, truth.device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params
 from torch import Tensor, nn
 
 
-class QuantizedWeight:
-    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time.
+class LayerWeight(ABC):
+    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time:
+    a ``QuantizedWeight``.
 
     It is the weight at the time when it was made: what moves or packs the layer later is not seen.
 
@@ -65,11 +67,12 @@ class QuantizedWeight:
         """Whether it is still the layer's: merging an adapter gives the layer another."""
         return self._layer.weight is self.stored
 
+    @abstractmethod
     def _dequantised(self, start: int, stop: int) -> Tensor:
-        raise NotImplementedError
+        """Rows ``start`` to ``stop``, which are within the weight."""
 
 
-class _Weight4bit(QuantizedWeight):
+class _Weight4bit(LayerWeight):
     """The blocks that a slice touches are dequantised as one vector, which is then cut.
 
     A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
@@ -124,7 +127,7 @@ class _Weight4bit(QuantizedWeight):
         return scales[first - cut :].add_(self._state.offset)
 
 
-class _Weight8bit(QuantizedWeight):
+class _Weight8bit(LayerWeight):
     """Dequantised as in the layer's own backward.
 
     Its forward on a GPU, and in eval mode on a CPU, rounds the activations to 8 bits too (but for
@@ -148,7 +151,7 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(module, (Linear4bit, Linear8bitLt))
 
 
-def quantized_weight(module: nn.Module, dtype: torch.dtype) -> QuantizedWeight | None:
+def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
     """The weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 
     None where a product with its dequantised rows (and its bias) is not what the class computes,
@@ -164,7 +167,7 @@ def quantized_weight(module: nn.Module, dtype: torch.dtype) -> QuantizedWeight |
     return None
 
 
-def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> QuantizedWeight | None:
+def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     weight = module.weight
     # FSDP loses the parameter's class and state: the layer keeps the state for that
     state: Any = getattr(weight, "quant_state", None) or module.quant_state
@@ -192,7 +195,7 @@ def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:
     return module.compute_dtype or dtype
 
 
-def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> QuantizedWeight | None:
+def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None:
     weight = module.weight
     if type(weight) is not Int8Params or weight.is_meta or module.state.has_fp16_weights:
         return None

@@ -37,7 +37,7 @@ PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other mu
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
-MAX_RANK = 64  # of an adapter: two programs' tiles still fit a processor's shared memory
+MAX_RANK = 64  # of an adapter: tiles of more would not fit beside the stages in shared memory
 ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that are less aligned
 
 
