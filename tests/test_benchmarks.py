@@ -1,14 +1,11 @@
-"""The benchmarks, but for their times: what they measure, and what they make of it."""
+"""The benchmarks of heads, but for their times: what they measure, and how."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib.util
 import json
 import math
-import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import measure as measuring
@@ -22,46 +19,11 @@ from kinds_of_heads import KINDS as KINDS_OF_HEADS
 from kinds_of_heads import Kind, run_kind
 from linear_cross_entropy import run_case
 from measure import Measurement, measure
-from model_contenders import contenders as model_contenders
-from model_contenders import shared_copy
-from models import MODELS, Model
-from picture import draw_all
 from provenance import command_line
-from report import FLOOR, RESULTS, readme_table, steps_table, sweep_table, terminal_table
-from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.models.llama import modeling_llama
-
-from liger_patch import apply_patch, patch_status
+from report import FLOOR
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
-(WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
-PARAMETERS["Qwen3-8B"] = 8.19  # 10^9, as the models' cards give them
-
-
-def load_training_step():
-    """By its path: a module of the tests has the same name."""
-    path = RESULTS.parent / "training_step.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_training_step", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-training_step = load_training_step()
-
-
-def tiny(model: Model) -> Model:
-    config = copy.deepcopy(model.config)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    for name, size in (sizes | heads).items():
-        setattr(config, name, size)
-    return replace(model, config=config, sequences=2, length=9)
 
 
 def out_of_memory(*_) -> torch.Tensor:
@@ -76,57 +38,8 @@ def wrong(hidden_states, weight, labels) -> torch.Tensor:
     return 1.1 * eager(TINY)(hidden_states, weight, labels)
 
 
-def measured(case: str, contender: str, ms: float, **fields) -> dict:
-    row = {"case": case, "tokens": 512, "contender": contender}
-    numbers = dict.fromkeys(("ms", "ms_low", "ms_high", "host_ms"), ms)
-    numbers |= {"peak_mib": 512.0, "floor_over_time": 1 / ms}
-    return row | numbers | fields
-
-
-REPORT = {
-    "command": "python benchmarks/linear_cross_entropy.py",
-    "date": "2026-01-01",
-    "gpu": "GPU",
-    "versions": {"torch": "2.6", "triton": "3.2"},
-    "results": [
-        measured("head", FLOOR, 1.0, peak_mib=0.0),
-        measured("head", "eager", 2.0, gradient_errors=[0.002, 0.001]),
-        {"case": "head", "tokens": 512, "contender": "TRL", "failure": "out of memory"},
-        {
-            "case": "head",
-            "tokens": 512,
-            "contender": "QuACK",
-            "failure": "does not run: ValueError: no",
-        },
-        {
-            "case": "head",
-            "tokens": 512,
-            "contender": "CCE",
-            "wrong": True,
-            "gradient_errors": [0.02, 0.25],
-        },
-        measured("head", "liger_patch", 1.5, gradient_errors=[0.002, 0.001]),
-    ],
-    "sweep": [
-        measured("head", contender, 1.5, tokens=tokens)
-        for tokens in (512, 1024)
-        for contender in (FLOOR, "eager", "liger_patch")
-    ],
-}
-STEPS = {
-    **{name: REPORT[name] for name in ("command", "date", "gpu", "versions")},
-    "steps": [
-        {"model": "model", "contender": "eager", "ms": 300.0, "host_ms": 90.0, "peak_mib": 2048.0},
-        {"model": "model", "contender": "Liger", "failure": "out of memory"},
-        {"model": "model", "contender": "other", "wrong": True, "loss": 1.0, "gradient_norm": 2.0},
-        {"model": "model", "contender": "liger_patch", "ms": 200.0, "peak_mib": 1024.0},
-    ],
-}
-
-
 def test_cases_have_names_of_their_own():
     assert len({head.name for head in HEADS}) == len(HEADS)
-    assert len({model.name for model in MODELS}) == len(MODELS)
 
 
 def test_cases_are_heads_that_can_be_trained():
@@ -153,21 +66,6 @@ def test_the_check_is_on_a_number_of_tokens_whose_inverse_is_rounded():
     assert TOKENS % 8 == 0, "QuACK asks for it"
 
 
-def test_linear_layers_of_a_quantised_model_are_in_4_bits_and_the_head_is_not():
-    bnb = pytest.importorskip("bitsandbytes")
-    (model,) = (m for m in MODELS if m.name.startswith("Llama-3.2-1B + QLoRA"))
-    built = tiny(model).build("cpu")
-    layers = [m for m in built.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    assert len(layers) >= 7 * tiny(model).config.num_hidden_layers
-    assert type(built.get_base_model().lm_head) is nn.Linear
-    trained = {name for name, p in built.named_parameters() if p.requires_grad}
-    assert trained
-    assert all("lora_" in name for name in trained)
-    apply_patch(built)
-    built(**tiny(model).batch("cpu")).loss.backward()
-    assert patch_status(built).fused
-
-
 @pytest.mark.parametrize("kind", KINDS_OF_HEADS, ids=lambda kind: kind.name)
 def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
     if kind.quantised:
@@ -176,17 +74,6 @@ def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
     rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")
     assert [row["contender"] for row in rows] == [FLOOR, "eager", "liger_patch"]
     assert all(row["ms"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_models_have_the_sizes_of_their_names(model: Model):
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
-    weights = dict(built.named_parameters())
-    if model.config.tie_word_embeddings:  # Transformers 5.0 does not tie on the meta device
-        weights.pop("lm_head.weight", None)
-    expected = PARAMETERS[re.split(r",| \+", model.name)[0]]
-    assert sum(p.numel() for p in weights.values()) / 1e9 == pytest.approx(expected, rel=0.01)
 
 
 def test_a_batch_plants_the_labels():
@@ -341,120 +228,3 @@ def test_the_command_says_what_was_measured_but_not_where_it_went():
     assert command_line("/a/b/linear_cross_entropy.py", arguments) == (
         "python benchmarks/linear_cross_entropy.py --case Gemma-2 --rounds 3 --no-compile"
     )
-
-
-@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
-def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
-    built = tiny(model).build("cpu")
-    own = shared_copy(built)
-    weights = list(built.parameters())
-    assert all(a is b for a, b in zip(own.parameters(), weights, strict=True))
-    assert {p.dtype for p in weights} == {torch.bfloat16}
-    modules = [(a, b) for a, b in zip(own.modules(), built.modules(), strict=True)]
-    assert all(a is not b for a, b in modules)
-    apply_patch(own)
-    inputs = tiny(model).batch("cpu")
-    assert type(built(**inputs).logits) is torch.Tensor
-
-
-@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
-def test_a_model_is_run_eager_and_patched(model: Model):
-    rows = training_step.run_model(tiny(model), rounds=1, device="cpu")
-    rows = {row["contender"]: row for row in rows}
-    assert next(iter(rows)) == "eager"
-    assert rows["liger_patch"]["loss"] == pytest.approx(rows["eager"]["loss"], rel=1e-3)
-    for name in ("eager", "liger_patch"):
-        assert rows[name]["ms"] > 0
-        assert rows[name]["gradient_norm"] > 0
-
-
-def test_a_model_whose_loss_differs_is_wrong_and_one_that_fails_is_reported(monkeypatch):
-    def with_others(model: nn.Module, **options):
-        def halved():
-            loss = model_contenders(model, **options)["eager"]()
-            return lambda batch: loss(batch) / 2
-
-        return {**model_contenders(model, **options), "halved": halved, "fails": lambda: raising}
-
-    monkeypatch.setattr(training_step, "contenders", with_others)
-    rows = training_step.run_model(tiny(MODELS[0]), rounds=1, device="cpu")
-    rows = {row["contender"]: row for row in rows}
-    assert rows["halved"]["wrong"] is True
-    assert "ms" not in rows["halved"]
-    assert rows["fails"]["failure"] == "does not run: ValueError: weight is too long"
-    assert "ms" in rows["liger_patch"]
-
-
-def test_what_liger_kernel_does_to_all_models_is_undone_for_the_others(tmp_path, monkeypatch):
-    stand_in = tmp_path / "liger_kernel" / "transformers"
-    stand_in.mkdir(parents=True)
-    for folder in (stand_in, stand_in.parent):
-        (folder / "__init__.py").touch()
-    (stand_in / "monkey_patch.py").write_text(
-        "from transformers.models.llama import modeling_llama\n"
-        "rotary, calls = modeling_llama.apply_rotary_pos_emb, []\n"
-        "def counting(*arguments, **options):\n"
-        "    calls.append(1)\n"
-        "    return rotary(*arguments, **options)\n"
-        "def _apply_liger_kernel_to_instance(model, rope=True, **kernels):\n"
-        "    if rope:\n"
-        "        modeling_llama.apply_rotary_pos_emb = counting\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    case = tiny(MODELS[0])
-    rotary = modeling_llama.apply_rotary_pos_emb
-    losses = {n: make() for n, make in model_contenders(case.build("cpu")).items()}
-    from liger_kernel.transformers.monkey_patch import calls
-
-    called = {}
-    for name, loss in losses.items():
-        calls.clear()
-        loss(case.batch("cpu"))
-        called[name] = len(calls)
-        assert modeling_llama.apply_rotary_pos_emb is rotary
-    assert called == {
-        "eager": 0,
-        "Liger, loss only": 0,
-        "Liger, all kernels": 2,
-        "liger_patch": 0,
-    }
-
-
-def test_tables_name_every_outcome():
-    table = readme_table(REPORT)
-    line = "| head | 1.0 | 2.0 / 0.5 | out of memory | does not run | gradient off by 25.0% |"
-    assert f"{line} 1.5 / 0.5 |" in table
-    assert "| head, 1024 tokens | 1.5 | 1.5 / 0.5 | 1.5 / 0.5 |" in sweep_table(REPORT)
-    assert "| model | 300.0 / 2.0 | out of memory | wrong | 200.0 / 1.0 |" in steps_table(STEPS)
-    said = terminal_table(REPORT["results"])
-    assert "does not run: ValueError: no" in said
-    assert "wrong gradients" in said
-    assert "0.200%, 0.100%" in said
-    said = training_step.terminal_steps_table(STEPS["steps"])
-    assert "out of memory" in said
-    assert "wrong" in said
-
-
-DRAWN = ("linear_cross_entropy", "training_step", "qlora_step")  # kinds_of_heads is a table alone
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        REPORT,
-        STEPS,
-        *(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in DRAWN),
-    ],
-    ids=["heads", "models", *DRAWN],
-)
-def test_pictures_are_drawn_of_what_was_measured(report: dict, tmp_path: Path):
-    drawn = draw_all(report, tmp_path / "report.json")
-    parts = [key for key in ("results", "sweep", "steps") if report.get(key)]
-    assert len(set(drawn)) == len(parts) > 0
-    assert all(path.stat().st_size > 10_000 for path in drawn)
-
-
-def test_nothing_is_drawn_where_nothing_ran(tmp_path: Path):
-    failed = {"case": "head", "contender": "eager", **asdict(Failure("out of memory"))}
-    report = {**REPORT, "results": [REPORT["results"][0], failed], "sweep": []}
-    assert draw_all(report, tmp_path / "report.json") == []

@@ -1,0 +1,158 @@
+"""The benchmark of whole training steps: its models, and what it does to them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from model_contenders import contenders as model_contenders
+from model_contenders import shared_copy
+from models import MODELS, Model
+from report import RESULTS
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from liger_patch import apply_patch, patch_status
+
+PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
+(WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
+PARAMETERS["Qwen3-8B"] = 8.19  # 10^9, as the models' cards give them
+
+
+def load_training_step():
+    """By its path: a module of the tests has the same name."""
+    path = RESULTS.parent / "training_step.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_training_step", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+training_step = load_training_step()
+
+
+def tiny(model: Model) -> Model:
+    config = copy.deepcopy(model.config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for name, size in (sizes | heads).items():
+        setattr(config, name, size)
+    return replace(model, config=config, sequences=2, length=9)
+
+
+def raising(*_) -> torch.Tensor:
+    raise ValueError("weight is too long\nand a second line")
+
+
+def test_models_have_names_of_their_own():
+    assert len({model.name for model in MODELS}) == len(MODELS)
+
+
+def test_linear_layers_of_a_quantised_model_are_in_4_bits_and_the_head_is_not():
+    bnb = pytest.importorskip("bitsandbytes")
+    (model,) = (m for m in MODELS if m.name.startswith("Llama-3.2-1B + QLoRA"))
+    built = tiny(model).build("cpu")
+    layers = [m for m in built.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(layers) >= 7 * tiny(model).config.num_hidden_layers
+    assert type(built.get_base_model().lm_head) is nn.Linear
+    trained = {name for name, p in built.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    apply_patch(built)
+    built(**tiny(model).batch("cpu")).loss.backward()
+    assert patch_status(built).fused
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_models_have_the_sizes_of_their_names(model: Model):
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    weights = dict(built.named_parameters())
+    if model.config.tie_word_embeddings:  # Transformers 5.0 does not tie on the meta device
+        weights.pop("lm_head.weight", None)
+    expected = PARAMETERS[re.split(r",| \+", model.name)[0]]
+    assert sum(p.numel() for p in weights.values()) / 1e9 == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
+def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
+    built = tiny(model).build("cpu")
+    own = shared_copy(built)
+    weights = list(built.parameters())
+    assert all(a is b for a, b in zip(own.parameters(), weights, strict=True))
+    assert {p.dtype for p in weights} == {torch.bfloat16}
+    modules = [(a, b) for a, b in zip(own.modules(), built.modules(), strict=True)]
+    assert all(a is not b for a, b in modules)
+    apply_patch(own)
+    inputs = tiny(model).batch("cpu")
+    assert type(built(**inputs).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
+def test_a_model_is_run_eager_and_patched(model: Model):
+    rows = training_step.run_model(tiny(model), rounds=1, device="cpu")
+    rows = {row["contender"]: row for row in rows}
+    assert next(iter(rows)) == "eager"
+    assert rows["liger_patch"]["loss"] == pytest.approx(rows["eager"]["loss"], rel=1e-3)
+    for name in ("eager", "liger_patch"):
+        assert rows[name]["ms"] > 0
+        assert rows[name]["gradient_norm"] > 0
+
+
+def test_a_model_whose_loss_differs_is_wrong_and_one_that_fails_is_reported(monkeypatch):
+    def with_others(model: nn.Module, **options):
+        def halved():
+            loss = model_contenders(model, **options)["eager"]()
+            return lambda batch: loss(batch) / 2
+
+        return {**model_contenders(model, **options), "halved": halved, "fails": lambda: raising}
+
+    monkeypatch.setattr(training_step, "contenders", with_others)
+    rows = training_step.run_model(tiny(MODELS[0]), rounds=1, device="cpu")
+    rows = {row["contender"]: row for row in rows}
+    assert rows["halved"]["wrong"] is True
+    assert "ms" not in rows["halved"]
+    assert rows["fails"]["failure"] == "does not run: ValueError: weight is too long"
+    assert "ms" in rows["liger_patch"]
+
+
+def test_what_liger_kernel_does_to_all_models_is_undone_for_the_others(tmp_path, monkeypatch):
+    stand_in = tmp_path / "liger_kernel" / "transformers"
+    stand_in.mkdir(parents=True)
+    for folder in (stand_in, stand_in.parent):
+        (folder / "__init__.py").touch()
+    (stand_in / "monkey_patch.py").write_text(
+        "from transformers.models.llama import modeling_llama\n"
+        "rotary, calls = modeling_llama.apply_rotary_pos_emb, []\n"
+        "def counting(*arguments, **options):\n"
+        "    calls.append(1)\n"
+        "    return rotary(*arguments, **options)\n"
+        "def _apply_liger_kernel_to_instance(model, rope=True, **kernels):\n"
+        "    if rope:\n"
+        "        modeling_llama.apply_rotary_pos_emb = counting\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    case = tiny(MODELS[0])
+    rotary = modeling_llama.apply_rotary_pos_emb
+    losses = {n: make() for n, make in model_contenders(case.build("cpu")).items()}
+    from liger_kernel.transformers.monkey_patch import calls
+
+    called = {}
+    for name, loss in losses.items():
+        calls.clear()
+        loss(case.batch("cpu"))
+        called[name] = len(calls)
+        assert modeling_llama.apply_rotary_pos_emb is rotary
+    assert called == {
+        "eager": 0,
+        "Liger, loss only": 0,
+        "Liger, all kernels": 2,
+        "liger_patch": 0,
+    }
