@@ -139,15 +139,20 @@ def token_factors(
             weights = class_weight.index_select(0, inside)
             weights = weights.masked_fill(labels == options.ignore_index, 0.0)
             denominator = (weights if factors is None else weights * factors).sum()
+        elif factors is not None:
+            denominator = factors.sum()
         else:
-            denominator = count.to(dtype) if factors is None else factors.sum()
-    if factors is None:
-        factors = torch.ones((), dtype=dtype, device=device).expand(labels.shape)
+            inverse = count.clamp(min=1).to(dtype).reciprocal()  # three launches, not five
+            return inverse.expand(labels.shape)
     if denominator is None:
-        return factors
+        return (
+            factors
+            if factors is not None
+            else labels.new_ones((), dtype=dtype).expand(labels.shape)
+        )
     # torch.where would copy its 1.0 to the device and wait for the device to take it
     inverse = denominator.masked_fill(denominator == 0, 1.0).reciprocal()
-    return inverse.expand(labels.shape) if token_weight is None else factors * inverse
+    return inverse.expand(labels.shape) if factors is None else factors * inverse
 
 
 def refuse_others_than_tensors(**arguments: object) -> None:
