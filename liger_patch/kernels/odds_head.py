@@ -28,12 +28,15 @@ TILES: dict[str, Any] = {
     "TILE_ROWS": TILE_ROWS,
     "TILE_V": TILE_V,
     "TILE_H": TILE_H,
+    "PARTS": 2,  # of a tile of odds, each written by itself
     "num_warps": 4,
     "num_stages": 3,
 }
-# an adapter's tiles leave no room in shared memory for a second program: more stages instead
-WITH_ADAPTER, PROGRAMS_WITH_ADAPTER = {"num_stages": 5}, 1
 PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other multiplies
+# an adapter's tiles take shared memory too: those of a small rank what smaller parts leave; beside
+# those of a larger rank there is no room for a second program: more stages instead
+SMALL_RANK, WITH_SMALL_RANK = 16, {"PARTS": 4}
+WITH_LARGE_RANK, PROGRAMS_WITH_LARGE_RANK = {"num_stages": 5}, 1
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
@@ -148,13 +151,15 @@ class OddsHead:
         tiles = -(-rows // TILE_ROWS) * v_tiles
         partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
-        low_rank_tiles, programs = None, PROGRAMS
+        low_rank_tiles, rank, programs = None, 0, PROGRAMS
         if low_rank is not None:
-            programs = PROGRAMS_WITH_ADAPTER
-            low_rank_tiles = _tiles(low_rank, TILE_ROWS, _rank_tile(low_rank))
+            rank = _rank_tile(low_rank)
+            low_rank_tiles = _tiles(low_rank, TILE_ROWS, rank)
+            programs = PROGRAMS if rank <= SMALL_RANK else PROGRAMS_WITH_LARGE_RANK
+        constants = tile_constants(hidden_size, rank)
         odds_tiles = None
         if row_scale is not None and memory is not None:
-            odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // 2)
+            odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
         with torch.cuda.device_of(x):
             for only_on_overflow in (False, True):
                 again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
@@ -176,7 +181,7 @@ class OddsHead:
                     options.softcap,
                     options.logit_scale,
                     **again,
-                    **_tile_constants(hidden_size, low_rank is not None),
+                    **constants,
                 )
                 _finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
                     partial,
@@ -214,10 +219,13 @@ def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
 
 
 @functools.cache
-def _tile_constants(hidden_size: int, has_adapter: bool) -> dict[str, Any]:
+def tile_constants(hidden_size: int, rank: int) -> dict[str, Any]:
+    """Constants of the kernel for an adapter with tiles of ``rank`` columns, 0 for none."""
     fitting = max(1, min(MAX_GROUPED_TILES, GROUPED_COLUMNS // hidden_size))
     constants = TILES | {"GROUPED_TILES": 1 << (fitting - 1).bit_length()}
-    return constants | (WITH_ADAPTER if has_adapter else {})
+    if rank:
+        constants |= WITH_SMALL_RANK if rank <= SMALL_RANK else WITH_LARGE_RANK
+    return constants
 
 
 @functools.cache

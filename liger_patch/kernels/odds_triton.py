@@ -132,6 +132,64 @@ def _write_odds(
     return tl.sum(values, axis=1), tl.max(z, axis=1)
 
 
+@triton.jit
+def _write_parts(
+    logits,  # (rows, columns)
+    odds,
+    reference,
+    label,
+    row_start,
+    v_start,
+    vocab_size,
+    softcap,
+    logit_scale,
+    PART_V: tl.constexpr,
+):
+    """``_write_odds``, PART_V columns at a time."""
+    rows: tl.constexpr = logits.shape[0]
+    half_v: tl.constexpr = logits.shape[1] // 2
+    if half_v < PART_V:
+        return _write_odds(
+            logits,
+            odds,
+            reference,
+            label,
+            row_start,
+            v_start,
+            vocab_size,
+            softcap,
+            logit_scale,
+        )
+    else:
+        halves = tl.permute(tl.reshape(logits, (rows, 2, half_v)), (0, 2, 1))
+        left, right = tl.split(halves)
+        left_sum, left_max = _write_parts(  # pyright: ignore[reportGeneralTypeIssues]
+            left,
+            odds,
+            reference,
+            label,
+            row_start,
+            v_start,
+            vocab_size,
+            softcap,
+            logit_scale,
+            PART_V,
+        )
+        right_sum, right_max = _write_parts(
+            right,
+            odds,
+            reference,
+            label,
+            row_start,
+            v_start + half_v,
+            vocab_size,
+            softcap,
+            logit_scale,
+            PART_V,
+        )
+        return left_sum + right_sum, tl.maximum(left_max, right_max)
+
+
 @triton.jit(do_not_specialize=["start", "rows"])
 def _odds_kernel(
     x,  # descriptor of (C, H)
@@ -155,6 +213,7 @@ def _odds_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_V: tl.constexpr,
     TILE_H: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Programs walk the tiles of the product together, each a tile of odds at a time."""
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
@@ -185,11 +244,9 @@ def _odds_kernel(
         is_row = row < count
         reference = tl.load(reference_ptr + row, mask=is_row, other=0.0)
         label = tl.load(labels_ptr + row, mask=is_row, other=-1).to(tl.int32)
-        # half a tile at a time: shared memory and registers for two programs on a processor
-        halves = tl.permute(tl.reshape(logits, (TILE_ROWS, 2, TILE_V // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        left_sum, left_max = _write_odds(
-            left,
+        # a part of a tile at a time: shared memory and registers for two programs on a processor
+        sums, highest = _write_parts(
+            logits,
             odds,
             reference,
             label,
@@ -198,22 +255,12 @@ def _odds_kernel(
             vocab_size,
             softcap,
             logit_scale,
-        )
-        right_sum, right_max = _write_odds(
-            right,
-            odds,
-            reference,
-            label,
-            row_start,
-            v_start + TILE_V // 2,
-            vocab_size,
-            softcap,
-            logit_scale,
+            TILE_V // PARTS,
         )
         offsets = v_tile.to(tl.int64) * rows + row
-        tl.store(partial_ptr + offsets, left_sum + right_sum, mask=is_row)
+        tl.store(partial_ptr + offsets, sums, mask=is_row)
         offsets += v_tiles.to(tl.int64) * rows
-        tl.store(partial_ptr + offsets, tl.maximum(left_max, right_max), mask=is_row)
+        tl.store(partial_ptr + offsets, highest, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["start", "rows"])

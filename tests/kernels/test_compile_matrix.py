@@ -127,6 +127,9 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         )
 
 
+ODDS_CONSTANTS = ("GROUPED_TILES", "TILE_ROWS", "TILE_V", "TILE_H", "PARTS")
+
+
 def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Only what it serves: bf16 on Hopper."""
     from liger_patch.kernels import odds_head as kernels
@@ -134,7 +137,8 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     if target != FULL or kernels.TensorDescriptor is None:
         return
     for softcap, writes, again, rank in itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64)):
-        half = kernels.TILE_V // 2
+        constants = kernels.tile_constants(4096, rank)
+        part = kernels.TILE_V // constants["PARTS"]
         low_rank = [f"tensordesc<bf16[{n},{rank}]>" for n in (kernels.TILE_ROWS, kernels.TILE_V)]
         yield (
             f"{softcap}{writes}{again}-{rank}",
@@ -143,7 +147,7 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "low_rank_weight": low_rank[1] if rank else None,
                 "x": f"tensordesc<bf16[{kernels.TILE_ROWS},{kernels.TILE_H}]>",
                 "weight": f"tensordesc<bf16[{kernels.TILE_V},{kernels.TILE_H}]>",
-                "odds": f"tensordesc<bf16[{kernels.TILE_ROWS},{half}]>" if writes else None,
+                "odds": f"tensordesc<bf16[{kernels.TILE_ROWS},{part}]>" if writes else None,
                 "labels_ptr": "*i64",
                 "reference_ptr": "*fp32",
                 "partial_ptr": "*fp32",
@@ -156,12 +160,9 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "ONLY_ON_OVERFLOW": bool(again),
-                "GROUPED_TILES": kernels.MAX_GROUPED_TILES,
-                "TILE_ROWS": kernels.TILE_ROWS,
-                "TILE_V": kernels.TILE_V,
-                "TILE_H": kernels.TILE_H,
+                **{name: constants[name] for name in ODDS_CONSTANTS},
             },
-            kernels.TILES["num_warps"],
+            constants["num_warps"],
         )
 
 

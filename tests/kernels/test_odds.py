@@ -247,10 +247,10 @@ def test_any_number_of_chunks(rows, ignored, odds):
 def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     device, dtype = odds
     monkeypatch.setattr(odds_head, "GROUPED_COLUMNS", columns)
-    odds_head._tile_constants.cache_clear()
+    odds_head.tile_constants.cache_clear()
     inputs, labels = linear_inputs(dtype, device, 500, 8, ignored=0.0)
     check_linear(inputs, labels)
-    odds_head._tile_constants.cache_clear()
+    odds_head.tile_constants.cache_clear()
 
 
 @pytest.mark.parametrize("class_weight", [False, True])
