@@ -43,7 +43,7 @@ def main() -> None:
     path = arguments.output / "training_step.json"
     report = {**provenance(command_line(__file__, arguments), PACKAGES), "steps": []}
     for model in MODELS:
-        if arguments.model is None or model.name.startswith(arguments.model):
+        if arguments.model is None or arguments.model in model.name:
             rows = run_model(model, rounds=arguments.rounds, compiled=arguments.compile)
             print(terminal_steps_table(rows), flush=True)
             report["steps"] += rows
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="only the models whose name starts with this")
+    parser.add_argument("--model", help="only the models whose name contains this")
     parser.add_argument(
         "--rounds", type=int, default=8, help="timed steps of each contender (default 8)"
     )
