@@ -18,7 +18,8 @@ from torch.nn.functional import linear
 from liger_patch.kernels import cross_entropy_pytorch, reference
 from liger_patch.kernels.chunks import MIB
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.linear_cross_entropy import ALIGNED_V, linear_cross_entropy
+from liger_patch.kernels.head_pass import ALIGNED_V
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.loss_options import LossOptions
 
 ORDERS = 4  # in which eager is asked

@@ -85,6 +85,11 @@ class Wanted(NamedTuple):
     low_rank: bool = False
     low_rank_weight: bool = False
 
+    @property
+    def sums(self) -> bool:
+        """Whether one of them sums over the tokens."""
+        return self.weight or self.bias or self.low_rank_weight
+
     def of_products(self) -> list[tuple[bool, bool]]:
         """(states, weight) of each product."""
         return [(self.hidden_states, self.weight), (self.low_rank, self.low_rank_weight)]

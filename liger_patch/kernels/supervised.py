@@ -5,6 +5,7 @@ N: tokens, n: supervised tokens, V: vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -41,6 +42,14 @@ class Supervised:
         if self.rows is None:
             return values
         return values.new_zeros(self.total, *values.shape[1:]).index_copy_(0, self.rows, values)
+
+    def scale_rows_(self, gradients: Sequence[Tensor | None], factors: Tensor) -> None:
+        """Multiply each of the (N, ...) by factors (n,) of the supervised tokens, in place."""
+        # through the supervised rows: 0 * inf of an ignored token would be nan
+        of_tokens = self.scatter(factors)[:, None]
+        for each in gradients:
+            if each is not None:
+                each.mul_(of_tokens)
 
 
 @dataclass(frozen=True)
