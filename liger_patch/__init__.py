@@ -3,12 +3,15 @@
 from liger_patch.apply import PatchStatus, apply_patch, patch_status, revert_patch
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 __all__ = [
+    "LogProbs",
     "PatchStatus",
     "apply_patch",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_log_probs",
     "patch_status",
     "revert_patch",
 ]

@@ -58,7 +58,7 @@ def apply_patch(
         TypeError: not a Transformers model.
     """
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction)
-    target = _transformers_model(model)
+    target = transformers_model(model)
     record = record_of(target)
     if record is not None:
         record.settings = settings
@@ -83,7 +83,7 @@ def revert_patch(model: Model) -> Model:
         RuntimeError: something else has subclassed the patched instance since (FSDP's
             ``fully_shard``).
     """
-    target = _transformers_model(model)
+    target = transformers_model(model)
     record = record_of(target)
     if record is None:
         return model
@@ -127,7 +127,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     Raises:
         TypeError: not a Transformers model.
     """
-    target = _transformers_model(model)
+    target = transformers_model(model)
     record = record_of(target)
     rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
     if record is None:
@@ -146,7 +146,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
         False: f"ordinary logits: {record.reason}",
     }
     trains = weight is not None and weight.requires_grad
-    chunk_mib = flags.chunk_mib() or record.settings.chunk_mib or default_chunk_mib(trains)
+    chunk_mib = record.chunk_mib or default_chunk_mib(trains)
     return PatchStatus(
         True,
         record.fused,
@@ -169,7 +169,12 @@ def patch_status(model: nn.Module) -> PatchStatus:
     )
 
 
-def _transformers_model(model: nn.Module) -> PreTrainedModel:
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The model that is patched: what a PEFT wrapper wraps, or the model itself.
+
+    Raises:
+        TypeError: not a Transformers model.
+    """
     base = model
     if "peft" in sys.modules:
         from liger_patch.integrations import peft

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferred import DeferredLogits
+from liger_patch.fused import fused_loss
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.parts import Parts, parts_of
 from liger_patch.steps import RECORDED, TAKE_KEYWORDS
 from liger_patch.verify import disagreement
@@ -62,6 +62,20 @@ class LossSettings:
         return self.label_smoothing > 0 or self.z_loss > 0 or self.reduction != "mean"
 
 
+class OtherCall(Protocol):
+    """A way to call a patched model that a library has added to it."""
+
+    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is one."""
+        ...
+
+    def __call__(
+        self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer it; ``forward``: of the model before it was patched."""
+        ...
+
+
 @dataclass
 class PatchRecord:
     """What has been decided for one patched model, at its last forward pass.
@@ -75,6 +89,7 @@ class PatchRecord:
         distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
         replaced_forward: what the model's instance had as its own ``forward`` when it was patched
             (hooks of accelerate).
+        other_call: what answers other calls than those with labels.
     """
 
     settings: LossSettings
@@ -84,6 +99,12 @@ class PatchRecord:
     verified: bool = False
     distrusted: str | None = None
     replaced_forward: Callable[..., Any] | None = None
+    other_call: OtherCall | None = None
+
+    @property
+    def chunk_mib(self) -> float | None:
+        """MiB of logits held at once, None for the operator's default."""
+        return flags.chunk_mib() or self.settings.chunk_mib
 
     def fall_back(self, reason: str) -> None:
         """Say once that a loss is computed the ordinary way; an error where fusing was demanded."""
@@ -168,18 +189,21 @@ class ForwardPass:
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-        parts = self._fusable(logits, labels, vocab_size, **options)
+        parts = self.fusable(logits, labels, vocab_size, **options)
         if parts is not None:
             self.record.fused, self.record.reason = True, None
             with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-                return fused_loss(parts, labels, self.record, **options)
+                return fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
 
-    def _fusable(
+    def fusable(
         self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
     ) -> Parts | None:
+        """What logits are made of, where the fused operators may be used; else None, after the
+        record has the reason.
+        """
         if flags.return_logits():
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
             return None
@@ -214,27 +238,6 @@ class ForwardPass:
             record.verified = bool((labels != options["ignore_index"]).any())
             record.distrusted = disagreement(parts, labels, **options)
         return record.distrusted is None
-
-
-def fused_loss(parts: Parts, labels: Tensor, record: PatchRecord, **options: Any) -> Tensor:
-    """Loss of N rows of deferred logits and labels (N,); options of ``linear_cross_entropy``."""
-    dtype = parts.autocast_dtype
-    low_rank = None
-    if parts.low_rank is not None:
-        states, low_rank_weight = parts.low_rank
-        low_rank = states.reshape(-1, states.shape[-1]), low_rank_weight
-    with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
-        return linear_cross_entropy(
-            parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
-            parts.weight,
-            labels,
-            bias=parts.bias,
-            low_rank=low_rank,
-            softcap=parts.softcap,
-            logit_scale=parts.logit_scale,
-            chunk_mib=flags.chunk_mib() or record.settings.chunk_mib,
-            **options,
-        )
 
 
 @runs_eagerly
@@ -278,7 +281,9 @@ def _cross_entropy_of_deferred(
         forward_pass.done = True
         forward_pass.record.fused, forward_pass.record.reason = True, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-        loss = fused_loss(parts, target, forward_pass.record, reduction=reduction, **options)
+        loss = fused_loss(
+            parts, target, chunk_mib=forward_pass.record.chunk_mib, reduction=reduction, **options
+        )
     # autocast computes cross entropy in float32
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 

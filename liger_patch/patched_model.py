@@ -53,6 +53,9 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         inner: Callable[..., Any] = functools.partial(original.forward, self)
         if record is not None and record.replaced_forward is not None:
             inner = record.replaced_forward
+        other_call = None if record is None else record.other_call
+        if other_call is not None and other_call.is_meant(kwargs):
+            return other_call(self, inner, args, kwargs)
         if record is None or _labels(position, args, kwargs) is None:
             return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs)
@@ -117,38 +120,48 @@ def _forward_with_loss(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    wants_logits = flags.return_logits() is True
+    with deferring(model, record) as forward_pass, ExitStack() as stack:
+        transformed = torch._C._are_functorch_transforms_active()
+        if model.loss_function is ForCausalLMLoss and not transformed:
+            stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
+        outputs = inner(*args, **kwargs)
+    if not forward_pass.done:
+        _note_own_loss(model, record, forward_pass.unfused)
+    return outputs
+
+
+@contextmanager
+def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPass]:
+    """Within this context the logits of a patched model are deferred, where they can be and where
+    no environment variable says otherwise.
+    """
     head = model.get_output_embeddings()
-    unfused = record.distrusted
-    if head is None:
-        unfused = "get_output_embeddings() returns None"
-    elif {"FSDPModule", "FullyShardedDataParallel"} & {c.__name__ for c in type(head).__mro__}:
-        unfused = "FSDP shards the head on its own and frees its weight before the loss"
-    elif getattr(model, "_is_replica", False):
-        unfused = "torch.nn.DataParallel gathers the logits of every replica"
-    elif torch.is_grad_enabled() and _has_backward_hooks(head):
-        unfused = (
-            f"backward hooks of the head ({_description(head)}) see the gradient of its logits"
-        )
-    transformed = torch._C._are_functorch_transforms_active()
-    if transformed:
-        unfused = "torch.func transforms the forward pass"
+    unfused = record.distrusted or _why_not_deferred(model, head)
     forward_pass = ForwardPass(record, _description(head), unfused)
     with ExitStack() as stack:
         if not torch.compiler.is_compiling():  # Dynamo knows no locks
             # the head's forward and the loss function are replaced for one forward pass at a time
             stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
-        if head is not None and not (wants_logits or unfused):
+        if head is not None and not (flags.return_logits() is True or unfused):
             stack.enter_context(deferring_head(head, forward_pass))
-        if model.loss_function is ForCausalLMLoss and not transformed:
-            stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         try:
-            outputs = inner(*args, **kwargs)
+            yield forward_pass
         finally:
             forward_pass.running = False
-    if not forward_pass.done:
-        _note_own_loss(model, record, unfused, wants_logits)
-    return outputs
+
+
+def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the forward pass"
+    if head is None:
+        return "get_output_embeddings() returns None"
+    if {"FSDPModule", "FullyShardedDataParallel"} & {c.__name__ for c in type(head).__mro__}:
+        return "FSDP shards the head on its own and frees its weight before the loss"
+    if getattr(model, "_is_replica", False):
+        return "torch.nn.DataParallel gathers the logits of every replica"
+    if torch.is_grad_enabled() and _has_backward_hooks(head):
+        return f"backward hooks of the head ({_description(head)}) see the gradient of its logits"
+    return None
 
 
 def class_name(head: nn.Module | None) -> str:
@@ -169,9 +182,7 @@ def _has_backward_hooks(head: nn.Module) -> bool:
     return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
 
 
-def _note_own_loss(
-    model: PreTrainedModel, record: PatchRecord, unfused: str | None, wants_logits: bool
-) -> None:
+def _note_own_loss(model: PreTrainedModel, record: PatchRecord, unfused: str | None) -> None:
     """The model has computed a loss of its own on real logits."""
     name = type(model).__name__
     if record.settings.changes_loss:
@@ -179,7 +190,7 @@ def _note_own_loss(
             f"{record.settings} cannot reach the loss that {name} computes itself on real logits: "
             "use the options of apply_patch with their defaults"
         )
-    if wants_logits:
+    if flags.return_logits() is True:
         record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
         return
     record.fall_back(unfused or f"{name} computes a loss of its own that reads the logits")

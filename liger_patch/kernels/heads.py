@@ -5,8 +5,10 @@ elsewhere a product writes the logits and the rows' kernel turns them into their
 C: tokens of the chunk, N: of the batch, V: vocabulary.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
@@ -17,6 +19,12 @@ from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.products import logits_
 from liger_patch.kernels.supervised import Tokens
+from liger_patch.kernels.token_statistics import (
+    TokenStatistics,
+    UpstreamGradients,
+    log_probs_gradient_rows_,
+    token_statistics_rows,
+)
 
 
 class Head(Protocol):
@@ -26,11 +34,13 @@ class Head(Protocol):
         counts_on_device: whether the device knows where the supervised tokens end, so that a chunk
             may run before the host does, and whether losses alone take no (C, V) memory.
         losses: (N,) of the supervised tokens that have run.
+        statistics: of the same tokens, None where not wanted.
         odds: what makes the memory of a run the gradient of the logits; None where it is that.
     """
 
     counts_on_device: bool
     losses: Tensor
+    statistics: TokenStatistics | None
 
     @property
     def odds(self) -> OddsFactors | None: ...
@@ -55,26 +65,40 @@ def prepare_head(
     factors: HeadInputs,  # in the dtype of the products
     tokens: Tokens,
     options: LossOptions,
+    statistics: Collection[str] = (),  # names of TokenStatistics
 ) -> Head:
     """The form that serves these inputs. Reads nothing from the device."""
     if HAS_TRITON:
         from liger_patch.kernels.odds_head import OddsHead, serves_odds
 
-        if serves_odds(factors, options):
-            return OddsHead(factors, tokens, options)
-    return LogitsHead(factors, tokens, options)
+        if serves_odds(factors, options, statistics):
+            return OddsHead(factors, tokens, options, has_statistics=bool(statistics))
+    return LogitsHead(factors, tokens, options, has_statistics=bool(statistics))
 
 
 class LogitsHead:
-    """A product, then the rows' kernel."""
+    """A product, then the rows' kernels."""
 
     counts_on_device = False
     odds: OddsFactors | None = None
 
-    def __init__(self, factors: HeadInputs, tokens: Tokens, options: LossOptions) -> None:
+    def __init__(
+        self,
+        factors: HeadInputs,
+        tokens: Tokens,
+        options: LossOptions,
+        *,
+        has_statistics: bool = False,
+    ) -> None:
         self._tokens, self._options = tokens, options
         x = factors.hidden_states
-        self.losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
+        dtype, count = accumulation_dtype(x.dtype), len(tokens.labels)
+        self.losses = x.new_empty(count, dtype=dtype)
+        self.statistics: TokenStatistics | None = None
+        if has_statistics:
+            entropy, lse, *others = x.new_empty(4, count, dtype=dtype)
+            is_top1 = x.new_empty(count, dtype=torch.bool)
+            self.statistics = TokenStatistics(entropy, lse, is_top1, *others)
 
     def run(
         self,
@@ -87,10 +111,54 @@ class LogitsHead:
         assert memory is not None
         logits = logits_(memory, factors)
         chunk = slice(start, start + len(logits))
+        labels = self._tokens.labels[chunk]
+        if self.statistics is not None:
+            token_statistics_rows(logits, labels, self._options, self.statistics.of(chunk))
         self.losses[chunk] = cross_entropy_rows(
             logits,
-            self._tokens.labels[chunk],
+            labels,
             self._options,
             dlogits=None if row_scale is None else logits,
             row_scale=None if row_scale is None else row_scale[chunk],
+        )
+
+
+class UpstreamHead:
+    """A product, then the gradient of its logits for upstream gradients of log_prob, entropy and
+    lse. Computes no losses.
+    """
+
+    counts_on_device = False
+    odds: OddsFactors | None = None
+
+    def __init__(
+        self,
+        factors: HeadInputs,
+        tokens: Tokens,
+        options: LossOptions,
+        statistics: TokenStatistics,  # (n,) of the supervised tokens, from a run before
+        upstream: UpstreamGradients,  # (n,)
+    ) -> None:
+        self._tokens, self._options = tokens, options
+        self._known, self._upstream = statistics, upstream
+        self.losses = factors.hidden_states.new_empty(0)
+        self.statistics: TokenStatistics | None = None
+
+    def run(
+        self,
+        factors: HeadInputs,
+        start: int,
+        *,
+        memory: Tensor | None,
+        row_scale: Tensor | None,
+    ) -> None:
+        assert memory is not None
+        logits = logits_(memory, factors)
+        chunk = slice(start, start + len(logits))
+        log_probs_gradient_rows_(
+            logits,
+            self._tokens.labels[chunk],
+            self._options,
+            self._known.of(chunk),
+            UpstreamGradients(*(None if u is None else u[chunk] for u in self._upstream)),
         )

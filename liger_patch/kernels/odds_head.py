@@ -4,6 +4,7 @@ C: tokens of a chunk, N: of the batch, H: hidden size, V: vocabulary.
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.odds_triton import _finish_kernel, _label_logit_kernel, _odds_kernel
 from liger_patch.kernels.supervised import Tokens
+from liger_patch.kernels.token_statistics import TokenStatistics
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -40,14 +42,17 @@ WITH_LARGE_RANK, PROGRAMS_WITH_LARGE_RANK = {"num_stages": 5}, 1
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
 HOPPER = (9, 0)
+STATISTICS = frozenset({"entropy", "lse", "is_top1"})
 MAX_RANK = 64  # of an adapter: tiles of more would not fit beside the stages in shared memory
 ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that are less aligned
 
 
-def serves_odds(factors: HeadInputs, options: LossOptions) -> bool:
+def serves_odds(
+    factors: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
+) -> bool:
     """Whether this form computes the odds of such inputs: bf16 on Hopper, a plain weight, without
     bias and label smoothing, an adapter's rank of up to MAX_RANK, all in rows that the tensor
-    memory accelerator takes.
+    memory accelerator takes; of the statistics, those in STATISTICS.
 
     float16 could not hold odds, and other GPUs have the products and the rows' kernel.
     """
@@ -59,6 +64,7 @@ def serves_odds(factors: HeadInputs, options: LossOptions) -> bool:
         and isinstance(weight, Tensor)
         and bias is None
         and options.label_smoothing == 0.0
+        and STATISTICS.issuperset(statistics)
         and all(
             _fits_descriptor(t) for t in (x, weight, low_rank, low_rank_weight) if t is not None
         )
@@ -90,7 +96,14 @@ class OddsHead:
 
     counts_on_device = True
 
-    def __init__(self, factors: HeadInputs, tokens: Tokens, options: LossOptions) -> None:
+    def __init__(
+        self,
+        factors: HeadInputs,
+        tokens: Tokens,
+        options: LossOptions,
+        *,
+        has_statistics: bool = False,
+    ) -> None:
         x, weight, _, low_rank, low_rank_weight = factors
         assert isinstance(weight, Tensor)
         class_weight = options.class_weight
@@ -104,9 +117,15 @@ class OddsHead:
             rank = _rank_tile(low_rank_weight)
             self._low_rank_weight_tiles = _tiles(low_rank_weight, TILE_V, rank)
         self._overflow = torch.zeros((), dtype=torch.int32, device=device)
-        per_token = x.new_empty(6, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)[:, :count]
-        self.losses, scales, label_gradients, *rest = per_token.unbind()
-        self._label_logits, self._label_z, self._reference = rest
+        numbers = 8 if has_statistics else 6
+        per_token = x.new_empty(numbers, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)
+        self.losses, scales, label_gradients, *rest = per_token[:, :count].unbind()
+        self._label_logits, self._label_z, self._reference, *rest = rest
+        self.statistics: TokenStatistics | None = None
+        if has_statistics:
+            entropy, lse = rest
+            is_top1 = x.new_empty(count, dtype=torch.bool)
+            self.statistics = TokenStatistics(entropy, lse, is_top1)
         self.odds = OddsFactors(scales, tokens.labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
@@ -149,14 +168,16 @@ class OddsHead:
         labels, reference = self._tokens.labels[chunk], self._reference[chunk]
         v_tiles = -(-vocab_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
-        partial = torch.empty(2, v_tiles, rows, dtype=torch.float32, device=device)
+        statistics = None if self.statistics is None else self.statistics.of(chunk)
+        sums = 2 if statistics is None else 3
+        partial = torch.empty(sums, v_tiles, rows, dtype=torch.float32, device=device)
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
         low_rank_tiles, rank, programs = None, 0, PROGRAMS
         if low_rank is not None:
             rank = _rank_tile(low_rank)
             low_rank_tiles = _tiles(low_rank, TILE_ROWS, rank)
             programs = PROGRAMS if rank <= SMALL_RANK else PROGRAMS_WITH_LARGE_RANK
-        constants = tile_constants(hidden_size, rank)
+        constants: dict[str, Any] = tile_constants(hidden_size, rank) | {"SUMS": sums}
         odds_tiles = None
         if row_scale is not None and memory is not None:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
@@ -194,6 +215,9 @@ class OddsHead:
                     self.losses[chunk],
                     self.odds.factors[chunk],
                     self.odds.label_gradients[chunk],
+                    None if statistics is None else statistics.entropy,
+                    None if statistics is None else statistics.lse,
+                    None if statistics is None else statistics.is_top1,
                     self._overflow,
                     counts,
                     start,
@@ -203,6 +227,7 @@ class OddsHead:
                     options.softcap,
                     options.logit_scale,
                     options.z_loss,
+                    TILE_V=TILE_V,  # pyright: ignore[reportArgumentType]
                     **again,
                     **FINISHED,
                 )

@@ -16,8 +16,9 @@ Where a token's loss exceeds 60 nats, its odds might overflow: then the device, 
 computes the chunk again, against each row's largest logit.
 
 C: rows, H: hidden size, R: rank of an adapter on the head, V: vocabulary, T: tiles of TILE_V
-columns. Extra memory: 2 C T floats. The idea that a row needs no maximum if another reference is at
-hand follows Milakov and Gimelshein (arXiv:1805.02867), the label in place of the maximum.
+columns. Extra memory: 2 C T floats, 3 C T with statistics. The idea that a row needs no maximum if
+another reference is at hand follows Milakov and Gimelshein (arXiv:1805.02867), the label in place
+of the maximum.
 """
 
 import math
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 MAX_ODDS = tl.constexpr(2.0**86)  # of a row: e^60; factors and odds stay far within float32
+LOWEST = tl.constexpr(-1.0e38)
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 
@@ -116,8 +118,11 @@ def _write_odds(
     vocab_size,
     softcap,
     logit_scale,
+    SUMS: tl.constexpr,
 ):
-    """Write the odds of raw logits; return their sum and the largest z in each row."""
+    """Write the odds of raw logits; return in each row their sum, the largest z, and with three
+    SUMS the sum of the odds times log2(odds).
+    """
     columns: tl.constexpr = logits.shape[1]
     column = v_start + tl.arange(0, columns)
     z, slope = _z_and_slope(logits, logit_scale, softcap)  # pyright: ignore
@@ -126,10 +131,15 @@ def _write_odds(
     if (tl.max(holds_label.to(tl.int32), axis=0) > 0) | (v_start + columns > vocab_size):
         is_other = (column[None, :] != label[:, None]) & (column[None, :] < vocab_size)
         z = tl.where(is_other, z, float("-inf"))
-    values = tl.exp2(z - reference[:, None])
+    distance = z - reference[:, None]
+    values = tl.exp2(distance)
     if odds is not None:
         odds.store([row_start, v_start], (values * slope).to(odds.dtype))
-    return tl.sum(values, axis=1), tl.max(z, axis=1)
+    total = tl.sum(values, axis=1)
+    moment = total
+    if SUMS == 3:
+        moment = tl.sum(values * tl.maximum(distance, LOWEST), axis=1)  # 0 * -inf is nan
+    return total, tl.max(z, axis=1), moment
 
 
 @triton.jit
@@ -143,6 +153,7 @@ def _write_parts(
     vocab_size,
     softcap,
     logit_scale,
+    SUMS: tl.constexpr,
     PART_V: tl.constexpr,
 ):
     """``_write_odds``, PART_V columns at a time."""
@@ -159,11 +170,12 @@ def _write_parts(
             vocab_size,
             softcap,
             logit_scale,
+            SUMS,
         )
     else:
         halves = tl.permute(tl.reshape(logits, (rows, 2, half_v)), (0, 2, 1))
         left, right = tl.split(halves)
-        left_sum, left_max = _write_parts(  # pyright: ignore[reportGeneralTypeIssues]
+        left_sum, left_max, left_moment = _write_parts(  # pyright: ignore[reportGeneralTypeIssues]
             left,
             odds,
             reference,
@@ -173,9 +185,10 @@ def _write_parts(
             vocab_size,
             softcap,
             logit_scale,
+            SUMS,
             PART_V,
         )
-        right_sum, right_max = _write_parts(
+        right_sum, right_max, right_moment = _write_parts(
             right,
             odds,
             reference,
@@ -185,9 +198,11 @@ def _write_parts(
             vocab_size,
             softcap,
             logit_scale,
+            SUMS,
             PART_V,
         )
-        return left_sum + right_sum, tl.maximum(left_max, right_max)
+        highest = tl.maximum(left_max, right_max)
+        return left_sum + right_sum, highest, left_moment + right_moment
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
@@ -199,7 +214,7 @@ def _odds_kernel(
     odds,  # descriptor of (C, V); None: sums and maxima only
     labels_ptr,  # (C,)
     reference_ptr,  # (C,)
-    partial_ptr,  # (2, T, C): sums of the tiles' odds, maxima of their z
+    partial_ptr,  # (SUMS, T, C): of the tiles' odds sums, maxima of their z, see _write_odds
     overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
     counts_ptr,  # (1,) supervised tokens
     start,  # of them, where the chunk begins
@@ -208,6 +223,7 @@ def _odds_kernel(
     vocab_size,
     softcap,
     logit_scale,
+    SUMS: tl.constexpr,
     ONLY_ON_OVERFLOW: tl.constexpr,
     GROUPED_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -245,7 +261,7 @@ def _odds_kernel(
         reference = tl.load(reference_ptr + row, mask=is_row, other=0.0)
         label = tl.load(labels_ptr + row, mask=is_row, other=-1).to(tl.int32)
         # a part of a tile at a time: shared memory and registers for two programs on a processor
-        sums, highest = _write_parts(
+        sums, highest, moments = _write_parts(
             logits,
             odds,
             reference,
@@ -255,17 +271,21 @@ def _odds_kernel(
             vocab_size,
             softcap,
             logit_scale,
+            SUMS,
             TILE_V // PARTS,
         )
         offsets = v_tile.to(tl.int64) * rows + row
         tl.store(partial_ptr + offsets, sums, mask=is_row)
         offsets += v_tiles.to(tl.int64) * rows
         tl.store(partial_ptr + offsets, highest, mask=is_row)
+        if SUMS == 3:
+            offsets += v_tiles.to(tl.int64) * rows
+            tl.store(partial_ptr + offsets, moments, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
 def _finish_kernel(
-    partial_ptr,  # (2, T, C)
+    partial_ptr,  # (2, T, C), (3, T, C) for statistics
     labels_ptr,  # (C,)
     label_logit_ptr,  # (C,)
     label_z_ptr,  # (C,)
@@ -275,6 +295,9 @@ def _finish_kernel(
     loss_ptr,  # (C,)
     factor_ptr,  # (C,)
     label_gradient_ptr,  # (C,)
+    entropy_ptr,  # (C,) or None: no statistics
+    lse_ptr,  # (C,)
+    is_top1_ptr,  # (C,) bool
     overflow_ptr,
     counts_ptr,
     start,
@@ -284,12 +307,13 @@ def _finish_kernel(
     softcap,
     logit_scale,
     z_loss,
+    TILE_V: tl.constexpr,
     ONLY_ON_OVERFLOW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """A few rows a program: losses, factors, the labels' gradients, and where odds overflowed,
-    the reference for another time.
+    """A few rows a program: losses, factors, the labels' gradients, statistics, and where odds
+    overflowed, the reference for another time.
     """
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
         if tl.load(overflow_ptr) != start + 1:
@@ -334,6 +358,24 @@ def _finish_kernel(
         label_share = tl.load(class_weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
     rest_share = 2.0 * z_loss * lse
     tl.store(loss_ptr + row, label_share * gap + z_loss * lse * lse, mask=is_row)
+    if entropy_ptr is not None:
+        moment = label_odds * (z - reference)
+        before = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+        after = before
+        for first in range(0, v_tiles, BLOCK_TILES):
+            tile = (first + tl.arange(0, BLOCK_TILES)).to(tl.int64)
+            mask = (tile[:, None] < v_tiles) & is_row[None, :]
+            offsets = (v_tiles + tile[:, None]) * rows + row[None, :]
+            maxima = tl.load(partial_ptr + offsets, mask=mask, other=float("-inf"))
+            is_after = tile[:, None] * TILE_V > label[None, :]
+            before = tl.maximum(before, tl.max(tl.where(is_after, float("-inf"), maxima), axis=0))
+            after = tl.maximum(after, tl.max(tl.where(is_after, maxima, float("-inf")), axis=0))
+            offsets += v_tiles.to(tl.int64) * rows
+            moment += tl.sum(tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+        tl.store(entropy_ptr + row, log_sum - moment / total * LN_2, mask=is_row)
+        tl.store(lse_ptr + row, lse, mask=is_row)
+        # of several largest the first; within the label's own tile, none is
+        tl.store(is_top1_ptr + row, (z > before) & (z >= after), mask=is_row)
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0) * logit_scale / total
         label_logit = tl.load(label_logit_ptr + row, mask=is_row, other=0.0)

@@ -1,0 +1,277 @@
+"""TRL: its trainers' fused head on the kernels of this package. Imported only by those who ask.
+
+TRL's trainers give a model a second way to be called, ``model(..., fused_lm_head=True)``, which
+returns log-probabilities of the labels instead of logits. Here that call runs the model's own
+forward with deferred logits and computes the same output from them; all other calls, and the
+trainer's losses and metrics, stay TRL's.
+
+    from liger_patch.integrations.trl import SFTConfig, SFTTrainer
+    SFTTrainer(model, args=SFTConfig(use_liger_patch=True, ...), ...)
+
+    trainer = trl.DPOTrainer(...)           # KTO, GRPO, RLOO too
+    apply_trl_patch(trainer.model)          # and trainer.ref_model, where there is one
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import trl
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_patch import flags
+from liger_patch.apply import apply_patch, revert_patch, transformers_model
+from liger_patch.fused import fused_log_probs
+from liger_patch.loss import LossSettings, PatchRecord
+from liger_patch.parts import Parts
+from liger_patch.patched_model import deferring, original_class, record_of
+
+SUPPORTED = "trl 1.15 and 1.16"
+IGNORE_INDEX = -100  # of TRL
+HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
+
+try:
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise ImportError(
+        f"liger_patch.integrations.trl supports {SUPPORTED}, whose trainers have a fused head; "
+        f"got trl {trl.__version__}"
+    ) from error
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
+    """``trl.SFTConfig`` with one option more.
+
+    Args:
+        use_liger_patch: whether ``SFTTrainer`` of this module computes log-probabilities, entropy
+            and accuracy with the kernels of liger_patch.
+    """
+
+    use_liger_patch: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute log-probabilities, entropy and accuracy with liger_patch's kernels."
+        },
+    )
+
+
+class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
+    """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on the kernels of liger_patch.
+
+    Without the flag it is TRL's to the last call. Takes the arguments of ``trl.SFTTrainer``.
+
+    Raises:
+        ValueError: the flag is set, and the model's architecture has no row in the registry, or
+            ``apply_patch`` gave it options that TRL's loss does not know.
+    """
+
+    def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
+        is_flagged, chunk_mib = getattr(args, "use_liger_patch", False), None
+        if is_flagged and not isinstance(model, str):
+            chunk_mib = _taken_back(model)
+        super().__init__(model, args, *others, **named)
+        if is_flagged:
+            patched: Any = self.model
+            # nll weighs all tokens of a batch the same, dft does not
+            same_gradient = args.loss_type == "nll"
+            apply_trl_patch(patched, same_gradient=same_gradient, chunk_mib=chunk_mib)
+
+
+def apply_trl_patch(
+    model: Model, *, same_gradient: bool = False, chunk_mib: float | None = None
+) -> Model:
+    """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
+
+    For a model that a trainer of TRL holds, once the trainer exists: ``trainer.model``, and
+    ``trainer.ref_model`` where there is one. ``revert_patch`` undoes it, ``patch_status`` says what
+    is fused. Heads that cannot be fused are left to TRL, with one warning that names the reason.
+
+    Args:
+        model: a Transformers model to which TRL has added its fused head, or a PEFT wrapper around
+            one.
+        same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
+            ``linear_log_probs``.
+        chunk_mib: MiB of logits held at once, as in ``apply_patch``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: the architecture has no row in the registry, or the model was patched before the
+            trainer was made.
+        RuntimeError: TRL has added no head to the model, or one that is not known here.
+        TypeError: not a Transformers model.
+    """
+    target = transformers_model(model)
+    record = record_of(target)
+    if record is None:
+        call = _log_probs_call(target, same_gradient)
+        apply_patch(target, chunk_mib=chunk_mib)
+        record = record_of(target)
+        assert record is not None
+        record.other_call = call
+    elif isinstance(record.other_call, _LogProbsCall):
+        record.other_call.same_gradient = same_gradient
+        record.settings = LossSettings(chunk_mib=chunk_mib)
+    else:
+        raise ValueError(
+            f"{type(target).__name__} was patched before TRL added its head: make the trainer of "
+            "an unpatched model (revert_patch(model) takes a patch back), then call "
+            "apply_trl_patch(trainer.model)"
+        )
+    return model
+
+
+def _taken_back(model: Any) -> float | None:
+    """Revert ``apply_patch`` of a model that TRL is about to add its head to: its ``chunk_mib``."""
+    record = record_of(transformers_model(model))
+    if record is None:
+        return None
+    if record.settings.changes_loss:
+        raise ValueError(
+            f"{record.settings} has no part in TRL's loss: use the options of apply_patch with "
+            "their defaults, and those of SFTConfig"
+        )
+    revert_patch(model)
+    return record.settings.chunk_mib
+
+
+@dataclass
+class _LogProbsCall:
+    """``model(..., labels=labels, fused_lm_head=True)``. See ``loss.OtherCall``.
+
+    Attributes:
+        temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
+        same_gradient: see ``linear_log_probs``.
+        is_direct: whether nothing but TRL's head was between the caller and the model's forward.
+        left_to_trl: whether a head could not be fused: from then on, TRL computes.
+    """
+
+    temperature: float
+    cast_lm_head_to_fp32: bool
+    outputs: tuple[str, ...]
+    same_gradient: bool
+    is_direct: bool
+    left_to_trl: bool = False
+
+    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+        return bool(kwargs.get("fused_lm_head"))
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        record = record_of(model)
+        assert record is not None
+        own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
+        if own["labels"] is None and own["shift_labels"] is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
+        if flags.return_logits() is True:
+            record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+        elif not self.left_to_trl:
+            output = self._fused(model, record, forward, args, kwargs, own)
+            if output is not None:
+                return output
+            self.left_to_trl = True
+        return forward(*args, **kwargs)
+
+    def _fused(
+        self,
+        model: PreTrainedModel,
+        record: PatchRecord,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        own: dict[str, Any],
+    ) -> Any:
+        """TRL's output, or None where the record says why not."""
+        if self.is_direct:  # TRL's own way there is bound to the model that it was made for
+            forward = original_class(model).forward.__get__(model)
+        others = {k: v for k, v in kwargs.items() if k not in own and k != "fused_lm_head"}
+        with deferring(model, record) as forward_pass:
+            if forward_pass.unfused is not None:
+                record.fall_back(forward_pass.unfused)
+                return None
+            outputs = forward(*args, **{**others, "use_cache": False})
+        logits: Tensor = outputs.logits
+        labels = own["shift_labels"]
+        if labels is None:
+            labels = nn.functional.pad(own["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
+        labels = labels.to(logits.device)
+        parts = forward_pass.fusable(
+            logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
+        )
+        if parts is not None and self.cast_lm_head_to_fp32:
+            parts = _in_float32(parts, record)
+        if parts is None:
+            return None
+        record.fused, record.reason = True, None
+        flat = fused_log_probs(
+            parts,
+            labels.reshape(-1),
+            temperature=self.temperature,
+            outputs=self.outputs,
+            same_gradient=self.same_gradient,
+            chunk_mib=record.chunk_mib,
+        )
+        if own["shift_labels"] is None:
+            labels = labels[..., :-1]  # nothing follows the last token
+        per_token: dict[str, Any] = {
+            name: None if value is None else value.reshape(logits.shape[:-1])[:, : labels.shape[1]]
+            for name, value in flat._asdict().items()
+            if name != "lse"
+        }
+        mask = labels != IGNORE_INDEX
+        count = own["num_items_in_batch"]
+        loss = -per_token["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        if aux_loss is not None:
+            config = model.config.get_text_config()
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
+
+
+def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:
+    """The head outside autocast, where the trainer has cast it to float32."""
+    tensors = (parts.hidden_states, parts.weight, parts.bias)
+    if all(t is None or t.dtype == torch.float32 for t in tensors):
+        return parts._replace(autocast_dtype=None)
+    record.fall_back("cast_lm_head_to_fp32=True, and the head is not in float32")
+    return None
+
+
+def _log_probs_call(model: PreTrainedModel, same_gradient: bool) -> _LogProbsCall:
+    """What TRL's head of a model was asked for, by the variables of its forward."""
+    forward: Any = vars(model).get("forward")
+    outermost = True
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if {*HEAD_OPTIONS, "original_forward"} <= set(_free_names(function)):
+            free = inspect.getclosurevars(function).nonlocals
+            inner = getattr(free["original_forward"], "__func__", None)
+            return _LogProbsCall(
+                **{name: free[name] for name in HEAD_OPTIONS},
+                same_gradient=same_gradient,
+                is_direct=outermost and inner is type(model).forward,
+            )
+        forward, outermost = getattr(function, "__wrapped__", None), False
+    raise RuntimeError(
+        f"{type(model).__name__} has no fused head of TRL that is known here: apply_trl_patch "
+        f"takes the model of a trainer of {SUPPORTED}, got one with trl {trl.__version__}"
+    )
+
+
+def _free_names(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_freevars

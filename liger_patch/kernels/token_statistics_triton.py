@@ -1,0 +1,186 @@
+"""Triton form of the statistics of tokens. The formulas are in ``token_statistics``.
+
+One program walks a row of logits once, with a running maximum; another kernel turns a block of a
+row into its gradient. C: rows, V: vocabulary. Extra memory: none. Running maximum: Milakov and
+Gimelshein (arXiv:1805.02867).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_patch.kernels.cross_entropy_triton import (
+    LOWEST,
+    _bend,
+    _tanh_derivative,
+    block_and_warps,
+)
+from liger_patch.kernels.loss_options import LossOptions
+
+GRADIENT_BLOCK = 4096  # logits of a program
+
+
+@triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
+@triton.jit
+def _token_statistics_kernel(
+    logits_ptr,  # (C, V)
+    logits_stride,
+    labels_ptr,  # (C,)
+    entropy_ptr,  # (C,)
+    lse_ptr,  # (C,)
+    is_top1_ptr,  # (C,) bool
+    mean_logits_ptr,  # (C,)
+    log_sum_sq_probs_ptr,  # (C,)
+    vocab_size,
+    softcap,  # 0 for none
+    logit_scale,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    columns = tl.arange(0, BLOCK_V)
+    label = tl.load(labels_ptr + row)
+    label_x = tl.load(logits_ptr + label).to(tl.float32) * logit_scale
+    label_z = _bend(label_x, softcap, HAS_SOFTCAP)
+
+    running_max = LOWEST
+    before_label = float("-inf")  # largest of the classes before the label
+    total = 0.0  # sum of exp(z - running_max)
+    moment = 0.0  # sum of (z - running_max) exp(z - running_max)
+    squares = 0.0  # sum of exp(z - running_max)^2
+    z_sum = 0.0
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
+        x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+        z_sum += tl.sum(tl.where(mask, z, 0.0), axis=0)
+        z = tl.where(mask, z, float("-inf"))
+        is_before = start + columns < label
+        before_label = tl.maximum(
+            before_label, tl.max(tl.where(is_before, z, float("-inf")), axis=0)
+        )
+        new_max = tl.maximum(running_max, tl.max(z, axis=0))
+        lowered = running_max - new_max
+        factor = tl.exp(lowered)
+        distance = tl.maximum(z - new_max, LOWEST)  # 0 * -inf is nan
+        parts = tl.exp(distance)
+        # the sums so far, seen from the new maximum
+        moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
+        moment += tl.sum(parts * distance, axis=0)
+        total = factor * total + tl.sum(parts, axis=0)
+        squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
+        running_max = new_max
+    log_total = tl.log(total)
+    tl.store(lse_ptr + row, running_max + log_total)
+    tl.store(entropy_ptr + row, log_total - moment / total)
+    tl.store(is_top1_ptr + row, (label_z >= running_max) & (label_z > before_label))
+    tl.store(mean_logits_ptr + row, z_sum / vocab_size)
+    tl.store(log_sum_sq_probs_ptr + row, tl.log(squares) - 2.0 * log_total)
+
+
+@triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
+@triton.jit
+def _log_probs_gradient_kernel(
+    logits_ptr,  # (C, V)
+    logits_stride,
+    labels_ptr,  # (C,)
+    lse_ptr,  # (C,)
+    entropy_ptr,  # (C,)
+    dlog_probs_ptr,  # (C,) or None
+    dentropy_ptr,  # (C,) or None
+    dlse_ptr,  # (C,) or None
+    vocab_size,
+    softcap,  # 0 for none
+    logit_scale,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per block of a row, which it overwrites."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = column < vocab_size
+    logits_ptr += row * logits_stride + column
+    label = tl.load(labels_ptr + row)
+    x = tl.load(logits_ptr, mask=mask, other=0.0).to(tl.float32) * logit_scale
+    log_p = _bend(x, softcap, HAS_SOFTCAP) - tl.load(lse_ptr + row)
+    log_p = tl.maximum(log_p, LOWEST)  # 0 * -inf is nan
+    share = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    at_label = 0.0
+    if dlse_ptr is not None:
+        share += tl.load(dlse_ptr + row)
+    if dlog_probs_ptr is not None:
+        at_label = tl.load(dlog_probs_ptr + row)
+        share -= at_label
+    if dentropy_ptr is not None:
+        share -= tl.load(dentropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
+    gradient = tl.exp(log_p) * share + tl.where(column == label, at_label, 0.0)
+    if HAS_SOFTCAP:
+        gradient *= _tanh_derivative(x / softcap)
+    tl.store(logits_ptr, gradient * logit_scale, mask=mask)
+
+
+def token_statistics_rows(
+    logits: Tensor,  # (C, V)
+    labels: Tensor,  # (C,)
+    options: LossOptions,
+    entropy: Tensor,
+    lse: Tensor,
+    is_top1: Tensor,
+    mean_logits: Tensor,
+    log_sum_sq_probs: Tensor,
+) -> None:
+    """Write each of the last five, (C,)."""
+    rows, vocab_size = logits.shape
+    if not rows:
+        return
+    block_v, num_warps = block_and_warps(vocab_size, 64 if torch.version.hip else 32)
+    with torch.cuda.device_of(logits):
+        _token_statistics_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            labels,
+            entropy,
+            lse,
+            is_top1,
+            mean_logits,
+            log_sum_sq_probs,
+            vocab_size,
+            options.softcap or 0.0,
+            options.logit_scale,
+            BLOCK_V=block_v,
+            num_warps=num_warps,
+        )
+
+
+def log_probs_gradient_rows_(
+    logits: Tensor,  # (C, V)
+    labels: Tensor,  # (C,)
+    options: LossOptions,
+    lse: Tensor,  # (C,)
+    entropy: Tensor,  # (C,)
+    dlog_probs: Tensor | None,  # (C,) float32
+    dentropy: Tensor | None,  # (C,) float32
+    dlse: Tensor | None,  # (C,) float32
+) -> None:
+    """Turn raw logits into the gradient by them."""
+    rows, vocab_size = logits.shape
+    if not rows:
+        return
+    with torch.cuda.device_of(logits):
+        _log_probs_gradient_kernel[(rows, triton.cdiv(vocab_size, GRADIENT_BLOCK))](
+            logits,
+            logits.stride(0),
+            labels,
+            lse,
+            entropy,
+            dlog_probs,
+            dentropy,
+            dlse,
+            vocab_size,
+            options.softcap or 0.0,
+            options.logit_scale,
+            BLOCK_V=GRADIENT_BLOCK,  # pyright: ignore[reportArgumentType]
+        )
