@@ -1,6 +1,7 @@
 # Needs Python, pip and make. Each target installs what it needs first: nothing is done by hand.
 PYTHON ?= python3
 ARGS ?=
+BENCH ?= linear_cross_entropy
 
 VENV := .venv
 OLDEST := .venv-oldest
@@ -39,8 +40,8 @@ check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-bench: setup ## time and weigh the loss against its peers (ARGS="--help")
-	$(VENV)/bin/python benchmarks/linear_cross_entropy.py $(ARGS)
+bench: setup ## time and weigh against peers (BENCH=training_step ARGS="--help")
+	$(VENV)/bin/python benchmarks/$(BENCH).py $(ARGS)
 
 clean: ## remove the environments, builds and caches
 	rm -rf $(VENV) $(OLDEST) build dist liger_patch.egg-info

@@ -92,6 +92,32 @@ def heads_table(report: dict) -> str:
     )
 
 
+def log_probs_table(report: dict) -> str:
+    """Markdown: a line a head, a column a contender, each with time and peak memory."""
+    return "\n".join(
+        [
+            _markdown("forward + backward, ms / GiB", report["log_probs"], lambda row: row["case"]),
+            "",
+            f"{_measured(report)}: medians in one process, peak memory over the inputs, "
+            f"`{report['command']}`. Eager computes the loss alone, TRL and liger_patch entropy "
+            "and accuracy too.",
+        ]
+    )
+
+
+def sft_steps_table(report: dict) -> str:
+    """Markdown: a line a model, a column a contender, each with time and peak memory."""
+    return "\n".join(
+        [
+            _markdown("step of SFTTrainer, ms / GiB", report["sft_steps"], lambda r: r["model"]),
+            "",
+            f"{_measured(report)}: loss, metrics and backward pass of the whole model with random "
+            "weights, every weight trained, 40 % of the labels ignored, without checkpointing; "
+            f"medians in one process, peak memory over the weights, `{report['command']}`.",
+        ]
+    )
+
+
 def steps_table(report: dict) -> str:
     """Markdown: a line a model, a column a contender, each with time and peak memory."""
     return "\n".join(
@@ -110,6 +136,8 @@ TABLES = {
     "sweep": sweep_table,
     "steps": steps_table,
     "heads": heads_table,
+    "log_probs": log_probs_table,
+    "sft_steps": sft_steps_table,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 from dataclasses import replace
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from model_contenders import contenders as model_contenders
 from model_contenders import shared_copy
+from model_steps import run_model
 from models import MODELS, Model
-from report import RESULTS
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -22,20 +21,6 @@ from liger_patch import apply_patch, patch_status
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
 (WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
 PARAMETERS["Qwen3-8B"] = 8.19  # 10^9, as the models' cards give them
-
-
-def load_training_step():
-    """By its path: a module of the tests has the same name."""
-    path = RESULTS.parent / "training_step.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_training_step", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-training_step = load_training_step()
 
 
 def tiny(model: Model) -> Model:
@@ -97,7 +82,7 @@ def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
 
 @pytest.mark.parametrize("model", [MODELS[0], WITH_LORA], ids=lambda model: model.name)
 def test_a_model_is_run_eager_and_patched(model: Model):
-    rows = training_step.run_model(tiny(model), rounds=1, device="cpu")
+    rows = run_model(tiny(model), rounds=1, device="cpu")
     rows = {row["contender"]: row for row in rows}
     assert next(iter(rows)) == "eager"
     assert rows["liger_patch"]["loss"] == pytest.approx(rows["eager"]["loss"], rel=1e-3)
@@ -106,7 +91,19 @@ def test_a_model_is_run_eager_and_patched(model: Model):
         assert rows[name]["gradient_norm"] > 0
 
 
-def test_a_model_whose_loss_differs_is_wrong_and_one_that_fails_is_reported(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+def test_steps_of_trl_are_run_with_its_head_and_with_ours():
+    pytest.importorskip("trl")
+    from trl_contenders import contenders
+
+    rows = run_model(tiny(MODELS[0]), rounds=1, device="cpu", of=contenders)
+    rows = {row["contender"]: row for row in rows}
+    assert list(rows) == ["TRL", "liger_patch"]
+    assert rows["liger_patch"]["loss"] == pytest.approx(rows["TRL"]["loss"], rel=1e-3)
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
+def test_a_model_whose_loss_differs_is_wrong_and_one_that_fails_is_reported():
     def with_others(model: nn.Module, **options):
         def halved():
             loss = model_contenders(model, **options)["eager"]()
@@ -114,8 +111,7 @@ def test_a_model_whose_loss_differs_is_wrong_and_one_that_fails_is_reported(monk
 
         return {**model_contenders(model, **options), "halved": halved, "fails": lambda: raising}
 
-    monkeypatch.setattr(training_step, "contenders", with_others)
-    rows = training_step.run_model(tiny(MODELS[0]), rounds=1, device="cpu")
+    rows = run_model(tiny(MODELS[0]), rounds=1, device="cpu", of=with_others)
     rows = {row["contender"]: row for row in rows}
     assert rows["halved"]["wrong"] is True
     assert "ms" not in rows["halved"]

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import measure as measuring
@@ -18,6 +19,8 @@ from heads import HEADS, IGNORE_INDEX, SWEEP, SWEEP_TOKENS, Head, batch
 from kinds_of_heads import KINDS as KINDS_OF_HEADS
 from kinds_of_heads import Kind, run_kind
 from linear_cross_entropy import run_case
+from log_probs import CASES
+from log_probs import contenders as log_probs_contenders
 from measure import Measurement, measure
 from provenance import command_line
 from report import FLOOR
@@ -39,7 +42,9 @@ def wrong(hidden_states, weight, labels) -> torch.Tensor:
 
 
 def test_cases_have_names_of_their_own():
-    assert len({head.name for head in HEADS}) == len(HEADS)
+    names = {head.name for head in HEADS}
+    assert len(names) == len(HEADS)
+    assert names >= set(CASES)
 
 
 def test_cases_are_heads_that_can_be_trained():
@@ -73,6 +78,16 @@ def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
     small = replace(TINY, frozen=True, hidden_size=64)
     rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")
     assert [row["contender"] for row in rows] == [FLOOR, "eager", "liger_patch"]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_log_probabilities_are_compared_with_eager_and_measured(frozen: bool, softcap: float):
+    head = replace(TINY, frozen=frozen, softcap=softcap)
+    rows = run_case(head, log_probs_contenders(head), rounds=1, device="cpu")
+    names = [FLOOR, "eager", *(["TRL"] if find_spec("trl") else []), "liger_patch"]
+    assert [row["contender"] for row in rows] == names
     assert all(row["ms"] > 0 for row in rows)
 
 

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from report import RESULTS, heads_table, readme_table, steps_table
+from report import (
+    RESULTS,
+    heads_table,
+    log_probs_table,
+    readme_table,
+    sft_steps_table,
+    steps_table,
+)
 from sections import check_section
 
 from liger_patch.registry import ARCHITECTURES, Architecture
@@ -41,13 +48,16 @@ def of_results(table: Callable[[dict], str], name: str) -> Callable[[], str]:
     return lambda: table(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
-README, HEADS = Path(__file__).parents[1] / "README.md", DOCS / "heads.md"
+README = Path(__file__).parents[1] / "README.md"
+HEADS, TRL = DOCS / "heads.md", DOCS / "trl.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "architectures": (README, lambda: table(ARCHITECTURES)),
     "benchmark": (README, of_results(readme_table, "linear_cross_entropy.json")),
     "steps": (README, of_results(steps_table, "training_step.json")),
     "heads": (HEADS, of_results(heads_table, "kinds_of_heads.json")),
     "qlora": (HEADS, of_results(steps_table, "qlora_step.json")),
+    "log_probs": (TRL, of_results(log_probs_table, "log_probs.json")),
+    "sft_steps": (TRL, of_results(sft_steps_table, "sft_step.json")),
 }
 
 
