@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Installed packages, which differ from machine to machine, tests and generated tables.
 SKIPPED_FOLDERS = {
     "site-packages",
@@ -40,7 +41,7 @@ def build_corpus(vocab_size: int, length: int) -> Corpus:
 
     The same Python and the same arguments give the same blocks.
     """
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in _source_files()]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files()]
     evaluation_texts = texts[::HELD_OUT_EVERY]
     train_texts = [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY]
 
@@ -68,10 +69,9 @@ def build_corpus(vocab_size: int, length: int) -> Corpus:
     )
 
 
-def _source_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
+def source_files() -> list[Path]:
     return [
         path
-        for path in sorted(root.rglob("*.py"))
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+        for path in sorted(STANDARD_LIBRARY.rglob("*.py"))
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(STANDARD_LIBRARY).parts)
     ]

@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import liger_patch
 
@@ -142,3 +145,36 @@ def test_return_logits_gives_the_same_loss(tmp_path: Path):
     losses = re.findall(r"loss (\S+)", printed)
     assert losses[0] == losses[1]
     assert printed.splitlines()[-1] == "same loss, same gradients"
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
+def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
+    options = {
+        "conversations": 300,
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "max_length": 64,
+        "packing": "true",
+        "max_steps": 6,
+        "logging_steps": 1,
+    }
+    lines = [f"{name}: {value}\n" for name, value in options.items()]
+    (tmp_path / "sft.yaml").write_text("".join(lines))
+
+    def run(flag: str) -> str:
+        options = ["--config", "sft.yaml", "--use_liger_patch", flag, "--output_dir", flag]
+        return run_example("sft.py", *options, cwd=tmp_path)
+
+    logged, status = {}, {"false": r"patched +no", "true": r"last loss +fused"}
+    with ThreadPoolExecutor() as both:  # most of their time goes into imports
+        outputs = dict(zip(status, both.map(run, status), strict=True))
+    for flag, printed in outputs.items():
+        assert "285 conversations, 15 held out; " in printed
+        assert re.search(status[flag], printed)
+        rows = re.findall(r"^ *(\d+|held out) +([\d.]+) +([\d.]+) +([\d.]+)%$", printed, re.M)
+        assert [step for step, *_ in rows] == ["1", "2", "3", "4", "5", "6", "held out"]
+        logged[flag] = torch.tensor([[float(value) for value in row] for _, *row in rows])
+    torch.testing.assert_close(logged["true"], logged["false"])
+    losses = logged["true"][:, 0]
+    assert losses[0] == pytest.approx(math.log(1024), rel=0.05)  # uniform guessing
+    assert losses[-1] < losses[0] - 0.1
