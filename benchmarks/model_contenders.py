@@ -31,6 +31,9 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
         found["Liger, loss only"] = partial(_liger, model, **LOSS_ONLY)
         found["Liger, all kernels"] = partial(_liger, model)
     found["liger_patch"] = partial(_ours, model)
+    found["liger_patch, layers"] = partial(_ours, model, layers=True)
+    if compiled:
+        found["liger_patch, layers, compiled"] = partial(_ours, model, layers=True, compiled=True)
     return found
 
 
@@ -49,10 +52,13 @@ def _compiled(model: nn.Module) -> Loss:
     return partial(_loss, torch.compile(shared_copy(model), dynamic=False))
 
 
-def _ours(model: nn.Module) -> Loss:
+def _ours(model: nn.Module, *, layers: bool = False, compiled: bool = False) -> Loss:
     own = shared_copy(model)
-    apply_patch(own)
-    return partial(_loss, own)
+    apply_patch(own, layers=layers)
+    if not compiled:
+        return partial(_loss, own)
+    torch.compiler.reset()
+    return partial(_loss, torch.compile(own, dynamic=False))
 
 
 def _liger(model: nn.Module, **kernels: bool) -> Loss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
+from liger_patch.instance_class import ORIGINAL
 from liger_patch.kernels.chunks import default_chunk_mib
+from liger_patch.layers import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.loss import LossSettings, PatchRecord
 from liger_patch.patched_model import (
-    ORIGINAL,
     RECORD,
     class_name,
     leads_to_patch,
@@ -32,6 +34,7 @@ def apply_patch(
     z_loss: float = 0.0,
     chunk_mib: float | None = None,
     reduction: str = "mean",
+    layers: bool | Collection[str] = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
 
@@ -48,6 +51,8 @@ def apply_patch(
             environment variable LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens, where the call brings no
             ``num_items_in_batch``.
+        layers: which layers run on kernels too: True for all that the registry names for the
+            architecture, or some of "rms_norm", "rotary" and "gated".
 
     Returns:
         The same object.
@@ -58,12 +63,19 @@ def apply_patch(
         TypeError: not a Transformers model.
     """
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction)
+    names = _layer_names(layers)
     target = transformers_model(model)
     record = record_of(target)
+    row = registry.find(target)
+    if names and not row.layers:
+        raise ValueError(
+            f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
+            "layers=False"
+        )
+    replace_layers(target, row, names)
     if record is not None:
         record.settings = settings
         return model
-    registry.find(target)
     patched = type(target)
     if ORIGINAL not in vars(patched):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
@@ -73,6 +85,15 @@ def apply_patch(
     setattr(target, RECORD, record)
     target.__class__ = patched
     return model
+
+
+def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
+    if isinstance(layers, bool):
+        return frozenset(LAYERS if layers else ())
+    names = {layers} if isinstance(layers, str) or not isinstance(layers, Collection) else {*layers}
+    if not names <= set(LAYERS):
+        raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
+    return frozenset(names)
 
 
 def revert_patch(model: Model) -> Model:
@@ -93,9 +114,14 @@ def revert_patch(model: Model) -> Model:
             f"{type(target).__name__} was given another class after apply_patch "
             f"({type(target).__mro__[1]}): undo that before revert_patch"
         )
+    restore_layers(target)
     target.__class__ = original
     delattr(target, RECORD)
     if record.replaced_forward is not None:
+        if leads_to_patch(vars(target).get("forward"), patched_class(original)):
+            # accelerate has wrapped the patched forward since, which leads to nothing now
+            del target.forward
+            vars(target).pop("_original_forward", None)
         vars(target).setdefault("forward", record.replaced_forward)
     return model
 
@@ -140,12 +166,14 @@ def patch_status(model: nn.Module) -> PatchStatus:
         if not weight.is_floating_point():  # quantised: packed in a shape of its own
             shape = (getattr(head, "out_features", "?"), getattr(head, "in_features", "?"))
         described += f" {shape} {weight.dtype} {weight.device}"
+    other = record.other_call
     verdict = {
         None: "no call with labels yet",
         True: "fused",
-        False: f"ordinary logits: {record.reason}",
+        False: f"{'ordinary logits' if other is None else other.otherwise}: {record.reason}",
     }
     trains = weight is not None and weight.requires_grad
+    counts = count_layers(target)
     chunk_mib = record.chunk_mib or default_chunk_mib(trains)
     return PatchStatus(
         True,
@@ -156,9 +184,8 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("patched", "yes"),
             ("head", described),
             ("last loss", verdict[record.fused]),
-            ("label smoothing", f"{record.settings.label_smoothing:g}"),
-            ("z-loss", f"{record.settings.z_loss:g}"),
-            ("reduction", f"{record.settings.reduction} without num_items_in_batch"),
+            *(() if other is not None else _loss_rows(record.settings)),
+            ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
                 "LIGER_PATCH_RETURN_LOGITS",
@@ -166,6 +193,14 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ),
             ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
         ),
+    )
+
+
+def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
+    return (
+        ("label smoothing", f"{settings.label_smoothing:g}"),
+        ("z-loss", f"{settings.z_loss:g}"),
+        ("reduction", f"{settings.reduction} without num_items_in_batch"),
     )
 
 

@@ -63,7 +63,12 @@ class LossSettings:
 
 
 class OtherCall(Protocol):
-    """A way to call a patched model that a library has added to it."""
+    """A way to call a patched model that a library has added to it, by replacing ``forward``."""
+
+    @property
+    def otherwise(self) -> str:
+        """What liger_patch does where it cannot fuse, for messages."""
+        ...
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments is one."""
@@ -72,7 +77,7 @@ class OtherCall(Protocol):
     def __call__(
         self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Answer it; ``forward``: of the model before it was patched."""
+        """Answer it; ``forward``: of the model, for other calls."""
         ...
 
 
@@ -89,6 +94,8 @@ class PatchRecord:
         distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
         replaced_forward: what the model's instance had as its own ``forward`` when it was patched
             (hooks of accelerate).
+        passes_through: whether that only hands calls on to the model's own forward, which is then
+            called without it.
         other_call: what answers other calls than those with labels.
     """
 
@@ -99,6 +106,7 @@ class PatchRecord:
     verified: bool = False
     distrusted: str | None = None
     replaced_forward: Callable[..., Any] | None = None
+    passes_through: bool = False
     other_call: OtherCall | None = None
 
     @property
@@ -113,9 +121,10 @@ class PatchRecord:
         self.fused, self.reason = False, reason
         if reason not in self.warned:
             self.warned.add(reason)
-            warnings.warn(
-                f"liger_patch computes ordinary logits and an ordinary loss: {reason}", stacklevel=2
-            )
+            otherwise = "computes ordinary logits and an ordinary loss"
+            if self.other_call is not None:
+                otherwise = self.other_call.otherwise
+            warnings.warn(f"liger_patch {otherwise}: {reason}", stacklevel=2)
 
 
 @dataclass

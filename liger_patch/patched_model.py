@@ -1,8 +1,6 @@
 """The class that a patched model instance gets: its own, with another ``forward``.
 
-An instance's class and one attribute change, and nothing else: so a copy, a pickle or a
-DataParallel replica of a patched model is a patched model in its own right, and no attribute holds
-a reference back to the model.
+An instance's class and one attribute change, and nothing else: see ``instance_class``.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,10 +20,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferring_head import deferring_head
+from liger_patch.instance_class import ORIGINAL, derived_class
 from liger_patch.loss import ForwardPass, PatchRecord
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
-ORIGINAL = "_liger_patch_original"  # attribute of its class: the class it had before
 
 
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -51,8 +48,9 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def patched_forward(self, *args, **kwargs):
         record = record_of(self)
         inner: Callable[..., Any] = functools.partial(original.forward, self)
-        if record is not None and record.replaced_forward is not None:
-            inner = record.replaced_forward
+        replaced = None if record is None or record.passes_through else record.replaced_forward
+        if replaced is not None:
+            inner = replaced
         other_call = None if record is None else record.other_call
         if other_call is not None and other_call.is_meant(kwargs):
             return other_call(self, inner, args, kwargs)
@@ -70,21 +68,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    def __reduce_ex__(self, protocol):
-        _, _, *state = original.__reduce_ex__(self, protocol)
-        return (_new_patched, (original,), *state)
-
-    namespace = {
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        ORIGINAL: original,
-    }
-    return types.new_class(
-        original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)
-    )
+    return derived_class(original, patched_class, forward=forward)
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:
@@ -95,11 +79,6 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
-
-
-def _new_patched(original: type[PreTrainedModel]) -> PreTrainedModel:
-    cls = patched_class(original)
-    return cls.__new__(cls)
 
 
 def _labels_position(original: type[PreTrainedModel]) -> int | None:

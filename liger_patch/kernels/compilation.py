@@ -1,5 +1,6 @@
 """What torch.compile is to make of functions that read the device and launch kernels themselves."""
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -11,3 +12,28 @@ Function = TypeVar("Function", bound=Callable)
 def runs_eagerly(function: Function) -> Function:
     """Decorator: torch.compile calls the function as it is, between two graphs of its own."""
     return cast(Function, torch.compiler.disable(function))
+
+
+def operator(results: Callable[..., object]) -> Callable[[Function], Function]:
+    """Decorator: ``_name`` is the operator ``liger_patch::name``, which torch.compile calls without
+    looking into it. Elsewhere the function runs as it is, without the dispatcher's microseconds.
+
+    ``results``: of the same arguments, without values, for torch.compile.
+    """
+
+    def register(function: Function) -> Function:
+        name = function.__name__.lstrip("_")
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"liger_patch::{name}", schema)
+        torch.library.impl(f"liger_patch::{name}", ("cpu", "cuda"))(function)
+        torch.library.register_fake(f"liger_patch::{name}")(results)
+
+        @functools.wraps(function)
+        def call(*arguments: object) -> object:
+            if torch.compiler.is_compiling():
+                return getattr(torch.ops.liger_patch, name)(*arguments)
+            return function(*arguments)
+
+        return cast(Function, call)
+
+    return register

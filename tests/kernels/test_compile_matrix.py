@@ -1,9 +1,9 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-sm_90 gets the full product of logits' dtypes and flags (48 compilations of the cross entropy). The
-other targets get all flags off, all flags on, and rows in which every pair of two flags' values
-occurs, for each dtype in turn. A compilation takes about a second. A kernel that has no row in
-KERNELS fails `test_every_kernel_is_in_the_matrix`.
+sm_90 gets the full product of logits' dtypes and flags (48 compilations of the cross entropy), but
+of those with statistics rows in which every pair of two flags' values occurs. The other targets get
+all flags off, all flags on, and such rows, for each dtype in turn. A compilation takes about a
+second. A kernel that has no row in KERNELS fails `test_every_kernel_is_in_the_matrix`.
 """
 
 import importlib
@@ -128,6 +128,14 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 ODDS_CONSTANTS = ("GROUPED_TILES", "TILE_ROWS", "TILE_V", "TILE_H", "PARTS")
+ODDS_WITH_STATISTICS = (  # softcap, writes, again, rank, sums: every pair of two flags' values
+    (0, 0, 0, 0, 3),
+    (1, 1, 1, 0, 3),
+    (0, 1, 1, 16, 3),
+    (1, 0, 0, 16, 3),
+    (1, 0, 1, 64, 3),
+    (0, 1, 0, 64, 3),
+)
 
 
 def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -136,12 +144,13 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
     if target != FULL or kernels.TensorDescriptor is None:
         return
-    for softcap, writes, again, rank in itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64)):
+    everything = itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64), (2,))
+    for softcap, writes, again, rank, sums in [*everything, *ODDS_WITH_STATISTICS]:
         constants = kernels.tile_constants(4096, rank)
         part = kernels.TILE_V // constants["PARTS"]
         low_rank = [f"tensordesc<bf16[{n},{rank}]>" for n in (kernels.TILE_ROWS, kernels.TILE_V)]
         yield (
-            f"{softcap}{writes}{again}-{rank}",
+            f"{softcap}{writes}{again}-{rank}-{sums}",
             {
                 "low_rank": low_rank[0] if rank else None,
                 "low_rank_weight": low_rank[1] if rank else None,
@@ -159,6 +168,7 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "vocab_size": "i32",
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
+                "SUMS": sums,
                 "ONLY_ON_OVERFLOW": bool(again),
                 **{name: constants[name] for name in ODDS_CONSTANTS},
             },
@@ -201,9 +211,13 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import odds_head as kernels
 
-    for softcap, class_weight, writes, again in itertools.product((0, 1), repeat=4):
+    for softcap, class_weight, writes, again, statistics in itertools.product((0, 1), repeat=5):
+        if class_weight and statistics:  # losses have the one, log-probabilities the other
+            continue
+        if target != FULL and {softcap, writes, again} != {statistics}:  # odds are not served there
+            continue
         yield (
-            f"{softcap}{class_weight}{writes}{again}",
+            f"{softcap}{class_weight}{writes}{again}{statistics}",
             {
                 "partial_ptr": "*fp32",
                 "labels_ptr": "*i64",
@@ -215,6 +229,9 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "loss_ptr": "*fp32",
                 "factor_ptr": "*fp32",
                 "label_gradient_ptr": "*fp32",
+                "entropy_ptr": "*fp32" if statistics else None,
+                "lse_ptr": "*fp32" if statistics else None,
+                "is_top1_ptr": "*i1" if statistics else None,
                 "overflow_ptr": "*i32",
                 "counts_ptr": "*i64",
                 "start": "i32",
@@ -224,6 +241,7 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "z_loss": "fp32",
+                "TILE_V": kernels.TILE_V,
                 "ONLY_ON_OVERFLOW": bool(again),
                 **kernels.FINISHED,
             },
@@ -274,15 +292,160 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
         )
 
 
+def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    everything = [*itertools.product(DTYPES, (0, 1), (MAX_BLOCK_V,)), ("*bf16", 1, 131)]
+    rotated = [("*bf16", 1, MAX_BLOCK_V), ("*fp16", 0, MAX_BLOCK_V), ("*fp32", 1, 131)]
+    for dtype, softcap, vocab_size in everything if target == FULL else rotated:
+        block_v, warps = block_and_warps(vocab_size, target.warp_size)
+        yield (
+            f"{dtype[1:]}-V{vocab_size}-{softcap}",
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "labels_ptr": "*i64",
+                "entropy_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "is_top1_ptr": "*i1",
+                "mean_logits_ptr": "*fp32",
+                "log_sum_sq_probs_ptr": "*fp32",
+                "vocab_size": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
+
+
+def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    # of log_probs, entropy, lse; without the last two, the cross entropy's kernel has the gradient
+    some = [flags for flags in itertools.product((0, 1), repeat=3) if any(flags[1:])]
+    cases = [(DTYPES[(i + s) % 3], s, flags) for s in (0, 1) for i, flags in enumerate(some)]
+    if target != FULL:
+        cases = [("*bf16", 1, (1, 1, 1)), ("*fp16", 0, (0, 1, 0)), ("*fp32", 1, (1, 0, 1))]
+    block_v, warps = block_and_warps(MAX_BLOCK_V, target.warp_size)
+    for dtype, softcap, flags in cases:
+        of_log_probs, of_entropy, of_lse = flags
+        yield (
+            f"{dtype[1:]}-{softcap}{of_log_probs}{of_entropy}{of_lse}",
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "labels_ptr": "*i64",
+                "dlog_probs_ptr": "*fp32" if of_log_probs else None,
+                "dentropy_ptr": "*fp32" if of_entropy else None,
+                "dlse_ptr": "*fp32" if of_lse else None,
+                "vocab_size": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
+
+
+def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.rms_norm_triton import tile
+
+    for dtype, hidden_size, has_weight in (("*bf16", 4096, 1), ("*fp16", 128, 1), ("*fp32", 33, 0)):
+        blocks, warps = tile(hidden_size)
+        yield (
+            f"{dtype[1:]}-{hidden_size}-{has_weight}",
+            {
+                "x_ptr": dtype,
+                "weight_ptr": dtype if has_weight else None,
+                "y_ptr": dtype,
+                "rstd_ptr": "*fp32",
+                "rows": "i32",
+                "hidden_size": "i32",
+                "eps": "fp32",
+                "offset": "fp32",
+                **blocks,
+            },
+            warps,
+        )
+
+
+def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.rms_norm_triton import tile
+
+    for dtype, hidden_size, has_weight in (("*bf16", 4096, 1), ("*fp16", 128, 1), ("*fp32", 33, 0)):
+        blocks, warps = tile(hidden_size)
+        yield (
+            f"{dtype[1:]}-{hidden_size}-{has_weight}",
+            {
+                "dy_ptr": dtype,
+                "x_ptr": dtype,
+                "weight_ptr": dtype if has_weight else None,
+                "rstd_ptr": "*fp32",
+                "dx_ptr": dtype,
+                "dweight_ptr": "*fp32" if has_weight else None,
+                "rows": "i32",
+                "hidden_size": "i32",
+                "offset": "fp32",
+                **blocks,
+            },
+            warps,
+        )
+
+
+def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import gated_triton as kernels
+
+    for dtype, is_silu in (("*bf16", True), ("*fp16", False), ("*fp32", True)):
+        pointers = dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), dtype)
+        others = {"size": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BLOCK}
+        yield f"{dtype[1:]}-{is_silu}", pointers | others, kernels.WARPS
+
+
+def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import gated_triton as kernels
+
+    for dtype, is_silu in (("*bf16", True), ("*fp16", False), ("*fp32", True)):
+        names = ("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
+        others = {"size": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BACKWARD_BLOCK}
+        yield f"{dtype[1:]}-{is_silu}", dict.fromkeys(names, dtype) | others, kernels.WARPS
+
+
+def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import rotary_triton as kernels
+
+    for dtype, backward, rest in (("*bf16", True, 0), ("*fp16", False, 64), ("*fp32", True, 8)):
+        pointers = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
+        sizes = [f"{x}_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
+        sizes += [f"{x}_{part}_stride" for x in ("cos", "sin") for part in ("batch", "token")]
+        sizes += ["tokens", "q_heads", "k_heads", "size", "turned"]
+        constants = {
+            "BACKWARD": backward,
+            "BLOCK_Q_HEADS": kernels.MAX_BLOCK_HEADS,
+            "BLOCK_K_HEADS": 2,
+            "BLOCK_HALF": 64,
+            "BLOCK_REST": rest,
+        }
+        arguments = dict.fromkeys(pointers, dtype) | dict.fromkeys(sizes, "i32") | constants
+        yield f"{dtype[1:]}-{backward}-{rest}", arguments, kernels.WARPS
+
+
 KERNELS = {
     "_add_label_rows_kernel": add_label_rows,
     "_cross_entropy_kernel": cross_entropy,
     "_finish_kernel": finish,
+    "_gated_backward_kernel": gated_backward,
+    "_gated_kernel": gated,
     "_label_logit_kernel": label_logit,
+    "_log_probs_gradient_kernel": log_probs_gradient,
     "_odds_kernel": odds,
     "_order_tokens_kernel": order_tokens,
+    "_rms_norm_backward_kernel": rms_norm_backward,
+    "_rms_norm_kernel": rms_norm,
+    "_rotary_kernel": rotary,
     "_scale_kernel": scale,
     "_scale_rows_kernel": scale_rows,
+    "_token_statistics_kernel": token_statistics,
 }
 
 

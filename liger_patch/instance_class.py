@@ -1,0 +1,43 @@
+"""Another class for one instance of a module: its own, with some attributes replaced.
+
+The instance's class changes, and nothing else: so a copy, a pickle or a replica of the instance has
+the new class in its own right, and no attribute holds a reference back to it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+ORIGINAL = "_liger_patch_original"  # attribute of such a class: the class before
+
+
+def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any) -> Any:
+    """A subclass of ``original`` that passes for it: same name, same documentation.
+
+    Args:
+        derive: the function of a module that gives this class for ``original``: pickles name it.
+        attributes: of the class.
+    """
+
+    def __reduce_ex__(self, protocol) -> Any:
+        _, _, *state = original.__reduce_ex__(self, protocol)
+        return (_new_instance, (original, derive), *state)
+
+    namespace = {
+        **attributes,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        ORIGINAL: original,
+    }
+    return types.new_class(
+        original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)
+    )
+
+
+def _new_instance(original: Any, derive: Callable[[Any], Any]) -> Any:
+    cls = derive(original)
+    return cls.__new__(cls)

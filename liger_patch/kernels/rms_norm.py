@@ -1,0 +1,145 @@
+"""Root mean square normalisation (arXiv:1910.07467), as Llama's and as Gemma's layers have it.
+
+    y = x * rstd * (offset + weight)        rstd = 1 / sqrt(mean(x ** 2) + eps)
+
+over the last dimension, in float32 (float64 for float64), rounded once. With g = dy (offset +
+weight) and n = x * rstd:
+
+    dx = rstd (g - n mean(g n))             dweight = sum over rows of dy n
+
+H: hidden size, R: rows. Saved for the backward pass: the input itself and 4 bytes a row.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import serves_triton
+from liger_patch.kernels.compilation import operator
+from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
+from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.rows import empty_in_order, in_rows, memory_order
+
+
+def _rms_norm_results(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=accumulation_dtype(x.dtype))
+    return empty_in_order(x, dtype), rstd
+
+
+@operator(_rms_norm_results)
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y, rstd = _rms_norm_results(x, weight, eps, offset, dtype)
+    order = memory_order(y)
+    rows, out = in_rows(x, order), in_rows(y, order)
+    if _serves(x, weight):
+        from liger_patch.kernels import rms_norm_triton
+
+        rms_norm_triton.rms_norm(rows, weight, eps, offset, out, rstd)
+    else:
+        wide = rows.to(rstd.dtype)
+        torch.rsqrt(wide.square().mean(-1).add_(eps), out=rstd)
+        out.copy_(_scaled(wide * rstd[:, None], weight, offset))
+    return y, rstd
+
+
+def _rms_norm_backward_results(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    if weight is None or not wants_weight:
+        return empty_in_order(x), x.new_empty(0)
+    return empty_in_order(x), torch.empty_like(weight)
+
+
+@operator(_rms_norm_backward_results)
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dx = empty_in_order(x)
+    order = memory_order(dx)
+    upstream, rows, out = (in_rows(each, order) for each in (dy, x, dx))
+    if _serves(x, weight):
+        from liger_patch.kernels import rms_norm_triton
+
+        dweight = rms_norm_triton.rms_norm_backward(
+            upstream, rows, weight, rstd, offset, out, wants_weight
+        )
+    else:
+        wide, normed = upstream.to(rstd.dtype), rows.to(rstd.dtype) * rstd[:, None]
+        dweight = (wide * normed).sum(0) if wants_weight else None
+        wide = _scaled(wide, weight, offset)
+        mean = (wide * normed).mean(-1, keepdim=True)
+        out.copy_((wide - normed * mean) * rstd[:, None])
+    if weight is None or dweight is None:
+        return dx, x.new_empty(0)
+    return dx, dweight.to(weight.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype):
+        y, rstd = _rms_norm(x, weight, eps, offset, dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        refuse_second_derivative("rms_norm")
+        x, weight, rstd = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
+        return dx if wants_x else None, dweight if wants_weight else None, None, None, None
+
+
+def rms_norm(
+    x: Tensor,  # (..., H)
+    weight: Tensor | None,  # (H,)
+    eps: float,
+    *,
+    offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
+
+    Saved for the backward pass: ``x``, which the caller holds anyway, and 4 bytes a row.
+
+    Args:
+        x: (..., H), floating point.
+        weight: (H,) on the same device; None for none.
+        eps: added to the mean of the squares, >= 0.
+        offset: added to the weight: 1 in Gemma's layers.
+        dtype: of the result; by default that of ``x``.
+
+    Returns:
+        (..., H), with the strides of ``x`` where it is dense.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
+    if weight is not None and tuple(weight.shape) != x.shape[-1:]:
+        raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
+    if weight is not None and weight.device != x.device:
+        raise ValueError(f"weight must be on {x.device} as x is, got {weight.device}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    return _RmsNorm.apply(x, weight, eps, offset, dtype or x.dtype)
+
+
+def _serves(x: Tensor, weight: Tensor | None) -> bool:
+    from liger_patch.kernels.rms_norm_triton import MAX_HIDDEN_SIZE
+
+    return (
+        serves_triton(x)
+        and x.shape[-1] <= MAX_HIDDEN_SIZE
+        and (weight is None or serves_triton(weight))
+    )
+
+
+def _scaled(values: Tensor, weight: Tensor | None, offset: float) -> Tensor:
+    return values if weight is None else values * (offset + weight.to(values.dtype))

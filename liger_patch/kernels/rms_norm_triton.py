@@ -1,0 +1,169 @@
+"""Triton form of RMSNorm. The formulas are in ``rms_norm``. R: rows, H: hidden size, P: programs.
+
+Tiles of whole rows: several short ones (heads) at a time, or one long one. Extra memory of the
+backward pass: (P, H) floats of the weight's gradient, summed in a fixed order.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements that a program holds at a time, or one row
+PROGRAMS = 4  # on a processor, in the backward pass: each sums its rows' part of dweight
+ELEMENTS_PER_WARP = 1024
+MAX_HIDDEN_SIZE = 32768  # a row's registers
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # (R, H)
+    weight_ptr,  # (H,) or None
+    y_ptr,  # (R, H)
+    rstd_ptr,  # (R,)
+    rows,
+    hidden_size,
+    eps,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per tile of rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_H)
+    is_column = column < hidden_size
+    mask = (row < rows)[:, None] & is_column[None, :]
+    offsets = row[:, None] * hidden_size + column[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden_size + eps)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        scale = offset + tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        y *= scale[None, :]
+    tl.store(y_ptr + offsets, y, mask=mask)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    dy_ptr,  # (R, H)
+    x_ptr,  # (R, H)
+    weight_ptr,  # (H,) or None
+    rstd_ptr,  # (R,)
+    dx_ptr,  # (R, H)
+    dweight_ptr,  # (P, H) or None
+    rows,
+    hidden_size,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Each program walks tiles of rows, a grid apart, and sums their part of dweight."""
+    column = tl.arange(0, BLOCK_H)
+    is_column = column < hidden_size
+    scale = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
+    if weight_ptr is not None:
+        scale = offset + tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_H), dtype=tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    for start in range(first, rows, tl.num_programs(0) * BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & is_column[None, :]
+        offsets = row[:, None] * hidden_size + column[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        normed *= rstd[:, None]
+        dweight += dy * normed
+        dy *= scale[None, :]
+        mean = tl.sum(dy * normed, axis=1) / hidden_size
+        dx = (dy - normed * mean[:, None]) * rstd[:, None]
+        tl.store(dx_ptr + offsets, dx, mask=mask)
+    if dweight_ptr is not None:
+        total = tl.sum(dweight, axis=0)
+        dweight_ptr += tl.program_id(0) * hidden_size
+        tl.store(dweight_ptr + column, total, mask=is_column)
+
+
+def rms_norm(
+    x: Tensor,  # (R, H) contiguous
+    weight: Tensor | None,  # (H,)
+    eps: float,
+    offset: float,
+    y: Tensor,  # (R, H) contiguous
+    rstd: Tensor,  # (R,) float32
+) -> None:
+    """Write y and rstd."""
+    rows, hidden_size = x.shape
+    blocks, num_warps = tile(hidden_size)
+    if not rows:
+        return
+    with torch.cuda.device_of(x):
+        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](
+            x,
+            weight,
+            y,
+            rstd,
+            rows,
+            hidden_size,
+            eps,
+            offset,
+            **blocks,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
+        )
+
+
+def rms_norm_backward(
+    dy: Tensor,  # (R, H) contiguous
+    x: Tensor,  # (R, H) contiguous
+    weight: Tensor | None,  # (H,)
+    rstd: Tensor,  # (R,) float32
+    offset: float,
+    dx: Tensor,  # (R, H) contiguous
+    wants_weight: bool,
+) -> Tensor | None:
+    """Write dx; return dweight (H,) in float32, None where not wanted."""
+    rows, hidden_size = x.shape
+    blocks, num_warps = tile(hidden_size)
+    tiles = -(-rows // blocks["BLOCK_ROWS"])
+    programs = min(tiles, PROGRAMS * _processors(x.device))
+    dweight = None
+    if wants_weight:
+        dweight = torch.empty(programs, hidden_size, dtype=torch.float32, device=x.device)
+    if rows:
+        with torch.cuda.device_of(x):
+            _rms_norm_backward_kernel[(programs,)](
+                dy,
+                x,
+                weight,
+                rstd,
+                dx,
+                dweight,
+                rows,
+                hidden_size,
+                offset,
+                **blocks,
+                num_warps=num_warps,  # pyright: ignore[reportCallIssue]
+            )
+    return None if dweight is None else dweight.sum(0)
+
+
+@functools.cache
+def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
+    """Constants of the kernels for rows of this size, and the warps of a program."""
+    block_h = triton.next_power_of_2(hidden_size)
+    block_rows = max(1, min(32, TILE // block_h))
+    return {
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_H": block_h,
+    }, 4 if block_h <= 4096 else 8 if block_h <= 8192 else 16
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,290 @@
+"""Norms, gates and rotary embeddings: results and every gradient against float64, no worse than
+what the models compute in the same dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from three_ways import LOW_DTYPES
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from liger_patch.kernels.gated import gated
+from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.rotary import rotary
+
+EPS = 1e-5
+ROWS = {
+    "one": (1, 1),
+    "aligned": (64, 128),
+    "unaligned": (13, 37),
+    "heads": (2, 3, 5, 16),
+    "long": (3, 5000),
+    "none": (0, 8),
+}
+
+
+def results_and_gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """By name, of upstream gradients that are the same for all of one shape."""
+    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    results = function(**leaves)
+    results = (results,) if isinstance(results, Tensor) else results
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
+    gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
+    named = {f"result {i}": r.detach() for i, r in enumerate(results)}
+    return named | dict(zip(leaves, gradients, strict=True))
+
+
+def check(
+    ours: Callable[..., Tensor | tuple[Tensor, ...]],
+    eager: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor],
+) -> None:
+    """Hold ours to the rule; the truth is what eager computes in float64."""
+    dtype = next(iter(inputs.values())).dtype
+    our = results_and_gradients(ours, inputs)
+    plain = results_and_gradients(eager, inputs)
+    truth = results_and_gradients(eager, {k: v.double() for k, v in inputs.items()})
+    for name, value in plain.items():
+        got = our[name]
+        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+    if dtype == torch.float64:
+        torch.testing.assert_close(our, truth)
+    else:
+        assert_no_worse(our, plain, truth, dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
+    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * normed.to(x.dtype)
+
+
+def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
+    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
+    return (normed * (1.0 + wide(weight))).type_as(x)
+
+
+@pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(shape, dtype, offset, device):
+    inputs = {"x": torch.randn(shape) * 3, "weight": torch.randn(shape[-1])}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    eager = gemma_norm if offset else llama_norm
+    check(lambda x, weight: rms_norm(x, weight, EPS, offset=offset), eager, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_of_a_wider_weight_has_its_dtype(dtype, device):
+    x, weight = torch.randn(7, 24, device=device, dtype=dtype), torch.randn(24, device=device)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, EPS, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+    check(ours, llama_norm, {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_rms_norm_without_a_weight(dtype, device):
+    x = torch.randn(9, 33, device=device, dtype=dtype)
+    ones = torch.ones(33, device=device, dtype=dtype)
+    check(lambda x: rms_norm(x, None, EPS), lambda x: llama_norm(x, ones), {"x": x})
+
+
+@pytest.mark.parametrize("made", ["transposed", "columns", "sliced", "expanded"])
+def test_rms_norm_of_any_strides(made, device):
+    x = torch.randn(2, 6, 5, 16, device=device, dtype=torch.bfloat16)
+    views = {
+        "transposed": lambda x: x.transpose(1, 2),
+        "columns": lambda x: x.transpose(2, 3),
+        "sliced": lambda x: x[..., ::2],
+        "expanded": lambda x: x[:, :1].expand(2, 6, 5, 16),
+    }
+    view = views[made]
+    weight = torch.randn(view(x).shape[-1], device=device, dtype=torch.bfloat16)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        y = rms_norm(view(x), weight, EPS)
+        if made == "transposed":  # heads stay in front of tokens without a copy
+            assert y.stride() == view(x).stride()
+        return y
+
+    check(ours, lambda x, weight: llama_norm(view(x), weight), {"x": x, "weight": weight})
+
+
+def test_rms_norm_gives_only_the_gradients_that_are_wanted(device):
+    x, weight = torch.randn(5, 16, device=device), torch.randn(16, device=device)
+    for wants_x, wants_weight in ((True, False), (False, True)):
+        a = x.clone().requires_grad_(wants_x)
+        b = weight.clone().requires_grad_(wants_weight)
+        rms_norm(a, b, EPS).sum().backward()
+        assert (a.grad is not None, b.grad is not None) == (wants_x, wants_weight)
+    with torch.no_grad():
+        assert not rms_norm(a, b, EPS).requires_grad
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1,), (64, 128), (3, 5, 37), (0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated(activation, shape, dtype, device):
+    inputs = {name: (torch.randn(shape) * 4).to(device, dtype) for name in ("gate", "up")}
+    act = ACTIVATIONS[activation]
+    check(
+        lambda gate, up: gated(gate, up, activation=activation),
+        lambda gate, up: act(gate) * up,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_of_halves_of_one_product(activation, device):
+    both = torch.randn(4, 5, 48, device=device, dtype=torch.bfloat16)
+    act = ACTIVATIONS[activation]
+    check(
+        lambda both: gated(*both.chunk(2, -1), activation=activation),
+        lambda both: act(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        {"both": both},
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_far_from_zero_is_finite(activation, device):
+    gate = torch.tensor([-60.0, -40.0, 0.0, 40.0, 60.0], device=device, requires_grad=True)
+    y = gated(gate, torch.ones_like(gate), activation=activation)
+    (slope,) = torch.autograd.grad(y.sum(), gate)
+    torch.testing.assert_close(y, gate.detach().clamp(min=0))
+    torch.testing.assert_close(slope, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], device=device))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Transformers does it, partly too."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    across = torch.cat((-second, first), -1)
+    return torch.cat((turned * cos[:, None] + across * sin[:, None], rest), -1)
+
+
+def tables(shape: tuple[int, ...], kind: str) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions that restart, come in no order, or are shared by all sequences."""
+    batch, tokens, size = shape
+    positions = torch.arange(tokens).expand(batch, -1)
+    if kind == "packed":
+        positions = positions % 3
+    if kind == "any order":
+        positions = torch.stack([torch.randperm(tokens) for _ in range(batch)])
+    if kind == "shared":
+        positions = positions[:1]
+    frequencies = 1.0 / 100 ** (torch.arange(0, size, 2) / size)
+    angles = positions[..., None] * frequencies
+    both = torch.cat((angles, angles), -1)
+    return both.cos(), both.sin()
+
+
+@pytest.mark.parametrize("kind", ["packed", "any order", "shared", "of no pair"])
+@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary(kind, turned, dtype, device):
+    # tokens in front of heads, as products give them; 9 heads are more than a program holds
+    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    cos, sin = tables((2, 5, turned), kind)
+    if kind == "of no pair":  # the halves of cos and sin differ
+        cos, sin = torch.randn(2, 2, 5, turned)
+    cos, sin = cos.to(device, dtype), sin.to(device, dtype)
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos.to(q.dtype), sin.to(q.dtype)
+        return rotated(q.transpose(1, 2), c, s), rotated(k.transpose(1, 2), c, s)
+
+    check(lambda q, k: rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin), eager, inputs)
+
+
+def test_rotary_of_wider_tables_has_their_dtype(device):
+    q = torch.randn(1, 4, 6, 8, device=device, dtype=torch.bfloat16)
+    cos, sin = (each.to(device) for each in tables((1, 6, 8), "shared"))
+    check(
+        lambda q: rotary(q, q, cos, sin)[0],
+        lambda q: rotated(q, cos.to(torch.promote_types(q.dtype, torch.float32)), sin),
+        {"q": q},
+    )
+
+
+def test_rotary_of_no_token(device):
+    empty = torch.randn(2, 3, 0, 8, device=device)
+    assert rotary(empty, empty, *torch.randn(2, 1, 0, 8, device=device))[0].shape == empty.shape
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+def test_a_second_derivative_is_refused(operator, device):
+    x = torch.randn(1, 2, 3, 4, device=device, requires_grad=True)
+    y = {
+        "rms_norm": lambda: rms_norm(x, None, EPS),
+        "gated": lambda: gated(x, x),
+        "rotary": lambda: rotary(x, x, *torch.randn(2, 1, 3, 4, device=device))[0],
+    }[operator]()
+    with pytest.raises(RuntimeError, match=operator):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+X = torch.zeros(2, 8)
+Q = torch.zeros(2, 3, 5, 8)
+C = torch.zeros(1, 5, 8)
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "x of integers": (lambda: rms_norm(X.long(), None, EPS), r"x must be floating point"),
+    "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
+    "device": (lambda: rms_norm(X, X[0].to("meta"), EPS), "weight must be on cpu"),
+    "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
+    "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
+    "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
+    "up": (lambda: gated(X, X[:1]), "up must have the shape of gate"),
+    "up's dtype": (lambda: gated(X, X.half()), "up must have the dtype of gate"),
+    "q": (lambda: rotary(X, Q, C, C), "q must be floating point"),
+    "k": (lambda: rotary(Q, Q[:, :, :2], C, C), "k must be"),
+    "cos": (lambda: rotary(Q, Q, C[:, :2], C), "cos must have shape"),
+    "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
+    "too many": (lambda: rotary(Q[..., :4], Q[..., :4], C, C), "cos must have an even R"),
+    "sin": (lambda: rotary(Q, Q, C, C[..., :4]), "sin must have an even R"),
+    "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+def test_operators_are_what_torch_says_an_operator_is(operator, device):
+    x, weight = torch.randn(2, 3, 5, 8, device=device), torch.randn(8, device=device)
+    cos, sin = torch.randn(2, 1, 5, 8, device=device)
+    rstd = torch.rand(30, device=device)
+    calls = {
+        "rms_norm": [
+            ("rms_norm", (x.transpose(1, 2), weight, EPS, 0.0, torch.float32)),
+            ("rms_norm_backward", (x, x, weight, rstd, 1.0, True)),
+            ("rms_norm_backward", (x, x, None, rstd, 1.0, True)),
+        ],
+        "gated": [("gated", (x, x, "silu")), ("gated_backward", (x, x, x, "gelu_tanh"))],
+        "rotary": [("rotary", (x, x[:, :2], cos, sin, torch.float32, True))],
+    }
+    for name, arguments in calls[operator]:
+        overload = getattr(torch.ops.liger_patch, name).default
+        torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,239 @@
+"""Layers on kernels: every row of the registry computes what the eager model computes, on one
+instance, and everything can be undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from test_architectures import WITH_IMAGES
+from tiny_models import takes_images, tiny_batch, tiny_model, with_image
+from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.layers import LAYERS, NORMS, count_layers
+
+ROWS = {row.model_type: row for row in registry.available()}
+WITH_LAYERS = [row for row in ROWS.values() if row.layers]
+WITHOUT_LAYERS = [row for row in ROWS.values() if not row.layers]
+
+
+# What torch says of its own tracing; pyproject.toml makes every warning an error.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+]
+
+
+def model_type(row: registry.Architecture) -> str:
+    return row.model_type
+
+
+def make_model(model_type: str = "llama") -> PreTrainedModel:
+    return tiny_model(ROWS[model_type])
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What a module does: its class, its own forward, its activation."""
+    return {
+        name: (type(m), vars(m).get("forward"), getattr(m, "act_fn", None))
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("row", WITH_LAYERS, ids=model_type)
+def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> None:
+    model = tiny_model(row)
+    wide, batch, arguments = widened(model), tiny_batch(model), router_arguments(model)
+    truth, eager = step(wide, batch, **arguments), step(model, batch, **arguments)
+    with patched(model, layers=True):
+        ours = step(model, batch, **arguments)
+        counts = count_layers(model)
+    assert counts["rms_norm"] > 0
+    assert counts["rotary"] > 0
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("row", [r for r in WITH_IMAGES if r.layers], ids=model_type)
+def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
+    model = tiny_model(row)
+    if not takes_images(model):
+        pytest.skip("takes sound, no pixels")
+    wide, batch = widened(model), with_image(model, tiny_batch(model))
+    truth, eager = step(wide, batch), step(model, batch)
+    with patched(model, layers=True):
+        ours = step(model, batch)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def test_every_rule_of_a_norm_belongs_to_a_row() -> None:
+    prefixes = {prefix for row in registry.ARCHITECTURES for prefix in row.layers.split()}
+    assert {name.removesuffix("RMSNorm") for name in NORMS} <= prefixes
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "olmo2"])
+def test_16_bit_weights_and_autocast_are_no_worse(model_type: str) -> None:
+    model = make_model(model_type)
+    batch, truth = tiny_batch(model), step(widened(model), tiny_batch(model))
+    model.bfloat16()
+    half_truth = step(widened(model), batch)
+    results = {}
+    for name, layers in (("eager", False), ("ours", True)):
+        with patched(copy.deepcopy(model), layers=layers) as half:
+            results[name] = step(half, batch)
+    assert_no_worse(*joined(results["ours"], results["eager"], half_truth), torch.bfloat16)
+    model = make_model(model_type)
+    for name, layers in (("eager", False), ("ours", True)):
+        with patched(copy.deepcopy(model), layers=layers) as whole:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = call(whole, batch)
+            outputs.loss.backward()
+            gradients = {n: p.grad for n, p in whole.named_parameters()}
+            results[name] = {"loss": outputs.loss.detach(), **gradients}
+            assert outputs.logits.dtype == torch.bfloat16
+    assert_no_worse(*joined(results["ours"], results["eager"], truth), torch.bfloat16)
+
+
+@pytest.mark.parametrize("names", [["rms_norm"], ["rotary"], ["gated"], ["gated", "rotary"], []])
+def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
+    model = apply_patch(make_model(), layers=names)
+    assert {name for name, count in count_layers(model).items() if count} == set(names)
+    assert "layers" in str(patch_status(model))
+    for name, count in count_layers(model).items():
+        assert (f"{count} {name}" in str(patch_status(model))) == (name in names)
+    apply_patch(model, layers="rms_norm")
+    assert {name for name, count in count_layers(model).items() if count} == {"rms_norm"}
+    apply_patch(model)
+    assert not any(count_layers(model).values())
+
+
+@pytest.mark.parametrize("layers", ["norm", ["rms_norm", "rope"], 3.0])
+def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> None:
+    with pytest.raises(ValueError, match=r"layers must be .*rms_norm.*rotary.*gated.*got"):
+        apply_patch(make_model(), layers=layers)
+
+
+@pytest.mark.parametrize("row", WITHOUT_LAYERS[:1], ids=model_type)
+def test_an_architecture_without_kernels_for_its_layers_says_so(row: Any) -> None:
+    with pytest.raises(ValueError, match=f"no layers of {row.model_type}"):
+        apply_patch(tiny_model(row), layers=True)
+
+
+def test_every_class_and_activation_comes_back() -> None:
+    model, other = make_model(), make_model()
+    before, keys = layers_of(model), list(model.state_dict())
+    apply_patch(model, layers=True)
+    assert list(model.state_dict()) == keys
+    assert all(layer.act_fn is not before[name][2] for name, layer in mlps(model))
+    assert not any(count_layers(other).values())
+    revert_patch(model)
+    assert layers_of(model) == before
+    for name, layer in mlps(model):
+        assert layer.act_fn is before[name][2]
+
+
+def mlps(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    return [(n, m) for n, m in model.named_modules() if type(m).__name__ == "LlamaMLP"]
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_a_copy_has_layers_of_its_own(way: str) -> None:
+    model = apply_patch(make_model(), layers=True)
+    batch = tiny_batch(model)
+    other = copy.deepcopy(model) if way == "copy" else pickle.loads(pickle.dumps(model))
+    counts = count_layers(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    fresh = make_model()
+    fresh.load_state_dict(other.state_dict())
+    revert_patch(model)
+    assert count_layers(other) == counts
+    torch.testing.assert_close(other(**batch).loss, fresh(**batch).loss)
+
+
+def test_saved_and_loaded_models_are_unpatched(tmp_path: Any) -> None:
+    model = apply_patch(make_model(), layers=True)
+    model.save_pretrained(tmp_path)
+    loaded = type(make_model()).from_pretrained(tmp_path)
+    assert not any(count_layers(loaded).values())
+    batch = tiny_batch(model)
+    torch.testing.assert_close(loaded(**batch).loss, model(**batch).loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model = make_model("qwen3").double()
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    apply_patch(model, layers=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours, truth = tell_apart(step(model.train(), batch), truth)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_lora_within_the_layers_trains_as_eager() -> None:
+    peft = pytest.importorskip("peft")
+    results = []
+    for when in ("", "before", "after"):
+        torch.manual_seed(0)
+        model = make_model().double()
+        if when == "before":
+            apply_patch(model, layers=True)
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        if when == "after":
+            apply_patch(model, layers=True)
+        assert any(count_layers(model).values()) == bool(when)
+        results.append(step(model, tiny_batch(model.get_base_model())))
+    eager, *ours = results
+    for each in ours:
+        each, truth = tell_apart(each, eager)
+        assert_no_worse(each, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+def test_the_backbone_compiles_without_a_break(model_type: str) -> None:
+    model = make_model(model_type).double()
+    ids = tiny_batch(model)["input_ids"]
+
+    def backbone(ids: torch.Tensor) -> torch.Tensor:
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    parameters = [p for p in model.model.parameters() if p.requires_grad]
+    apply_patch(model, layers=True)
+    eager = backbone(ids)
+    truth = torch.autograd.grad(eager.sum(), parameters)
+    torch._dynamo.reset()
+    compiled = torch.compile(backbone, fullgraph=True, backend="aot_eager")(ids)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled.sum(), parameters), truth)
+
+
+def test_generation_is_the_same() -> None:
+    model = make_model().eval()
+    prompt = tiny_batch(model)["input_ids"][:1, :4]
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **how)
+    assert torch.equal(apply_patch(model, layers=True).generate(prompt, **how), expected)
+
+
+def test_nothing_is_replaced_that_a_hook_holds() -> None:
+    accelerate_hooks = pytest.importorskip("accelerate.hooks")
+    model = make_model()
+    norm = model.model.norm
+    accelerate_hooks.add_hook_to_module(norm, accelerate_hooks.ModelHook())
+    apply_patch(model, layers=True)
+    assert type(norm) is type(make_model().model.norm)
+    assert count_layers(model)["rms_norm"] == 4
+    assert set(count_layers(model)) == set(LAYERS)
