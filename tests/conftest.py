@@ -1,6 +1,11 @@
-"""Where a test runs: on the CPU, on the CPU under Triton's interpreter, or on a GPU."""
+"""Where a test runs: on the CPU, on the CPU under Triton's interpreter, or on a GPU. Fixtures of
+several files.
+"""
 
+import gc
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +63,43 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def cpu_form(request: pytest.FixtureRequest) -> torch.device:
     """`device` without the GPU, where every variant of a kernel costs a compilation."""
     return form(request)
+
+
+FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
+
+
+@pytest.fixture(scope="module")
+def trl_is_imported() -> Iterator[None]:
+    """Trainer collects garbage in each run: seconds over all that these imports make."""
+    import datasets
+    import trl
+
+    for trainer in ("DPOTrainer", "KTOTrainer", "SFTTrainer"):
+        getattr(trl, trainer)  # trl imports each when it is asked for
+    datasets.disable_progress_bars()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The deferred logits that somebody has read."""
+    from liger_patch.deferred import DeferredLogits
+
+    read: list[Any] = []
+    real_logits = DeferredLogits.real_logits
+
+    def recorded(self: DeferredLogits) -> torch.Tensor:
+        read.append(self)
+        return real_logits(self)
+
+    monkeypatch.setattr(DeferredLogits, "real_logits", recorded)
+    return read

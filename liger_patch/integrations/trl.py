@@ -15,9 +15,9 @@ trainer's losses and metrics, stay TRL's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import trl
@@ -27,9 +27,10 @@ from transformers import PreTrainedModel
 from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.fused import fused_log_probs
+from liger_patch.layers import count_layers
 from liger_patch.loss import LossSettings, PatchRecord
 from liger_patch.parts import Parts
-from liger_patch.patched_model import deferring, original_class, record_of
+from liger_patch.patched_model import deferring, leads_to_patch, patched_class, record_of
 
 SUPPORTED = "trl 1.15 and 1.16"
 IGNORE_INDEX = -100  # of TRL
@@ -74,19 +75,22 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
-        is_flagged, chunk_mib = getattr(args, "use_liger_patch", False), None
-        if is_flagged and not isinstance(model, str):
-            chunk_mib = _taken_back(model)
+        is_flagged = getattr(args, "use_liger_patch", False)
+        kept = _taken_back(model) if is_flagged and not isinstance(model, str) else {}
         super().__init__(model, args, *others, **named)
         if is_flagged:
             patched: Any = self.model
             # nll weighs all tokens of a batch the same, dft does not
             same_gradient = args.loss_type == "nll"
-            apply_trl_patch(patched, same_gradient=same_gradient, chunk_mib=chunk_mib)
+            apply_trl_patch(patched, same_gradient=same_gradient, **kept)
 
 
 def apply_trl_patch(
-    model: Model, *, same_gradient: bool = False, chunk_mib: float | None = None
+    model: Model,
+    *,
+    same_gradient: bool = False,
+    chunk_mib: float | None = None,
+    layers: bool | Collection[str] = False,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
 
@@ -99,7 +103,7 @@ def apply_trl_patch(
             one.
         same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
             ``linear_log_probs``.
-        chunk_mib: MiB of logits held at once, as in ``apply_patch``.
+        chunk_mib, layers: as in ``apply_patch``.
 
     Returns:
         The same object.
@@ -112,15 +116,23 @@ def apply_trl_patch(
     """
     target = transformers_model(model)
     record = record_of(target)
+    head = _trls_head(target)
     if record is None:
-        call = _log_probs_call(target, same_gradient)
-        apply_patch(target, chunk_mib=chunk_mib)
+        if head is None:
+            raise RuntimeError(
+                f"{type(target).__name__} has no fused head of TRL that is known here: "
+                f"apply_trl_patch takes the model of a trainer of {SUPPORTED}, got one with trl "
+                f"{trl.__version__}"
+            )
+        apply_patch(target, chunk_mib=chunk_mib, layers=layers)
         record = record_of(target)
         assert record is not None
-        record.other_call = call
-    elif isinstance(record.other_call, _LogProbsCall):
+        record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
+        record.passes_through = head.passes_through
+        record.other_call = _LogProbsCall(**head.options, same_gradient=same_gradient)
+    elif isinstance(record.other_call, _LogProbsCall) and head is None:
         record.other_call.same_gradient = same_gradient
-        record.settings = LossSettings(chunk_mib=chunk_mib)
+        apply_patch(target, chunk_mib=chunk_mib, layers=layers)
     else:
         raise ValueError(
             f"{type(target).__name__} was patched before TRL added its head: make the trainer of "
@@ -130,18 +142,24 @@ def apply_trl_patch(
     return model
 
 
-def _taken_back(model: Any) -> float | None:
-    """Revert ``apply_patch`` of a model that TRL is about to add its head to: its ``chunk_mib``."""
-    record = record_of(transformers_model(model))
+def _taken_back(model: Any) -> dict[str, Any]:
+    """Revert ``apply_patch`` of a model that TRL is about to add its head to; what to keep."""
+    target = transformers_model(model)
+    record = record_of(target)
     if record is None:
-        return None
-    if record.settings.changes_loss:
-        raise ValueError(
-            f"{record.settings} has no part in TRL's loss: use the options of apply_patch with "
-            "their defaults, and those of SFTConfig"
-        )
+        return {}
+    _check_loss_is_trls(record.settings)
+    layers = [name for name, count in count_layers(target).items() if count]
     revert_patch(model)
-    return record.settings.chunk_mib
+    return {"chunk_mib": record.settings.chunk_mib, "layers": layers}
+
+
+def _check_loss_is_trls(settings: LossSettings) -> None:
+    if settings.changes_loss:
+        raise ValueError(
+            f"{settings} has no part in TRL's loss: use the options of apply_patch with their "
+            "defaults, and those of SFTConfig"
+        )
 
 
 @dataclass
@@ -151,16 +169,19 @@ class _LogProbsCall:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
         same_gradient: see ``linear_log_probs``.
-        is_direct: whether nothing but TRL's head was between the caller and the model's forward.
-        left_to_trl: whether a head could not be fused: from then on, TRL computes.
+        left_to_trl: why a head could not be fused, where only a forward pass could tell: from then
+            on, TRL computes.
     """
 
     temperature: float
     cast_lm_head_to_fp32: bool
     outputs: tuple[str, ...]
     same_gradient: bool
-    is_direct: bool
-    left_to_trl: bool = False
+    left_to_trl: str | None = None
+
+    @property
+    def otherwise(self) -> str:
+        return "leaves the head to TRL"
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
@@ -177,14 +198,17 @@ class _LogProbsCall:
         own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
+        _check_loss_is_trls(record.settings)
         if flags.return_logits() is True:
             record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
-        elif not self.left_to_trl:
+        elif self.left_to_trl is not None:
+            record.fall_back(self.left_to_trl)
+        else:
             output = self._fused(model, record, forward, args, kwargs, own)
             if output is not None:
                 return output
-            self.left_to_trl = True
-        return forward(*args, **kwargs)
+        assert record.replaced_forward is not None
+        return record.replaced_forward(*args, **kwargs)
 
     def _fused(
         self,
@@ -196,8 +220,6 @@ class _LogProbsCall:
         own: dict[str, Any],
     ) -> Any:
         """TRL's output, or None where the record says why not."""
-        if self.is_direct:  # TRL's own way there is bound to the model that it was made for
-            forward = original_class(model).forward.__get__(model)
         others = {k: v for k, v in kwargs.items() if k not in own and k != "fused_lm_head"}
         with deferring(model, record) as forward_pass:
             if forward_pass.unfused is not None:
@@ -215,6 +237,7 @@ class _LogProbsCall:
         if parts is not None and self.cast_lm_head_to_fp32:
             parts = _in_float32(parts, record)
         if parts is None:
+            self.left_to_trl = record.reason
             return None
         record.fused, record.reason = True, None
         flat = fused_log_probs(
@@ -251,25 +274,35 @@ def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:
     return None
 
 
-def _log_probs_call(model: PreTrainedModel, same_gradient: bool) -> _LogProbsCall:
-    """What TRL's head of a model was asked for, by the variables of its forward."""
+class _TrlsHead(NamedTuple):
+    """What TRL has made of a model's ``forward``.
+
+    Attributes:
+        options: what it was asked for.
+        passes_through: whether other calls may leave it out. Its own way to the model's forward is
+            bound to the model that it was made for, which may have been copied since, or leads
+            through wrappers of an earlier patch.
+    """
+
+    options: dict[str, Any]
+    passes_through: bool
+
+
+def _trls_head(model: PreTrainedModel) -> _TrlsHead | None:
+    """By the variables of the model's own ``forward``."""
     forward: Any = vars(model).get("forward")
     outermost = True
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         if {*HEAD_OPTIONS, "original_forward"} <= set(_free_names(function)):
             free = inspect.getclosurevars(function).nonlocals
-            inner = getattr(free["original_forward"], "__func__", None)
-            return _LogProbsCall(
-                **{name: free[name] for name in HEAD_OPTIONS},
-                same_gradient=same_gradient,
-                is_direct=outermost and inner is type(model).forward,
-            )
+            inner = free["original_forward"]
+            is_own = getattr(inner, "__func__", None) is type(model).forward
+            is_earlier = leads_to_patch(inner, patched_class(type(model)))
+            options = {name: free[name] for name in HEAD_OPTIONS}
+            return _TrlsHead(options, outermost and (is_own or is_earlier))
         forward, outermost = getattr(function, "__wrapped__", None), False
-    raise RuntimeError(
-        f"{type(model).__name__} has no fused head of TRL that is known here: apply_trl_patch "
-        f"takes the model of a trainer of {SUPPORTED}, got one with trl {trl.__version__}"
-    )
+    return None
 
 
 def _free_names(function: Any) -> tuple[str, ...]:

@@ -136,11 +136,9 @@ class UpstreamHead:
         factors: HeadInputs,
         tokens: Tokens,
         options: LossOptions,
-        statistics: TokenStatistics,  # (n,) of the supervised tokens, from a run before
         upstream: UpstreamGradients,  # (n,)
     ) -> None:
-        self._tokens, self._options = tokens, options
-        self._known, self._upstream = statistics, upstream
+        self._tokens, self._options, self._upstream = tokens, options, upstream
         self.losses = factors.hidden_states.new_empty(0)
         self.statistics: TokenStatistics | None = None
 
@@ -159,6 +157,5 @@ class UpstreamHead:
             logits,
             self._tokens.labels[chunk],
             self._options,
-            self._known.of(chunk),
             UpstreamGradients(*(None if u is None else u[chunk] for u in self._upstream)),
         )

@@ -38,7 +38,7 @@ from liger_patch.kernels.supervised import (
     order_tokens,
     refuse_others_than_tensors,
 )
-from liger_patch.kernels.token_statistics import TokenStatistics, UpstreamGradients
+from liger_patch.kernels.token_statistics import UpstreamGradients
 
 SLAB = 1024  # tokens that are converted at a time
 
@@ -103,18 +103,16 @@ class _LinearLogProbs(torch.autograd.Function):
             )
             n = len(supervised.labels)
             values = {"log_probs": -head.losses[:n]}
-            statistics = None
             if head.statistics is not None:
-                statistics = head.statistics.of(slice(n))
-                values |= statistics._asdict()
+                values |= head.statistics.of(slice(n))._asdict()
             if "mean_logits" in problem.outputs - asked:
                 values["mean_logits"] = _mean_logits(head_inputs, supervised, problem.options)
         ctx.problem, ctx.supervised, ctx.scale = problem, supervised, scale
         ctx.gradients = gradients if problem.gradients_in_forward else None
-        ctx.statistics = statistics
         save_inputs(ctx, inputs)
         results = [
-            supervised.scatter(values[name]) if name in problem.outputs else None
+            # a result of its own, no view: autograd lets nobody change those in place
+            supervised.scatter(values[name].clone()) if name in problem.outputs else None
             for name in LogProbs._fields
         ]
         ctx.mark_non_differentiable(*(r for r in (results[2], *results[4:]) if r is not None))
@@ -149,21 +147,17 @@ def _gradients(ctx: Any, upstream: UpstreamGradients) -> list[Tensor | None]:
     problem: _Problem = ctx.problem
     supervised: Supervised = ctx.supervised
     tokens, inputs = problem.head_pass.tokens, saved_inputs(ctx)
-    statistics: TokenStatistics | None = ctx.statistics
-    if upstream.entropy is None and upstream.lse is None:
+    dlog_probs, dentropy, dlse = upstream
+    row_scale = torch.zeros_like(supervised.labels) if dlog_probs is None else -dlog_probs
+    if dentropy is None and dlse is None:
         make_head = partial(prepare_head, tokens=tokens, options=problem.options)
-        dlog_probs = upstream.log_probs
-        row_scale = torch.zeros_like(supervised.labels) if dlog_probs is None else -dlog_probs
     else:
-        assert statistics is not None
         make_head = partial(
             UpstreamHead,
             tokens=tokens,
             options=problem.options,
-            statistics=statistics,
             upstream=UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream)),
         )
-        row_scale = statistics.lse
     row_scale = row_scale.to(accumulation_dtype(problem.head_pass.dtype)).contiguous()
     with torch.autocast(inputs.hidden_states.device.type, enabled=False):
         passed = problem.head_pass.run(inputs, make_head, row_scale, problem.wanted, supervised)
@@ -240,8 +234,8 @@ def linear_log_probs(
     chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
     if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
-    names = {outputs} if isinstance(outputs, str) else set(outputs)
-    if not names <= set(LogProbs._fields):
+    names = {outputs} if isinstance(outputs, str) else outputs
+    if not isinstance(names, Collection) or not set(names) <= set(LogProbs._fields):
         raise ValueError(f"outputs must be among {LogProbs._fields}, got {outputs!r}")
     LossOptions(ignore_index, softcap, logit_scale)  # refuses what is no number
     # softcap / T * tanh(logit_scale / T * x / (softcap / T)): temperature is no option of its own
@@ -259,7 +253,7 @@ def linear_log_probs(
     problem = _Problem(
         HeadPass(order_tokens(labels, weight.shape[0], ignore_index), dtype, chunk_bytes),
         options,
-        frozenset(names | {"log_probs"}),
+        frozenset({*names, "log_probs"}),
         same_gradient,
         wanted,
     )

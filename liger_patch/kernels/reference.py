@@ -1,14 +1,15 @@
-"""The specification: the losses of this package in plain PyTorch, for any floating dtype,
-differentiated by autograd.
+"""The specification: the losses and log-probabilities of this package in plain PyTorch, for any
+floating dtype, differentiated by autograd.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits and is
-meant for nothing else. The formula is in ``loss_options``; softcap as in Gemma 2
-(arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
+meant for nothing else. The formulas are in ``loss_options`` and ``token_statistics``; softcap as in
+Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 """
 
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.kernels.loss_options import LossOptions
 
 
@@ -34,9 +35,7 @@ def cross_entropy(
 
     supervised = labels != options.ignore_index
     logits, labels, token_weight = logits[supervised], labels[supervised], token_weight[supervised]
-    z = options.logit_scale * logits
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
+    z = _bent(logits, options.logit_scale, options.softcap)
     lse = torch.logsumexp(z, dim=-1)
     nll = class_weight[labels] * (lse - z.gather(-1, labels[:, None])[:, 0])
     losses = (1 - options.label_smoothing) * nll
@@ -69,14 +68,79 @@ def linear_cross_entropy(
     options: LossOptions | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
-    logits = torch.nn.functional.linear(hidden_states, weight, bias)
-    if low_rank is not None:
-        logits = logits + torch.nn.functional.linear(*low_rank)
     return cross_entropy(
-        logits,
+        _logits(hidden_states, weight, bias, low_rank),
         labels,
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
         options=options,
     )
+
+
+def log_probs(
+    logits: Tensor,  # (N, V)
+    labels: Tensor,  # (N,)
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> LogProbs:
+    """All that ``LogProbs`` names, of ready-made logits and in their dtype."""
+    supervised = labels != ignore_index
+    labels = labels[supervised]
+    z = _bent(logits[supervised], logit_scale, softcap) / temperature
+    lse = torch.logsumexp(z, dim=-1)
+    log_p = z - lse[:, None]
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)  # 0 * -inf is nan
+
+    def of_all(values: Tensor) -> Tensor:
+        return values.new_zeros(len(supervised)).masked_scatter(supervised, values)
+
+    return LogProbs(
+        log_probs=of_all(log_p.gather(-1, labels[:, None])[:, 0]),
+        entropy=of_all(-(log_p.exp() * finite).sum(-1)),
+        is_top1=of_all(z.argmax(-1) == labels),
+        lse=of_all(lse),
+        mean_logits=of_all(z.detach().mean(-1)),
+        log_sum_sq_probs=of_all(torch.logsumexp(2 * log_p.detach(), dim=-1)),
+    )
+
+
+def linear_log_probs(
+    hidden_states: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    labels: Tensor,  # (N,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    low_rank: tuple[Tensor, Tensor] | None = None,  # (N, R), (V, R)
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> LogProbs:
+    """``log_probs(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
+    return log_probs(
+        _logits(hidden_states, weight, bias, low_rank),
+        labels,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+    )
+
+
+def _logits(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    logits = torch.nn.functional.linear(hidden_states, weight, bias)
+    return logits if low_rank is None else logits + torch.nn.functional.linear(*low_rank)
+
+
+def _bent(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    z = logit_scale * logits
+    return z if softcap is None else softcap * torch.tanh(z / softcap)

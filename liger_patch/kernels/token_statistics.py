@@ -69,13 +69,10 @@ def log_probs_gradient_rows_(
     logits: Tensor,  # (C, V)
     labels: Tensor,  # (C,) in [0, V)
     options: LossOptions,
-    statistics: TokenStatistics,  # (C,)
     upstream: UpstreamGradients,  # (C,)
 ) -> None:
     """Turn raw logits into the gradient by them, in place."""
-    _form(logits).log_probs_gradient_rows_(
-        logits, labels, options, statistics.lse, statistics.entropy, *upstream
-    )
+    _form(logits).log_probs_gradient_rows_(logits, labels, options, *upstream)
 
 
 def _form(logits: Tensor):

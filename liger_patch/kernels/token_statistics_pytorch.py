@@ -32,22 +32,20 @@ def token_statistics_rows(
         first = z.masked_fill(column >= label, -torch.inf).amax(1) < label_z[:, 0]
         highest = z.amax(1)
         is_top1[part] = first & (label_z[:, 0] >= highest)
-        z.sub_(highest[:, None])
-        odds = z.exp()
+        distance = z.sub_(highest[:, None])
+        odds = distance.exp()
         total = odds.sum(1)
         log_total = total.log()
         lse[part] = highest + log_total
         log_sum_sq_probs[part] = odds.square().sum(1).log() - 2 * log_total
-        z.clamp_(min=torch.finfo(z.dtype).min)  # 0 * -inf is nan
-        entropy[part] = log_total - odds.mul_(z).sum(1) / total
+        distance.clamp_(min=torch.finfo(z.dtype).min)  # 0 * -inf is nan
+        entropy[part] = log_total - odds.mul_(distance).sum(1) / total
 
 
 def log_probs_gradient_rows_(
     logits: Tensor,  # (C, V)
     labels: Tensor,  # (C,)
     options: LossOptions,
-    lse: Tensor,  # (C,)
-    entropy: Tensor,  # (C,)
     dlog_probs: Tensor | None,  # (C,)
     dentropy: Tensor | None,  # (C,)
     dlse: Tensor | None,  # (C,)
@@ -55,18 +53,22 @@ def log_probs_gradient_rows_(
     """Turn raw logits into the gradient by them."""
     for part in _blocks(logits):
         z, slope = _bent(logits[part], options)
-        log_p = z.sub_(lse[part, None])
-        gradient = log_p.exp()
-        share = torch.zeros_like(lse[part])
+        # the maximum and the logarithm of the sum, one after the other: lse would be rounded to the
+        # maximum's last digit
+        distance = z.sub_(z.amax(1, keepdim=True))
+        gradient = distance.exp()
+        total = gradient.sum(1, keepdim=True)
+        gradient.div_(total)
+        share = torch.zeros_like(total)
         if dlse is not None:
-            share = share + dlse[part]
+            share = share + dlse[part, None]
         if dlog_probs is not None:
-            share = share - dlog_probs[part]
-        if dentropy is None:
-            gradient.mul_(share[:, None])
-        else:
-            log_p.clamp_(min=torch.finfo(z.dtype).min).add_(entropy[part, None])
-            gradient.mul_(share[:, None] - log_p.mul_(dentropy[part, None]))
+            share = share - dlog_probs[part, None]
+        if dentropy is not None:
+            log_p = distance.clamp_(min=torch.finfo(z.dtype).min).sub_(total.log())
+            entropy = -(gradient * log_p).sum(1, keepdim=True)
+            share = share - log_p.add_(entropy).mul_(dentropy[part, None])
+        gradient.mul_(share)
         if dlog_probs is not None:
             gradient.scatter_add_(1, labels[part, None], dlog_probs[part, None].to(gradient.dtype))
         gradient.mul_(options.logit_scale if slope is None else slope.mul_(options.logit_scale))

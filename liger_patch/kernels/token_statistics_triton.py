@@ -1,8 +1,8 @@
 """Triton form of the statistics of tokens. The formulas are in ``token_statistics``.
 
-One program walks a row of logits once, with a running maximum; another kernel turns a block of a
-row into its gradient. C: rows, V: vocabulary. Extra memory: none. Running maximum: Milakov and
-Gimelshein (arXiv:1805.02867).
+One program walks a row of logits once, with a running maximum, or twice, to turn it into its
+gradient: the second time it comes from the L2 cache. C: rows, V: vocabulary. Extra memory: none.
+Running maximum: Milakov and Gimelshein (arXiv:1805.02867).
 """
 
 import torch
@@ -18,7 +18,21 @@ from liger_patch.kernels.cross_entropy_triton import (
 )
 from liger_patch.kernels.loss_options import LossOptions
 
-GRADIENT_BLOCK = 4096  # logits of a program
+
+@triton.jit
+def _with_block(z, running_max, total, moment):
+    """The largest z so far and, seen from there, the sums of exp(z) and z exp(z), with a block
+    more; what the new maximum makes of each exp so far, and the block's.
+    """
+    new_max = tl.maximum(running_max, tl.max(z, axis=0))
+    lowered = running_max - new_max
+    factor = tl.exp(lowered)
+    distance = z - new_max
+    parts = tl.exp(distance)
+    moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
+    moment += tl.sum(parts * tl.maximum(distance, LOWEST), axis=0)  # 0 * -inf is nan
+    total = factor * total + tl.sum(parts, axis=0)
+    return new_max, total, moment, factor, parts
 
 
 @triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
@@ -62,17 +76,8 @@ def _token_statistics_kernel(
         before_label = tl.maximum(
             before_label, tl.max(tl.where(is_before, z, float("-inf")), axis=0)
         )
-        new_max = tl.maximum(running_max, tl.max(z, axis=0))
-        lowered = running_max - new_max
-        factor = tl.exp(lowered)
-        distance = tl.maximum(z - new_max, LOWEST)  # 0 * -inf is nan
-        parts = tl.exp(distance)
-        # the sums so far, seen from the new maximum
-        moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
-        moment += tl.sum(parts * distance, axis=0)
-        total = factor * total + tl.sum(parts, axis=0)
+        running_max, total, moment, factor, parts = _with_block(z, running_max, total, moment)
         squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
-        running_max = new_max
     log_total = tl.log(total)
     tl.store(lse_ptr + row, running_max + log_total)
     tl.store(entropy_ptr + row, log_total - moment / total)
@@ -87,8 +92,6 @@ def _log_probs_gradient_kernel(
     logits_ptr,  # (C, V)
     logits_stride,
     labels_ptr,  # (C,)
-    lse_ptr,  # (C,)
-    entropy_ptr,  # (C,)
     dlog_probs_ptr,  # (C,) or None
     dentropy_ptr,  # (C,) or None
     dlse_ptr,  # (C,) or None
@@ -98,28 +101,54 @@ def _log_probs_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per block of a row, which it overwrites."""
+    """One program per row, which it overwrites."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = column < vocab_size
-    logits_ptr += row * logits_stride + column
+    logits_ptr += row * logits_stride
+    columns = tl.arange(0, BLOCK_V)
+
+    # first walk: the softmax of these logits as they are rounded. The maximum stays apart from the
+    # logarithm of the sum, which would be rounded to the maximum's last digit
+    running_max = LOWEST
+    total = 0.0
+    moment = 0.0
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
+        x = tl.load(
+            logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_last"
+        )
+        z = _bend(x.to(tl.float32) * logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where(mask, z, float("-inf"))
+        running_max, total, moment, _, _ = _with_block(z, running_max, total, moment)
+    log_total = tl.log(total)
+    entropy = log_total - moment / total
+
+    # second walk: the gradient
     label = tl.load(labels_ptr + row)
-    x = tl.load(logits_ptr, mask=mask, other=0.0).to(tl.float32) * logit_scale
-    log_p = _bend(x, softcap, HAS_SOFTCAP) - tl.load(lse_ptr + row)
-    log_p = tl.maximum(log_p, LOWEST)  # 0 * -inf is nan
-    share = tl.zeros((BLOCK_V,), dtype=tl.float32)
     at_label = 0.0
+    share = 0.0
     if dlse_ptr is not None:
-        share += tl.load(dlse_ptr + row)
+        share = tl.load(dlse_ptr + row)
     if dlog_probs_ptr is not None:
         at_label = tl.load(dlog_probs_ptr + row)
-        share -= at_label
-    if dentropy_ptr is not None:
-        share -= tl.load(dentropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
-    gradient = tl.exp(log_p) * share + tl.where(column == label, at_label, 0.0)
-    if HAS_SOFTCAP:
-        gradient *= _tanh_derivative(x / softcap)
-    tl.store(logits_ptr, gradient * logit_scale, mask=mask)
+        share = share - at_label
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
+        x = tl.load(
+            logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
+        )
+        x = x.to(tl.float32) * logit_scale
+        distance = _bend(x, softcap, HAS_SOFTCAP) - running_max
+        p = tl.exp(distance) / total
+        gradient = share * p
+        if dentropy_ptr is not None:
+            # 0 * -inf is nan
+            surprise = tl.where(p > 0, log_total - distance, 0.0)
+            gradient += tl.load(dentropy_ptr + row) * p * (surprise - entropy)
+        if dlog_probs_ptr is not None:
+            gradient += tl.where(start + columns == label, at_label, 0.0)
+        if HAS_SOFTCAP:
+            gradient *= _tanh_derivative(x / softcap)
+        tl.store(logits_ptr + start + columns, gradient * logit_scale, mask=mask)
 
 
 def token_statistics_rows(
@@ -159,8 +188,6 @@ def log_probs_gradient_rows_(
     logits: Tensor,  # (C, V)
     labels: Tensor,  # (C,)
     options: LossOptions,
-    lse: Tensor,  # (C,)
-    entropy: Tensor,  # (C,)
     dlog_probs: Tensor | None,  # (C,) float32
     dentropy: Tensor | None,  # (C,) float32
     dlse: Tensor | None,  # (C,) float32
@@ -169,18 +196,18 @@ def log_probs_gradient_rows_(
     rows, vocab_size = logits.shape
     if not rows:
         return
+    block_v, num_warps = block_and_warps(vocab_size, 64 if torch.version.hip else 32)
     with torch.cuda.device_of(logits):
-        _log_probs_gradient_kernel[(rows, triton.cdiv(vocab_size, GRADIENT_BLOCK))](
+        _log_probs_gradient_kernel[(rows,)](
             logits,
             logits.stride(0),
             labels,
-            lse,
-            entropy,
             dlog_probs,
             dentropy,
             dlse,
             vocab_size,
             options.softcap or 0.0,
             options.logit_scale,
-            BLOCK_V=GRADIENT_BLOCK,  # pyright: ignore[reportArgumentType]
+            BLOCK_V=block_v,
+            num_warps=num_warps,
         )

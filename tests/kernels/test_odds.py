@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from exactness import assert_no_worse
+from log_probs_ways import check_log_probs
 from three_ways import (
     OPTIONS,
     check_linear,
@@ -21,9 +22,10 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels import odds_head
+from liger_patch.kernels import heads, odds_head
 from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.loss_options import LossOptions
 
 SERVED = {
@@ -36,6 +38,7 @@ SERVED = {
         "token_weight": True,
     },
 }
+STATISTICS = ("entropy", "lse", "is_top1")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [
@@ -70,6 +73,28 @@ def odds(request, monkeypatch):
     dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
     yield torch.device(request.param), dtype
     assert computed
+
+
+@pytest.fixture
+def bf16_odds(odds, monkeypatch):
+    """The device, for inputs in the dtype that is served, whose values the interpreter has in
+    float32: an entropy seen from a label far below the largest logit loses digits that bf16 never
+    had.
+    """
+    device, _ = odds
+
+    def in_float32(hidden_states, weight, *, low_rank=None, chunk_mib=None, **how):
+        return linear_log_probs(
+            hidden_states.float(),
+            weight.float(),
+            low_rank=low_rank and tuple(each.float() for each in low_rank),
+            chunk_mib=chunk_mib and 2 * chunk_mib,  # as many rows
+            **how,
+        )
+
+    if device.type == "cpu":
+        monkeypatch.setattr("log_probs_ways.linear_log_probs", in_float32)
+    return device
 
 
 @pytest.mark.parametrize("options", SERVED.values(), ids=SERVED)
@@ -162,6 +187,10 @@ def test_probability_of_one(odds):
     expected = math.log1p(63 * math.exp(-25))
     torch.testing.assert_close(losses, torch.full_like(losses, expected), rtol=1e-5, atol=0)
     check_linear({"hidden_states": hidden_states, "weight": weight}, labels)
+    others = 63 * math.exp(-25)
+    entropy = linear_log_probs(hidden_states, weight, labels, outputs=("entropy",)).entropy
+    expected = math.log1p(others) + 25 * others / (1 + others)
+    torch.testing.assert_close(entropy, torch.full_like(entropy, expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -287,6 +316,117 @@ def test_inputs_in_padded_rows_and_strided_class_weights(odds):
     check_linear(inputs, labels, class_weight=class_weight)
 
 
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [
+        (0, {}),
+        (0, {"softcap": 5.0}),
+        (0, {"logit_scale": 0.5, "temperature": 1.6}),
+        (0, {"softcap": 5.0, "temperature": 0.7}),
+        (8, {}),
+        (24, {"softcap": 5.0}),
+    ],
+    ids=str,
+)
+def test_statistics(rank, options, bf16_odds):
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds, rank=rank)
+    budget = chunk_mib(5, 131, torch.bfloat16)
+    check_log_probs(inputs, labels, outputs=STATISTICS, chunk_mib=budget, **options)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_lse_of_any_loss(scale, ignored, odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, ignored=ignored)
+    inputs["hidden_states"][::2] *= scale
+    budget = chunk_mib(5, 131, dtype)
+    check_log_probs(inputs, labels, outputs=("lse", "is_top1"), chunk_mib=budget)
+
+
+@pytest.mark.parametrize("shape", [(130, 8, 128), (3, 64, 257), (2, 8, 2), (2, 16, 9001)], ids=str)
+def test_statistics_of_any_shape(shape, bf16_odds):
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds, *shape, ignored=0.0)
+    labels[-1] = shape[-1] - 1
+    check_log_probs(inputs, labels, outputs=STATISTICS)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 200.0}], ids=str)
+def test_statistics_of_losses_beyond_60_nats(options, bf16_odds):
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds, ignored=0.1)
+    inputs["hidden_states"][::2] *= 100
+    budget = chunk_mib(7, 131, torch.bfloat16)
+    ours = check_log_probs(inputs, labels, outputs=STATISTICS, chunk_mib=budget, **options)
+    assert ours["log_probs"].min() < -60
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["", "frozen head"])
+@pytest.mark.parametrize("names", [("log_probs",), ("entropy",), ("log_probs", "lse")], ids=str)
+def test_gradients_that_differ_from_token_to_token(names, frozen, bf16_odds):
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds)
+    upstream = {name: torch.arange(len(labels), device=bf16_odds) - 3.0 for name in names}
+    how = {"outputs": STATISTICS, "chunk_mib": chunk_mib(5, 131, torch.bfloat16)}
+    check_log_probs(inputs, labels, upstream=upstream, frozen=frozen, **how)
+
+
+@pytest.mark.parametrize("name", ["entropy", "lse"])
+def test_gradients_are_those_of_the_rounded_logits(name, bf16_odds, monkeypatch):
+    """Odds are never rounded, the logits that gradients of entropy and lse come from are: with the
+    lse of the former, a softmax of the latter would be off by as much as a logit is rounded.
+    """
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds)
+    logits_ = heads.logits_
+
+    def rounded(out, factors):
+        return out.copy_(logits_(out, factors).to(torch.bfloat16))
+
+    if bf16_odds.type == "cpu":
+        monkeypatch.setattr(heads, "logits_", rounded)
+    upstream = {name: torch.ones(len(labels), device=bf16_odds)}
+    check_log_probs(inputs, labels, upstream=upstream, outputs=STATISTICS)
+
+
+def test_the_first_of_several_largest_is_top1(odds):
+    """Of those in other tiles of classes than the label's."""
+    device, dtype = odds
+    weight = torch.randint(-2, 3, (400, 16), device=device).to(dtype)
+    weight[[3, 200, 300]] = 3.0  # small integers: every product finds the same logits
+    inputs = {"hidden_states": torch.ones_like(weight[:5]), "weight": weight}
+    labels = torch.tensor([3, 200, 300, 50, -100], device=device)
+    ours = check_log_probs(inputs, labels, outputs=("lse", "is_top1"))
+    assert ours["is_top1"].tolist() == [True, False, False, False, False]
+    weight[300] = 4.0
+    ours = check_log_probs(inputs, labels, outputs=("lse", "is_top1"))
+    assert ours["is_top1"].tolist() == [False, False, True, False, False]
+
+
+def test_statistics_alone_are_those_with_gradients(odds):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, ignored=0.2)
+    how = {"outputs": STATISTICS, "chunk_mib": chunk_mib(5, 131, dtype)}
+    expected = check_log_probs(inputs, labels, **how)
+    alone = linear_log_probs(**inputs, labels=labels, **how)
+    for name in ("log_probs", *STATISTICS):
+        assert torch.equal(getattr(alone, name), expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("statistics", "served"),
+    [
+        ((), True),
+        (("entropy",), True),
+        (STATISTICS, True),
+        (("mean_logits",), False),
+        (("entropy", "log_sum_sq_probs"), False),
+    ],
+    ids=str,
+)
+def test_which_statistics_are_served(statistics, served, monkeypatch):
+    monkeypatch.setattr(odds_head, "_is_hopper", lambda _: True)
+    factors = HeadInputs(*(torch.zeros(n, 8, dtype=torch.bfloat16) for n in (5, 131)))
+    assert odds_head.serves_odds(factors, LossOptions(), set(statistics)) is served
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
@@ -305,12 +445,15 @@ def test_inputs_in_padded_rows_and_strided_class_weights(odds):
         ({"rank": 72}, False),
         ({"rank": 12}, False),
         ({"rank": 16, "unaligned": True}, False),
+        ({"statistics": STATISTICS}, True),
+        ({"statistics": ("mean_logits",)}, False),
     ],
     ids=str,
 )
 def test_what_is_served(change, served):
     how = {"dtype": torch.bfloat16, "hidden_size": 40, "bias": False, "label_smoothing": 0.0}
-    how |= {"expanded": False, "transposed": False, "rank": 0, "unaligned": False} | change
+    how |= {"expanded": False, "transposed": False, "rank": 0, "unaligned": False}
+    how |= {"statistics": ()} | change
     weight = torch.randn(136, how["hidden_size"], device="cuda", dtype=how["dtype"])
     hidden_states = torch.randn_like(weight)
     if how["expanded"]:
@@ -324,9 +467,8 @@ def test_what_is_served(change, served):
         states = torch.randn(136, how["rank"] + 4, device="cuda", dtype=how["dtype"])
         states = states[:, 4:] if how["unaligned"] else states[:, :-4].contiguous()
         low_rank = states, states.clone()
-    assert (
-        odds_head.serves_odds(HeadInputs(hidden_states, weight, bias, *low_rank), options) is served
-    )
+    factors = HeadInputs(hidden_states, weight, bias, *low_rank)
+    assert odds_head.serves_odds(factors, options, how["statistics"]) is served
 
 
 @pytest.mark.gpu

@@ -1,0 +1,178 @@
+"""Log-probabilities three ways on the same values, as ``three_ways`` has one loss: ours, eager
+PyTorch in the same dtype, and in float64. N: tokens.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from exactness import assert_no_worse, error
+from three_ways import ORDERS, _orders, paired
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_patch.kernels import reference
+from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
+from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
+
+FIELDS = LogProbs._fields
+DIFFERENTIABLE = ("log_probs", "entropy", "lse")
+
+
+def bent(
+    logits: Tensor, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0
+) -> Tensor:
+    """Logits as the softmax sees them, upcast to float32 as Transformers does."""
+    z = logits.to(accumulation_dtype(logits.dtype)) * logit_scale
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+
+def eager_log_probs(
+    logits: Tensor,  # (N, V)
+    labels: Tensor,  # (N,)
+    **options: Any,
+) -> LogProbs:
+    """PyTorch's own softmax of ``bent`` logits; labels of -100 are ignored."""
+    z = bent(logits, **options)
+    supervised = labels != -100
+    labels = torch.where(supervised, labels, 0)[:, None]
+    log_p = z.log_softmax(-1)
+    values = LogProbs(
+        log_probs=log_p.gather(-1, labels)[:, 0],
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        is_top1=z.argmax(-1) == labels[:, 0],
+        lse=z.logsumexp(-1),
+        mean_logits=z.mean(-1),
+        log_sum_sq_probs=(2 * log_p).logsumexp(-1),
+    )
+    return LogProbs(*(v.masked_fill(~supervised, 0) for v in values))
+
+
+def results_and_gradients(
+    results_of: Callable[..., LogProbs],
+    inputs: Mapping[str, Tensor],
+    upstream: Mapping[str, Tensor],
+    frozen: Collection[str] = (),
+) -> dict[str, Tensor | None]:
+    """Every result, and under ``d`` and its name each input's gradient; ``upstream``: (N,) of the
+    results by their names.
+    """
+    leaves = {k: v.detach().clone().requires_grad_(k not in frozen) for k, v in inputs.items()}
+    results = results_of(**leaves)._asdict()
+    if any(leaf.requires_grad for leaf in leaves.values()):
+        named = [results[name] for name in upstream]
+        torch.autograd.backward(
+            named, [u.to(r.dtype) for r, u in zip(named, upstream.values(), strict=True)]
+        )
+    detached = {k: None if v is None else v.detach() for k, v in results.items()}
+    return detached | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def check_log_probs(
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    *,
+    upstream: Mapping[str, Tensor] | None = None,
+    frozen: Collection[str] = (),
+    outputs: Collection[str] = FIELDS,
+    chunk_mib: float | None = None,
+    same_gradient: bool = True,
+    **options: Any,
+) -> dict[str, Tensor | None]:
+    """Hold ``linear_log_probs`` to the rule; its results and gradients are returned.
+
+    ``upstream``: 1 for each log-probability if not given.
+    """
+    if upstream is None:
+        upstream = {"log_probs": torch.ones(len(labels), device=labels.device)}
+    how = {"outputs": outputs, "chunk_mib": chunk_mib, "same_gradient": same_gradient}
+    asked = [name for name in FIELDS if name in outputs or name == "log_probs"]
+
+    def ours(**x: Tensor) -> LogProbs:
+        results = linear_log_probs(**paired(x), labels=labels, **how, **options)
+        is_graph = any(each.requires_grad for each in x.values())
+        for name, value in results._asdict().items():
+            assert (value is not None) == (name in asked), name
+            if value is not None:
+                dtype = torch.bool if name == "is_top1" else accumulation_dtype(dtype_of(inputs))
+                assert (value.dtype, value.shape) == (dtype, labels.shape), name
+                assert value.requires_grad == (is_graph and name in DIFFERENTIABLE), name
+        return results
+
+    def truth(**x: Tensor) -> LogProbs:
+        return reference.linear_log_probs(**paired(x), labels=labels.long(), **options)
+
+    our = results_and_gradients(ours, inputs, upstream, frozen)
+    for name, value in inputs.items():
+        gradient = our[f"d{name}"]
+        assert gradient is None or (gradient.dtype, gradient.shape) == (value.dtype, value.shape)
+    exact_inputs = {name: value.double() for name, value in inputs.items()}
+    exact = results_and_gradients(truth, exact_inputs, upstream, frozen)
+    names = [name for name in exact if name in asked or name not in FIELDS]
+    if dtype_of(inputs) == torch.float64:  # the truth itself is no better
+        torch.testing.assert_close({n: our[n] for n in names}, {n: exact[n] for n in names})
+        return our
+    if "is_top1" in names:
+        names.remove("is_top1")
+        certain = _certain(inputs, labels, options)
+        assert torch.equal(our["is_top1"][certain], exact["is_top1"][certain])
+    eagers = [
+        results_and_gradients(partial(_eager, order, labels, options), inputs, upstream, frozen)
+        for order in range(ORDERS)
+    ]
+    worst = {name: max((e[name] for e in eagers), key=partial(_off, exact[name])) for name in names}
+    ways = [{name: way[name] for name in names} for way in (our, worst, exact)]
+    assert_no_worse(*ways, dtype_of(inputs))
+    return our
+
+
+def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    return inputs["hidden_states"].dtype
+
+
+def _off(truth: Tensor | None, value: Tensor | None) -> float:
+    return 0.0 if truth is None or value is None else error(value, truth)
+
+
+def _eager(
+    order: int,
+    labels: Tensor,
+    options: Mapping[str, Any],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    low_rank: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
+) -> LogProbs:
+    (rows, columns), classes = _orders(order, hidden_states), _orders(order, weight)[0]
+    bias = None if bias is None else bias[classes]
+    logits = linear(hidden_states[rows][:, columns], weight[classes][:, columns], bias)
+    if low_rank is not None and low_rank_weight is not None:
+        logits = logits + linear(low_rank[rows], low_rank_weight[classes])
+    options = dict(options)
+    supervised = labels != options.pop("ignore_index", -100)
+    places = classes.argsort()[torch.where(supervised, labels, 0).long()]
+    placed = torch.where(supervised, places, -100)
+    results = eager_log_probs(logits, placed[rows], **options)
+    return LogProbs(*(each[rows.argsort()] for each in results))
+
+
+def _certain(inputs: Mapping[str, Tensor], labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """(N,) where logits as exact as the rule asks for cannot differ in whether the label is the
+    most likely class.
+    """
+    options = dict(options)
+    supervised = labels != options.pop("ignore_index", -100)
+
+    def logits(**x: Tensor) -> Tensor:
+        total = linear(x["hidden_states"], x["weight"], x.get("bias"))
+        return total + linear(x["low_rank"], x["low_rank_weight"]) if "low_rank" in x else total
+
+    z = bent(logits(**inputs), **options)
+    exact = bent(logits(**{name: value.double() for name, value in inputs.items()}), **options)
+    label = torch.where(supervised, labels, 0).long()[:, None]
+    margin = exact.gather(1, label) - exact.scatter(1, label, -torch.inf).amax(1, keepdim=True)
+    largest = exact.abs().max() if len(labels) else 0.0
+    allowed = 2 * error(z, exact) + torch.finfo(dtype_of(inputs)).eps * largest
+    return ~supervised | (margin[:, 0].abs() > 2 * allowed)

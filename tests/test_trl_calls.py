@@ -1,0 +1,228 @@
+"""TRL's fused head, called: outputs and gradients, of all architectures and kinds of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import Batch, tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from training_step import Float64, Step, joined, widened
+from transformers import PreTrainedModel
+from trl_models import (
+    MARKS,
+    OUTPUTS,
+    ROWS,
+    apply_trl_patch,
+    assert_fused,
+    assert_same,
+    call,
+    make_model,
+    with_head,
+    with_head_changed,
+)
+from unusual_heads import float8, weight_norm
+
+from liger_patch import registry
+
+pytestmark = MARKS
+
+
+def shifted(batch: Batch) -> Batch:
+    """As context parallelism passes labels."""
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+    return {"shift_labels": labels, **{k: v for k, v in batch.items() if k != "labels"}}
+
+
+def unsupervised(batch: Batch) -> Batch:
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        pytest.param(dict, {}, id="labels"),
+        pytest.param(shifted, {}, id="shift_labels"),
+        pytest.param(dict, {"num_items_in_batch": 7}, id="num_items_in_batch"),
+        pytest.param(dict, {"output_router_logits": False}, id="no output_router_logits"),
+        pytest.param(unsupervised, {}, id="no label"),
+    ],
+)
+@pytest.mark.parametrize("outputs", [OUTPUTS, ("log_probs", "entropy"), ("log_probs",)], ids=len)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_a_call_gives_trls_outputs_and_gradients(
+    model_type: str,
+    outputs: tuple[str, ...],
+    change: Callable[[Batch], Batch],
+    arguments: dict[str, Any],
+) -> None:
+    model = with_head(widened(make_model(model_type)), outputs, temperature=0.7)
+    batch = change(tiny_batch(model))
+    trls = call(model, batch, **arguments)
+    ours = call(apply_trl_patch(model), batch, **arguments)
+    assert_fused(model)
+    assert trls.keys() == ours.keys()
+    assert_same(ours, trls)
+    assert ("aux_loss" in ours) == (
+        "moe" in model_type and arguments.get("output_router_logits") is not False
+    )
+    for name, value in trls.items():
+        assert getattr(ours[name], "dtype", None) == getattr(value, "dtype", None), name
+
+
+# TRL's own head fails: names in the config, or a backbone that base_model is not
+TRL_FAILS = ("granitemoe", "llama4", "llama4_text", "mllama_text_model")
+TRL_IS_WRONG = ("recurrent_gemma",)  # its softcap has another name
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_architecture_gives_the_log_probabilities_of_its_logits(
+    row: registry.Architecture,
+) -> None:
+    model = with_head(widened(tiny_model(row)), temperature=0.7)
+    batch = tiny_batch(model)
+    labels = batch["labels"][:, 1:]
+    with Float64(), torch.no_grad():
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs).logits[:, :-1] / 0.7
+        scores = logits.log_softmax(-1)
+        truth = {
+            "log_probs": scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
+            "entropy": -(scores.exp() * scores).sum(-1),
+            "log_sum_sq_probs": (2 * scores).logsumexp(-1),
+            "mean_logits": logits.mean(-1),
+            "is_top1": scores.argmax(-1) == labels,
+        }
+        trls = {}
+        if row.model_type not in TRL_FAILS + TRL_IS_WRONG:
+            trls = model(**batch, fused_lm_head=True)
+        ours = apply_trl_patch(model)(**batch, fused_lm_head=True)
+    assert_fused(model)
+    ignored = labels == -100
+    truth = {name: values.masked_fill(ignored, 0) for name, values in truth.items()}
+    assert torch.equal(ours.label_mask, ~ignored)
+    assert_same({name: ours[name] for name in truth}, truth)
+    assert_same({name: ours[name] for name in trls}, dict(trls))
+
+
+def cast_head(model: PreTrainedModel) -> None:
+    """As TRL's trainers of rewards do for ``cast_lm_head_to_fp32``."""
+    head = model.lm_head.float()
+    head.forward = lambda hidden_states: linear(hidden_states.float(), head.weight.float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "change"),
+    [
+        pytest.param(torch.float32, True, None, id="float32 under autocast"),
+        pytest.param(torch.bfloat16, False, cast_head, id="bfloat16 with TRL's head"),
+        pytest.param(torch.bfloat16, True, cast_head, id="bfloat16 with TRL's head under autocast"),
+    ],
+)
+def test_a_head_in_float32_is_multiplied_in_float32(
+    dtype: torch.dtype, autocast: bool, change: Callable[[Any], None] | None
+) -> None:
+    model = make_model(dtype=dtype)
+    if change is not None:
+        change(model)
+    options = {"temperature": 0.7, "cast_lm_head_to_fp32": True}
+    with_head(model, ("log_probs", "entropy"), **options)
+    batch = tiny_batch(model)
+    states: list[Tensor] = []
+    model.model.norm.register_forward_hook(lambda *args: states.append(args[-1]))
+
+    def results() -> Step:
+        states.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            outputs = model(**batch, fused_lm_head=True)
+        states[0].retain_grad()
+        (outputs.loss + outputs.entropy.sum()).backward()
+        gradients = {"states": states[0].grad, "weight": model.lm_head.weight.grad}
+        values = {name: outputs[name].detach() for name in ("loss", "log_probs", "entropy")}
+        model.zero_grad()
+        return {**values, **gradients}
+
+    trls = results()
+    wide = {
+        name: value.detach().double().requires_grad_()
+        for name, value in (("states", states[0]), ("weight", model.lm_head.weight))
+    }
+    labels = batch["labels"][:, 1:]
+    scores = (linear(wide["states"][:, :-1], wide["weight"]) / 0.7).log_softmax(-1)
+    log_probs = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    entropy = -(scores.exp() * scores).sum(-1) * (labels != -100)
+    value = -log_probs.sum() / (labels != -100).sum()
+    (value + entropy.sum()).backward()
+    truth = {"loss": value, "log_probs": log_probs, "entropy": entropy}
+    truth |= {name: each.grad for name, each in wide.items()}
+
+    apply_trl_patch(model)
+    ours = results()
+    assert_fused(model)
+    assert {name: value.dtype for name, value in ours.items()} == {
+        name: value.dtype for name, value in trls.items()
+    }
+    low = states[0].dtype  # of one gradient, which is rounded to it
+    for name in truth:
+        digits = low if name == "states" else torch.float32
+        assert_no_worse({name: ours[name]}, {name: trls[name]}, {name: truth[name]}, digits)
+
+
+def test_a_head_with_weight_norm_is_fused() -> None:
+    model = with_head_changed(weight_norm, torch.float64)
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    assert_same(call(apply_trl_patch(model), batch), trls)
+    assert_fused(model)
+
+
+def test_a_head_in_float8_is_fused() -> None:
+    model = with_head_changed(float8, torch.bfloat16)
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    ours = call(apply_trl_patch(model), batch)
+    assert_fused(model)
+    wide = make_model(dtype=torch.bfloat16)  # of the same numbers
+    wide.lm_head.weight.data.copy_(model.lm_head.weight)
+    truth = call(with_head(widened(wide), ("log_probs", "entropy", "is_top1")), batch)
+    for each in (ours, trls, truth):
+        for name in ("lm_head.weight", "is_top1", "label_mask"):
+            del each[name]
+    truth, trls, ours = joined(truth, trls, ours)
+    assert_no_worse(ours, trls, truth, torch.bfloat16)
+
+
+def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from liger_patch.integrations import trl as ours
+
+    passed = []
+    fused = ours.fused_log_probs
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        passed.append(options["chunk_mib"])
+        return fused(*args, **options)
+
+    monkeypatch.setattr(ours, "fused_log_probs", recorded)
+    model = with_head(make_model())
+    batch = tiny_batch(model)
+    for chunk_mib in (None, 3.0):
+        apply_trl_patch(model, chunk_mib=chunk_mib)
+        model(**batch, fused_lm_head=True)
+    monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.5")
+    model(**batch, fused_lm_head=True)
+    assert passed == [None, 3.0, 0.5]
+
+
+@pytest.mark.parametrize("same_gradient", [False, True])
+def test_the_guess_of_the_gradient_changes_no_result(same_gradient: bool) -> None:
+    model = with_head(widened(make_model("gemma2")), ("log_probs", "entropy"))
+    trls = call(model, tiny_batch(model))
+    apply_trl_patch(model, same_gradient=same_gradient)
+    assert_same(call(model, tiny_batch(model)), trls)

@@ -1,0 +1,159 @@
+"""Calls that are left to TRL's own head: environment variables, and heads that cannot be fused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_batch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl_models import (
+    LEFT_TO_TRL,
+    MARKS,
+    apply_trl_patch,
+    assert_bitwise,
+    assert_fused,
+    call,
+    make_model,
+    sft_trainer,
+    train,
+    with_head,
+    with_head_changed,
+)
+from unusual_heads import sharded
+
+from liger_patch import loss, patch_status
+
+pytestmark = MARKS
+
+
+def test_return_logits_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
+    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    assert_bitwise(train(trainer), trls)
+    status = patch_status(trainer.model)
+    assert (status.fused, status.reason) == (False, "LIGER_PATCH_RETURN_LOGITS=1")
+    monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS")
+    trainer.evaluate()
+    assert_fused(trainer.model)
+
+
+@contextlib.contextmanager
+def backbone_calls(model: PreTrainedModel) -> Iterator[list[Any]]:
+    calls: list[Any] = []
+    handle = model.model.register_forward_hook(lambda *args: calls.append(args))
+    yield calls
+    handle.remove()
+
+
+def doubled(head: nn.Linear) -> None:
+    head.__class__ = Doubled
+
+
+class Doubled(nn.Linear):
+    """Computes more than its product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.logaddexp(super().forward(input), torch.zeros(()))
+
+
+@pytest.mark.parametrize("change", [sharded, doubled])
+def test_a_head_that_cannot_be_fused_is_left_to_trl(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_head_changed(change)
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    apply_trl_patch(model)
+    with backbone_calls(model) as calls:
+        with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the head") as warned:
+            assert_bitwise(call(model, batch), trls)
+        assert len(warned) == 1
+        assert len(calls) == 2  # only then is known what its logits are
+        for _ in range(2):  # a warning would be an error
+            assert_bitwise(call(model, batch), trls)
+        assert len(calls) == 4
+    status = patch_status(model)
+    assert status.fused is False
+    assert "the head" in status.reason
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    assert_bitwise(call(model, batch), trls)
+    monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS")
+    assert_bitwise(call(model, batch), trls)
+    assert patch_status(model).reason == status.reason
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_where_fusing_is_demanded_a_head_that_cannot_be_fused_is_an_error(
+    called_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_trl_patch(with_head_changed(sharded))
+    batch = tiny_batch(model)
+    if called_before:
+        with pytest.warns(UserWarning, match=LEFT_TO_TRL):
+            model(**batch, fused_lm_head=True)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"LIGER_PATCH_RETURN_LOGITS=0 demands.*the head"):
+            model(**batch, fused_lm_head=True)
+
+
+def test_a_head_in_bfloat16_that_is_wanted_in_float32_is_left_to_trl() -> None:
+    model = with_head(make_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    apply_trl_patch(model)
+    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the head is not in float32"):
+        ours = call(model, batch)
+    assert_bitwise(ours, trls)
+    assert_bitwise(call(model, batch), trls)
+
+
+def test_a_backward_hook_of_the_head_leaves_the_call_to_trl() -> None:
+    model = with_head(make_model())
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    apply_trl_patch(model)
+    handle = model.lm_head.register_full_backward_hook(lambda *_: None)
+    with (
+        backbone_calls(model) as calls,
+        pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*backward hooks of the head"),
+    ):
+        assert_bitwise(call(model, batch), trls)
+    assert len(calls) == 1
+    handle.remove()
+    call(model, batch)
+    assert_fused(model)
+
+
+def test_verify_compares_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    disagreement = loss.disagreement
+    monkeypatch.setattr(
+        loss, "disagreement", lambda *a, **k: found.append(disagreement(*a, **k)) or found[-1]
+    )
+    unverified = train(sft_trainer(make_model("gemma2"), tmp_path, True))
+    assert found == []
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    assert_bitwise(train(trainer), unverified)
+    assert found == [None]
+    assert_fused(trainer.model)
+
+
+def test_a_model_that_verify_distrusts_is_left_to_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    monkeypatch.setattr(loss, "disagreement", lambda *args, **options: "the kernel is broken")
+    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
+    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
+        assert_bitwise(train(trainer), trls)
+    assert patch_status(trainer.model).reason == "the kernel is broken"

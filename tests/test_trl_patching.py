@@ -1,0 +1,381 @@
+"""How models with TRL's head are patched: the flag, apply_trl_patch, what it refuses, the way back,
+models that are trained again, copied or saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE, tiny_batch
+from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
+from torch import nn
+from training_step import Step, joined, widened
+from transformers import PreTrainedModel
+from trl_models import (
+    DEFAULTS,
+    MARKS,
+    ROWS,
+    apply_trl_patch,
+    assert_bitwise,
+    assert_fused,
+    assert_same,
+    call,
+    in_float64,
+    lora,
+    make_model,
+    sft_trainer,
+    train,
+    trls_calls,
+    with_head,
+)
+
+from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch.patched_model import record_of
+
+pytestmark = MARKS
+
+
+# The flag
+
+
+def is_trls(model: PreTrainedModel) -> bool:
+    """Whether a model is as TRL makes it, and nothing of this package is in it."""
+    own_class = getattr(transformers, ROWS[model.config.model_type].class_name)
+    forward = vars(model)["forward"].__func__
+    return (
+        type(model) is own_class
+        and record_of(model) is None
+        and not patch_status(model).patched
+        and forward.__code__.co_name == "_fused_forward"
+    )
+
+
+@pytest.mark.parametrize("configuration", ["ours", "TRL's", "Transformers'"])
+def test_without_the_flag_all_is_trls(configuration: str, tmp_path: Path) -> None:
+    import trl
+
+    from liger_patch.integrations import trl as ours
+
+    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
+    kind = {
+        "ours": ours.SFTConfig,
+        "TRL's": trl.SFTConfig,
+        "Transformers'": transformers.TrainingArguments,
+    }[configuration]
+    model, samples = make_model("gemma2"), prompts_and_completions()
+    # by position, as TRL's takes them
+    trainer = ours.SFTTrainer(
+        model, kind(str(tmp_path), **DEFAULTS), None, samples, samples, tiny_tokenizer()
+    )
+    assert is_trls(model)
+    assert_bitwise(train(trainer), trls)
+    assert is_trls(model)
+
+
+def test_a_parser_reads_the_flag(tmp_path: Path) -> None:
+    from trl import TrlParser
+
+    from liger_patch.integrations.trl import SFTConfig
+
+    parser = TrlParser((SFTConfig,))
+    always = ["--output_dir", str(tmp_path), "--bf16", "false"]
+    yaml = tmp_path / "sft.yaml"
+    yaml.write_text("use_liger_patch: true\n")
+    flags = {
+        (): False,
+        ("--use_liger_patch", "true"): True,
+        ("--use_liger_patch",): True,
+        ("--use_liger_patch", "false"): False,
+        ("--config", str(yaml)): True,
+        ("--config", str(yaml), "--use_liger_patch", "false"): False,
+    }
+    for arguments, flag in flags.items():
+        (config,) = parser.parse_args_and_config([*always, *arguments])
+        assert type(config) is SFTConfig
+        assert config.use_liger_patch is flag, arguments
+        assert config.to_dict()["use_liger_patch"] is flag
+
+
+def test_the_flag_takes_a_checkpoint_by_its_name(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "checkpoint")
+    trainer = sft_trainer(str(tmp_path / "checkpoint"), tmp_path, True)
+    assert_bitwise(train(trainer), train(sft_trainer(make_model(), tmp_path, True)))
+    assert_fused(trainer.model)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "PEFT model"])
+def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: Path) -> None:
+    import peft
+
+    def wrap(model: PreTrainedModel) -> Any:
+        return peft.get_peft_model(model, lora()["peft_config"]) if wrapped else model
+
+    trls = train(sft_trainer(wrap(widened(make_model())), tmp_path))
+    torch.manual_seed(0)
+    model = wrap(apply_patch(widened(make_model()), chunk_mib=3.0))
+    torch.manual_seed(0)
+    trainer = sft_trainer(model, tmp_path, True)
+    assert "3 MiB a chunk" in str(patch_status(model))
+    assert_same(train(trainer), trls)
+    assert_fused(trainer.model)
+    assert "3 MiB a chunk" in str(patch_status(model))
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"reduction": "sum"}], ids=str
+)
+def test_options_that_change_the_loss_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    model = apply_patch(make_model(), **options)
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}=.* has no part in TRL's loss"):
+        sft_trainer(model, tmp_path, True)
+    assert patch_status(model).patched
+    assert model(**tiny_batch(model)).loss.isfinite()
+
+
+def test_options_that_come_later_are_refused_at_the_call() -> None:
+    model = apply_trl_patch(with_head(make_model()))
+    apply_patch(model, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.1.* has no part in TRL's loss"):
+        model(**tiny_batch(model), fused_lm_head=True)
+    apply_patch(model)
+    call(model, tiny_batch(model))
+    assert_fused(model)
+
+
+# apply_trl_patch
+
+
+def test_a_model_without_trls_head_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(RuntimeError, match=r"no fused head of TRL.*trl 1\.15 and 1\.16, got .*trl"):
+        apply_trl_patch(model)
+    assert not patch_status(model).patched
+    assert "forward" not in vars(model)
+
+
+def patched_model() -> PreTrainedModel:
+    return apply_patch(make_model())
+
+
+def model_of_another_trainer() -> PreTrainedModel:
+    return apply_trl_patch(with_head(make_model(), ("log_probs",)))
+
+
+@pytest.mark.parametrize("make", [patched_model, model_of_another_trainer])
+def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
+    model = make()
+    with_head(model)
+    with pytest.raises(ValueError, match=r"patched before TRL added its head.*revert_patch"):
+        apply_trl_patch(model)
+    # as the message says
+    revert_patch(model)
+    apply_trl_patch(with_head(model))
+    batch = tiny_batch(model)
+    with trls_calls() as calls:
+        ours = call(model, batch)
+    assert calls == []
+    assert_fused(model)
+    assert_same(ours, call(apply_trl_patch(with_head(make_model())), batch))
+
+
+def test_a_reverted_model_can_be_patched_without_another_trainer() -> None:
+    model = with_head(apply_patch(widened(make_model())))
+    revert_patch(model)
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    apply_trl_patch(model)
+    with trls_calls() as calls:
+        assert_same(call(model, batch), trls)
+    assert calls == []
+    assert_fused(model)
+    revert_patch(model)
+    assert_bitwise(call(model, batch), trls)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2)
+    model = with_head(GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"(?s)gpt2.*llama.*qwen3"):
+        apply_trl_patch(model)
+    assert not patch_status(model).patched
+    assert model(**tiny_batch(model), fused_lm_head=True).log_probs is not None
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        apply_trl_patch(nn.Linear(2, 2))
+
+
+def test_an_unknown_architecture_is_refused_by_the_trainer(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match=r"(?s)gpt2.*llama.*qwen3"):
+        sft_trainer(GPT2LMHeadModel(config), tmp_path, True)
+
+
+def test_patching_twice_replaces_the_options() -> None:
+    model = with_head(make_model())
+    batch = tiny_batch(model)
+    once = call(apply_trl_patch(model), batch)
+    assert apply_trl_patch(model, same_gradient=True, chunk_mib=3.0) is model
+    assert "3 MiB a chunk" in str(patch_status(model))
+    assert_bitwise(call(model, batch), once)
+    assert_fused(model)
+    revert_patch(model)
+    assert is_trls(model)
+
+
+def test_a_reverted_model_is_trls_again() -> None:
+    model = with_head(make_model("gemma2"), temperature=0.7)
+    batch = tiny_batch(model)
+    before = vars(model)["forward"]
+    trls, loss_before = call(model, batch), model(**batch).loss
+    call(apply_trl_patch(model), batch)
+    assert "fused" in str(patch_status(model))
+    assert_fused(model)
+    revert_patch(model)
+    assert vars(model)["forward"] == before
+    assert is_trls(model)
+    assert_bitwise(call(model, batch), trls)
+    assert torch.equal(model(**batch).loss, loss_before)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trained_model_can_be_reverted(bf16: bool, tmp_path: Path) -> None:
+    trainer = sft_trainer(make_model(), tmp_path, True, bf16=bf16, max_steps=1)
+    model, batch = trainer.model, tiny_batch(trainer.model)
+    trainer.train()
+    revert_patch(model)
+    assert not patch_status(model).patched
+    trls = with_head(make_model(), ("log_probs", "entropy", "is_top1"))
+    trls.load_state_dict(model.state_dict())
+    assert_bitwise(call(model, batch), call(trls, batch))
+
+
+def sft_again(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
+    return sft_trainer(model, folder, patch, bf16=bf16)
+
+
+def dpo(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
+    import trl
+
+    samples = preferences()
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=make_model(dtype=model.dtype, seed=1),
+        args=trl.DPOConfig(str(folder), **{**DEFAULTS, "bf16": bf16}),
+        train_dataset=samples,
+        eval_dataset=samples,
+        processing_class=tiny_tokenizer(),
+    )
+    if patch:
+        apply_trl_patch(trainer.model)
+        apply_trl_patch(trainer.ref_model)
+    return trainer
+
+
+def transformers_trainer(
+    model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool
+) -> Any:
+    if patch:
+        apply_patch(model)
+    batch = tiny_batch(model)
+    samples = [{name: value[i] for name, value in batch.items()} for i in range(2)]
+    config = transformers.TrainingArguments(str(folder), **{**DEFAULTS, "bf16": bf16})
+    return transformers.Trainer(model, config, train_dataset=samples)
+
+
+def as_it_is(model: PreTrainedModel) -> None:
+    """SFTTrainer takes its patch back."""
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "second", "bf16"),
+    [
+        (sft_again, as_it_is, sft_again, False),
+        # accelerate's autocast stays on the model
+        (sft_again, as_it_is, sft_again, True),
+        (sft_again, revert_patch, sft_again, True),
+        (sft_again, revert_patch, dpo, True),
+        (transformers_trainer, as_it_is, sft_again, True),
+    ],
+)
+def test_one_model_goes_through_two_trainers(
+    first: Callable[..., Any],
+    between: Callable[..., Any],
+    second: Callable[..., Any],
+    bf16: bool,
+    tmp_path: Path,
+) -> None:
+    def train_twice(model: PreTrainedModel, patch: bool | None, bf16: bool) -> Step:
+        wide = model.dtype == torch.float64
+        with in_float64() if wide else contextlib.nullcontext():
+            first(model, tmp_path, patch, bf16).train()
+        if patch:
+            between(model)
+        results = train(second(model, tmp_path, patch, bf16))
+        return {name: value for name, value in results.items() if "accurac" not in name}
+
+    truth = train_twice(widened(make_model()), None, False)
+    trls = train_twice(make_model(), None, bf16)
+    model = make_model()
+    with trls_calls() as calls:
+        ours = train_twice(model, True, bf16)
+    assert calls == []
+    assert_fused(model)
+    truth, trls, ours = joined(truth, trls, ours)
+    assert_no_worse(ours, trls, truth, torch.bfloat16 if bf16 else torch.float32)
+    assert model(**tiny_batch(model)).loss.isfinite()
+    assert model.generate(torch.tensor([[9, 10]]), max_new_tokens=2).shape == (1, 4)
+
+
+# Copies and checkpoints
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_copy_computes_with_its_own_weights(labels: bool) -> None:
+    model = apply_trl_patch(with_head(make_model("gemma2")))
+    batch = tiny_batch(model)
+    before = call(model, batch)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter *= 0.5
+    expected = apply_trl_patch(with_head(make_model("gemma2")))
+    expected.load_state_dict(copied.state_dict())
+    assert_bitwise(call(copied, batch), call(expected, batch))
+    inputs = batch if labels else {k: v for k, v in batch.items() if k != "labels"}
+    outputs, expected_outputs = copied(**inputs), expected(**inputs)
+    assert torch.equal(outputs.logits, expected_outputs.logits)
+    if labels:
+        assert torch.equal(outputs.loss, expected_outputs.loss)
+    assert_fused(copied)
+    assert_bitwise(call(model, batch), before)
+    revert_patch(copied)
+    assert_fused(model)
+    trls = with_head(make_model("gemma2"))
+    trls.load_state_dict(copied.state_dict())
+    assert_bitwise(call(copied, batch), call(trls, batch))
+
+
+def test_what_is_saved_is_trls(tmp_path: Path) -> None:
+    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    own_class = getattr(transformers, ROWS["gemma2"].class_name)
+    loaded = own_class.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is own_class
+    assert loaded.config.architectures == [own_class.__name__]
+    assert not patch_status(loaded).patched
+    expected = trainer.model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())

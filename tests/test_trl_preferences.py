@@ -1,0 +1,83 @@
+"""Trainings on preferences, DPO and KTO, with TRL: TRL's own numbers and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_text import judgements, preferences, tiny_tokenizer
+from training_step import widened
+from trl_models import (
+    DEFAULTS,
+    MARKS,
+    apply_trl_patch,
+    assert_fused,
+    assert_same,
+    lora,
+    make_model,
+    train,
+    trls_calls,
+)
+
+pytestmark = MARKS
+
+
+def preference_trainer(
+    kind: str, model_type: str, folder: Path, *, reference: bool = True, **arguments: Any
+) -> Any:
+    """DPO or KTO, with a reference model whose weights are others."""
+    import trl
+
+    trainer, config, data = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, preferences),
+        "kto": (trl.KTOTrainer, trl.KTOConfig, judgements),
+    }[kind]
+    options = {} if reference else lora()
+    if "moe" in model_type:
+        arguments["router_aux_loss_coef"] = 0.5
+    samples = data()
+    return trainer(
+        model=widened(make_model(model_type)),
+        ref_model=widened(make_model(model_type, seed=1)) if reference else None,
+        args=config(str(folder), **{**DEFAULTS, **arguments}),
+        train_dataset=samples,
+        eval_dataset=samples,
+        processing_class=tiny_tokenizer(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "arguments"),
+    [
+        pytest.param("dpo", "llama", {}, id="dpo"),
+        pytest.param("dpo", "gemma2", {}, id="dpo, softcap"),
+        pytest.param("dpo", "qwen3_moe", {}, id="dpo, auxiliary loss"),
+        pytest.param("dpo", "llama", {"reference": False}, id="dpo, lora"),
+        pytest.param("dpo", "llama", {"use_weighting": True}, id="dpo, weighted"),
+        pytest.param("dpo", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
+        pytest.param("dpo", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
+        pytest.param("kto", "llama", {}, id="kto"),
+        pytest.param("kto", "llama", {"reference": False}, id="kto, lora"),
+    ],
+)
+def test_preferences_are_trained_with_trls_numbers(
+    kind: str, model_type: str, arguments: dict[str, Any], reads: list[Any], tmp_path: Path
+) -> None:
+    trls = train(preference_trainer(kind, model_type, tmp_path, **arguments))
+    trainer = preference_trainer(kind, model_type, tmp_path, **arguments)
+    models = [trainer.model, *([trainer.ref_model] if trainer.ref_model is not None else [])]
+    for model in models:
+        apply_trl_patch(model)
+    with trls_calls() as calls:
+        ours = train(trainer)
+    assert calls == reads == []
+    for model in models:
+        assert_fused(model)
+    assert_same(ours, trls)
+    logged = {"loss", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen"}
+    if kind == "dpo":
+        logged |= {"mean_token_accuracy", "rewards/accuracies", "rewards/margins", "logps/chosen"}
+    assert {f"3 {name}" for name in logged} <= ours.keys()
+    assert ours["1 rewards/chosen"].any() == (trainer.ref_model is not None)

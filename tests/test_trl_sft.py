@@ -1,0 +1,261 @@
+"""SFT with TRL: TRL's own numbers and weights, from logits that nobody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE
+from tiny_text import conversations, prompts_and_completions
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training_step import Step, joined, widened
+from trl_models import MARKS, assert_fused, assert_same, lora, make_model, sft_trainer, train
+
+from liger_patch.deferred import DeferredLogits
+
+pytestmark = MARKS
+
+
+class Mode(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        arguments: of SFTConfig.
+        data: makes the samples.
+        options: makes arguments of SFTTrainer.
+    """
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    data: Callable[[], Any] = prompts_and_completions
+    options: Callable[[], dict[str, Any]] = dict
+
+
+def prompt_tuning() -> dict[str, Any]:
+    import peft
+
+    return {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if num_items_in_batch is None:  # in an evaluation
+        return cross_entropy(logits, labels)
+    return cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+MODES = {
+    "plain": Mode(),
+    "packing": Mode({"packing": True, "max_length": 16}),
+    "packing, cut": Mode({"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    "padding_free": Mode({"padding_free": True, "max_length": None}),
+    "accumulation": Mode({"gradient_accumulation_steps": 2}),
+    "dft": Mode({"loss_type": "dft"}),
+    "lora": Mode(options=lora),
+    "assistant alone": Mode({"assistant_only_loss": True}, conversations),
+    "prompts, too": Mode({"completion_only_loss": False}),
+    "lora, head saved": Mode(options=lambda: lora(modules_to_save=["lm_head"])),
+    "prompt tuning": Mode(options=prompt_tuning),
+    "gradient checkpointing": Mode({"gradient_checkpointing": True}),
+    # their losses are those of ordinary logits
+    "label smoothing": Mode({"label_smoothing_factor": 0.1}),
+    "loss function": Mode(options=lambda: {"compute_loss_func": own_loss}),
+}
+
+
+def sft(model_type: str, mode: Mode, folder: Path, patch: bool | None) -> Step:
+    coefficient = {"router_aux_loss_coef": 0.5} if "moe" in model_type else {}
+    trainer = sft_trainer(
+        widened(make_model(model_type)),
+        folder,
+        patch,
+        data=mode.data,
+        options=mode.options(),
+        max_steps=20,
+        **mode.arguments,
+        **coefficient,
+    )
+    results = train(trainer)
+    if patch:
+        assert_fused(trainer.model)
+    return results
+
+
+CASES = [
+    *(("llama", name) for name in MODES),
+    *((model_type, "plain") for model_type in ("gemma2", "qwen3", "qwen3_moe")),
+    ("gemma2", "lora"),
+    ("qwen3", "packing"),
+    ("qwen3_moe", "accumulation"),  # its auxiliary loss is a mean over the micro-batches
+    ("qwen3_moe", "padding_free"),  # without an attention mask
+]
+
+
+@pytest.mark.parametrize(("model_type", "mode"), CASES)
+def test_sft_logs_trls_numbers_and_trains_trls_weights(
+    model_type: str, mode: str, tmp_path: Path
+) -> None:
+    trls = sft(model_type, MODES[mode], tmp_path, None)
+    ours = sft(model_type, MODES[mode], tmp_path, True)
+    assert_same(ours, trls)
+    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"):
+        assert {f"1 {name}", f"20 {name}"} <= ours.keys()
+    assert {"20 eval_loss", "20 eval_entropy", "20 eval_mean_token_accuracy"} <= ours.keys()
+    assert ("20 aux_loss" in ours) == ("moe" in model_type)
+
+
+def hotter(fused: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, temperature, **options: fused(
+        *args, temperature=temperature * (1 + 1e-5), **options
+    )
+
+
+def scaled_gradient(fused: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled(*args: Any, **options: Any) -> Any:
+        results = fused(*args, **options)
+        values = results.log_probs
+        return results._replace(log_probs=values + 1e-5 * (values - values.detach()))
+
+    return scaled
+
+
+def other_entropy(fused: Callable[..., Any]) -> Callable[..., Any]:
+    def other(*args: Any, **options: Any) -> Any:
+        results = fused(*args, **options)
+        return results._replace(entropy=results.entropy * (1 + 1e-5))
+
+    return other
+
+
+def one_more_right(fused: Callable[..., Any]) -> Callable[..., Any]:
+    def other(parts: Any, labels: Tensor, **options: Any) -> Any:
+        results = fused(parts, labels, **options)
+        wrong = (~results.is_top1 & (labels != -100)).nonzero()[0]
+        return results._replace(is_top1=results.is_top1.index_fill(0, wrong, True))
+
+    return other
+
+
+@pytest.fixture(scope="module")
+def trls_training(tmp_path_factory: pytest.TempPathFactory) -> Step:
+    return sft("llama", MODES["plain"], tmp_path_factory.mktemp("trl"), None)
+
+
+@pytest.mark.parametrize("mistake", [hotter, scaled_gradient, other_entropy, one_more_right])
+def test_a_small_mistake_would_be_seen(
+    mistake: Callable[..., Any],
+    trls_training: Step,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from liger_patch.integrations import trl as ours
+
+    monkeypatch.setattr(ours, "fused_log_probs", mistake(ours.fused_log_probs))
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same(sft("llama", MODES["plain"], tmp_path, True), trls_training)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "arguments"),
+    [
+        pytest.param("llama", {}, id="float32"),
+        pytest.param("llama", {"bf16": True}, id="bfloat16 autocast"),
+        pytest.param("llama", {"dtype": torch.bfloat16}, id="bfloat16"),
+        pytest.param(
+            "gemma2", {"bf16": True, "gradient_checkpointing": True}, id="TRL's defaults, softcap"
+        ),
+        pytest.param("gemma2", {"dtype": torch.bfloat16}, id="bfloat16, softcap"),
+    ],
+)
+def test_sft_is_no_worse_than_trls(
+    model_type: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = dict(arguments)
+    dtype = arguments.pop("dtype", torch.float32)
+    results = [train(sft_trainer(widened(make_model(model_type)), tmp_path))]
+    for patch in (None, True):
+        trainer = sft_trainer(make_model(model_type, dtype=dtype), tmp_path, patch, **arguments)
+        results.append(train(trainer))
+    assert_fused(trainer.model)
+    for numbers in results:  # in few digits, which token is the likeliest is a matter of luck
+        for name in [name for name in numbers if name.endswith("accuracy")]:
+            del numbers[name]
+    truth, trls, ours = joined(*results)
+    low = arguments.get("bf16") or dtype == torch.bfloat16
+    assert_no_worse(ours, trls, truth, torch.bfloat16 if low else torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.return_outputs=True.:FutureWarning")  # TRL's, of the logits
+def test_compute_metrics_gets_trls_logits(tmp_path: Path) -> None:
+    seen: dict[Any, list[Any]] = {None: [], True: []}
+    for patch, predictions in seen.items():
+        options = {
+            "compute_metrics": lambda each, into=predictions: into.append(each.predictions) or {},
+            "preprocess_logits_for_metrics": lambda logits, labels: logits * 2,
+        }
+        trainer = sft_trainer(make_model("gemma2"), tmp_path, patch, options=options)
+        trainer.evaluate()
+    assert len(seen[True]) == len(seen[None]) > 0
+    for ours, trls in zip(seen[True], seen[None], strict=True):
+        assert np.array_equal(ours, trls)
+    assert_fused(trainer.model)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredLogits):
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_training_and_evaluation_hold_no_logits(
+    model_type: str,
+    bf16: bool,
+    reads: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.01")
+    sizes = {"per_device_train_batch_size": 24, "per_device_eval_batch_size": 24}
+    trainer = sft_trainer(make_model(model_type), tmp_path, True, bf16=bf16, max_steps=2, **sizes)
+    tokens = sum(len(sample["input_ids"]) for sample in trainer.train_dataset)
+    for part in (trainer.train, trainer.evaluate):
+        with LargestTensor() as seen:
+            part()
+        assert 0 < seen.elements < tokens * VOCAB_SIZE
+    assert reads == []
+    assert_fused(trainer.model)
+
+
+def test_resumed_training_is_bitwise_uninterrupted_training(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    whole = sft_trainer(make_model("gemma2"), tmp_path, True, **options)
+    whole.train()
+    resumed = sft_trainer(make_model("gemma2", seed=1), tmp_path, True, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_fused(resumed.model)
+    expected = whole.model.state_dict()
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    losses = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        for trainer in (whole, resumed)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4

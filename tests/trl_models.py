@@ -1,0 +1,233 @@
+"""Tiny models and trainers as TRL makes them, and the numbers that they give.
+
+Where TRL is not installed, importing this skips the test file that imports it.
+
+Whole trainings are compared in float64: there ours differs from TRL's own by rounding alone, and is
+held to the eps of float32. How far a training in float32 or bfloat16 may be off is how far TRL's
+own is, from that truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_model
+from tiny_text import prompts_and_completions, tiny_tokenizer
+from torch import Tensor, nn
+from training_step import Float64, Step
+from transformers import PreTrainedModel
+
+from liger_patch import patch_status, registry
+
+if find_spec("trl") is None:  # its trainers take seconds to import: not before a test runs
+    pytest.skip("trl is not installed", allow_module_level=True)
+
+MARKS = [  # of every test with TRL
+    pytest.mark.usefixtures("trl_is_imported", "no_flag_is_set"),
+    pytest.mark.filterwarnings(
+        # Transformers 5.23 has renamed what TRL and PEFT call.
+        "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",
+        "ignore:.(compute_loss_func|label_smoothing_factor). is deprecated:FutureWarning",
+    ),
+]
+
+LEFT_TO_TRL = "liger_patch leaves the head to TRL"
+ROWS = {row.model_type: row for row in registry.available()}
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's head
+TIMES = ("runtime", "_per_second")  # what a log has of the clock
+DEFAULTS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled trains otherwise
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 0.02,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+    # TRL switches both on
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
+def apply_trl_patch(model: Any, **options: Any) -> Any:
+    from liger_patch.integrations.trl import apply_trl_patch
+
+    return apply_trl_patch(model, **options)
+
+
+def make_model(model_type: str = "llama", **options: Any) -> PreTrainedModel:
+    return tiny_model(ROWS[model_type], **options)
+
+
+def with_head(
+    model: PreTrainedModel, outputs: tuple[str, ...] = OUTPUTS, **options: Any
+) -> PreTrainedModel:
+    """The model as TRL's trainers make it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    config = model.config.get_text_config()
+    if hasattr(config, "output_router_logits"):  # the auxiliary loss joins the loss
+        config.output_router_logits = True
+        config.router_aux_loss_coef = 0.5
+    add_fused_lm_head(model, outputs=outputs, **options)
+    return model
+
+
+def with_head_changed(
+    change: Callable[[Any], None], dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    model = make_model(dtype=dtype)
+    change(model.lm_head)
+    return with_head(model, ("log_probs", "entropy", "is_top1"))
+
+
+def sft_trainer(
+    model: Any,
+    folder: Path,
+    patch: bool | None = None,
+    *,
+    data: Callable[[], Any] = prompts_and_completions,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Of this package with the flag on or off; of TRL, and with its configuration, for None."""
+    import trl
+
+    from liger_patch.integrations import trl as ours
+
+    arguments = {**DEFAULTS, **arguments}
+    if patch is not None:
+        arguments["use_liger_patch"] = patch
+    trainer, config = (
+        (trl.SFTTrainer, trl.SFTConfig) if patch is None else (ours.SFTTrainer, ours.SFTConfig)
+    )
+    samples = data()
+    return trainer(
+        model=model,
+        args=config(str(folder), **arguments),
+        train_dataset=samples,
+        eval_dataset=samples,
+        processing_class=tiny_tokenizer(),
+        **(options or {}),
+    )
+
+
+def lora(**options: Any) -> dict[str, Any]:
+    import peft
+
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **options}
+    return {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **options)}
+
+
+class FastFloat64(Float64):
+    """Looks for dtypes only where Trainer and tiny models have them: 20 steps are many calls."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.float or any(each is torch.float32 for each in (*args, *kwargs.values())):
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """The backward pass, too, where TRL's kernel and recomputed layers cast to float32."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_in_float64(*args: Any, **kwargs: Any) -> Any:
+        with FastFloat64():
+            return run_backward(*args, **kwargs)
+
+    with (
+        FastFloat64(),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward_in_float64),
+    ):
+        yield
+
+
+def train(trainer: Any) -> Step:
+    """Every number that a training and an evaluation log, and how each weight has moved."""
+    model = trainer.model
+    before = {name: values.detach().clone() for name, values in model.named_parameters()}
+    with in_float64() if model.dtype == torch.float64 else contextlib.nullcontext():
+        trainer.train()
+        trainer.evaluate()
+    numbers = {
+        f"{entry['step']} {name}": torch.tensor(value, dtype=torch.float64)
+        for entry in trainer.state.log_history
+        for name, value in entry.items()
+        if not name.endswith(TIMES)
+    }
+    assert trainer.state.global_step == sum(name.endswith(" loss") for name in numbers)
+    moved = {
+        name: values.detach().double() - before[name].double()
+        for name, values in model.named_parameters()
+    }
+    return {**numbers, **moved}
+
+
+def call(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Step:
+    """All that TRL's head returns, and all gradients of a loss in which every token has another
+    weight, entropies included.
+    """
+    model.zero_grad()
+    with in_float64() if model.dtype == torch.float64 else contextlib.nullcontext():
+        outputs = model(**batch, fused_lm_head=True, **arguments)
+        loss = outputs.loss.clone()
+        for sign, name in ((1, "log_probs"), (-1, "entropy")):
+            if name in outputs:
+                weights = torch.linspace(-1, 2, outputs[name].numel()).view_as(outputs[name])
+                loss = loss + sign * (outputs[name] * weights.to(outputs[name].dtype)).sum()
+        loss.backward()
+    gradients = {name: values.grad for name, values in model.named_parameters()}
+    model.zero_grad()
+    return {**{name: value.detach() for name, value in outputs.items()}, **gradients}
+
+
+@contextlib.contextmanager
+def trls_calls() -> Iterator[list[Any]]:
+    """The calls of TRL's own kernel."""
+    from trl.trainer import utils
+
+    function, calls = utils._ChunkedLogProbFunction, []
+
+    def apply(*args: Any) -> Any:
+        calls.append(args)
+        return function.apply(*args)
+
+    with mock.patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)):
+        yield calls
+
+
+def assert_same(ours: Step, trls: Step) -> None:
+    ours, trls = (
+        {n: v.double() if v is not None and v.dtype == torch.bool else v for n, v in each.items()}
+        for each in (ours, trls)
+    )
+    assert_no_worse(ours, trls, trls, torch.float32)
+
+
+def assert_bitwise(ours: Step, trls: Step) -> None:
+    assert ours.keys() == trls.keys()
+    for name, value in trls.items():
+        same = ours[name] is value if value is None else torch.equal(ours[name], value)
+        assert same, name
+
+
+def assert_fused(model: nn.Module) -> None:
+    status = patch_status(model)
+    assert (status.fused, status.reason) == (True, None), str(status)
