@@ -73,6 +73,13 @@ def apply_patch(
             "layers=False"
         )
     replace_layers(target, row, names)
+    lacking = [] if layers is True else [n for n in sorted(names) if not count_layers(target)[n]]
+    if lacking:
+        restore_layers(target)
+        raise ValueError(
+            f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
+            "layer that has a kernel"
+        )
     if record is not None:
         record.settings = settings
         return model

@@ -1,19 +1,19 @@
 """The layers of one model on the kernels of this package: norms, rotary embeddings, gates.
 
-The model's own code runs: a norm's class is another for that instance, an activation hands its
-argument to the product that follows it, and an attention's forward is its own code with another
-function under the name ``apply_rotary_pos_emb``.
+Only the classes of these instances change: norms and feed-forward layers get a forward that is one
+call, and an attention's forward is its own code with another function under the name
+``apply_rotary_pos_emb``.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from liger_patch.instance_class import ORIGINAL, derived_class
 from liger_patch.kernels.gated import gated
@@ -30,9 +30,10 @@ ENDINGS = {  # of the classes' names, after what the registry says
     "SelfAttention": "rotary",
     "MLP": "gated",
 }
-ACTIVATION = "act_fn"  # attribute of gated feed-forward layers
-# what its classes compute
-ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+# the names in the code of down_proj(act_fn(gate_proj(x)) * up_proj(x))
+GATED_NAMES = {"act_fn", "down_proj", "gate_proj", "up_proj"}
+# what the classes of act_fn compute
+ACTIVATIONS = {type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh"}
 
 
 def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
@@ -50,10 +51,9 @@ def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -
                 derive = ATTENTIONS.get(type(module).__name__, rotary_attention)
                 module.__class__ = derive(type(module))
         elif layer == "gated":
-            activation: Any = getattr(module, ACTIVATION, None)
-            kind = ACTIVATIONS.get(type(activation).__name__)
-            if kind is not None:
-                setattr(module, ACTIVATION, GateActivation(activation, kind))
+            known = type(getattr(module, "act_fn", None)) in ACTIVATIONS
+            if known and {*type(module).forward.__code__.co_names} == GATED_NAMES:
+                module.__class__ = gated_mlp(type(module))
 
 
 def _layer(class_name: str, prefixes: list[str]) -> str | None:
@@ -68,27 +68,24 @@ def restore_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if LAYER_NAME in vars(type(module)):
             module.__class__ = getattr(type(module), ORIGINAL)
-        for name, child in list(module.named_children()):
-            if isinstance(child, GateActivation):
-                setattr(module, name, child.original[0])
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:
     """How many layers of each name are on kernels."""
     counts: dict[str, int] = dict.fromkeys(LAYERS, 0)
     for module in model.modules():
-        if isinstance(module, GateActivation):
-            counts["gated"] += 1
-        elif LAYER_NAME in vars(type(module)):
+        if LAYER_NAME in vars(type(module)):
             counts[getattr(type(module), LAYER_NAME)] += 1
     return counts
 
 
 @functools.cache
-def llama_norm(original: type[nn.Module]) -> type[nn.Module]:
+def llama_norm(original: Any) -> type[nn.Module]:
     """Llama's: the weight's dtype takes part in the result's."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if _is_transformed():
+            return original.forward(self, hidden_states)
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, dtype=dtype)
 
@@ -96,20 +93,24 @@ def llama_norm(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def olmo_norm(original: type[nn.Module]) -> type[nn.Module]:
+def olmo_norm(original: Any) -> type[nn.Module]:
     """OLMo 2's: as Llama's, in the dtype of its argument."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if _is_transformed():
+            return original.forward(self, hidden_states)
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     return derived_class(original, olmo_norm, forward=forward, _liger_patch_layer="rms_norm")
 
 
 @functools.cache
-def gemma_norm(original: type[nn.Module]) -> type[nn.Module]:
+def gemma_norm(original: Any) -> type[nn.Module]:
     """Gemma's: 1 is added to the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if _is_transformed():
+            return original.forward(self, x)
         return rms_norm(x, self.weight, self.eps, offset=1.0)
 
     return derived_class(original, gemma_norm, forward=forward, _liger_patch_layer="rms_norm")
@@ -130,16 +131,43 @@ NORMS = {  # of the classes that are not like Llama's
 
 
 @functools.cache
-def rotary_attention(original: type[nn.Module]) -> type[nn.Module]:
+def gated_mlp(original: Any) -> type[nn.Module]:
+    """A feed-forward layer whose activation is computed with the product behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = ACTIVATIONS.get(type(self.act_fn))
+        if kind is None or _has_hooks(self.act_fn) or _is_transformed():
+            return original.forward(self, x)
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), activation=kind))
+
+    return derived_class(original, gated_mlp, forward=forward, _liger_patch_layer="gated")
+
+
+@functools.cache
+def rotary_attention(original: Any) -> type[nn.Module]:
     """An attention whose forward calls ``rotary`` where its code says ``apply_rotary_pos_emb``."""
-    forward = _with_global(original.forward, ROTARY, _apply_rotary)
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if _is_transformed():
+            return own(q, k, cos, sin)
+        return rotary(q, k, cos, sin)
+
+    own = original.forward.__globals__[ROTARY]
+    forward = _with_global(original.forward, ROTARY, turned)
     return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 
 
 @functools.cache
-def olmo_attention(original: type[nn.Module]) -> type[nn.Module]:
+def olmo_attention(original: Any) -> type[nn.Module]:
     """OLMo 2's: the results have the dtype of queries and keys, however wide the tables are."""
-    forward = _with_global(original.forward, ROTARY, _apply_rotary_in_own_dtype)
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if _is_transformed():
+            return own(q, k, cos, sin)
+        return rotary(q, k, cos, sin, dtype=q.dtype)
+
+    own = original.forward.__globals__[ROTARY]
+    forward = _with_global(original.forward, ROTARY, turned)
     return derived_class(original, olmo_attention, forward=forward, _liger_patch_layer="rotary")
 
 
@@ -147,7 +175,9 @@ ATTENTIONS = {"Olmo2Attention": olmo_attention, "Olmo3Attention": olmo_attention
 
 
 def _with_global(function: Any, name: str, value: object) -> Any:
-    """The same code, which finds this value under the name."""
+    """The same code, which finds this value under the name, and what its module has now under all
+    others.
+    """
     names = {**function.__globals__, name: value}
     # Dynamo would look names up in the module of this name instead
     names.pop("__name__", None)
@@ -159,38 +189,19 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     return other
 
 
-def _apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary(q, k, cos, sin)
+def _is_transformed() -> bool:
+    """Whether torch.func transforms the call: the kernels have no rules for that."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active()
 
 
-def _apply_rotary_in_own_dtype(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    return rotary(q, k, cos, sin, dtype=q.dtype)
-
-
-class GateActivation(nn.Module):
-    """In place of an activation whose result is multiplied by another tensor, nothing else.
-
-    Attributes:
-        original: the activation, in a tuple: no child of this module.
-        kind: what it computes, see ``gated``.
-    """
-
-    def __init__(self, original: nn.Module, kind: str) -> None:
-        super().__init__()
-        self.original, self.kind = (original,), kind
-
-    def forward(self, gate: Tensor) -> Gate:
-        return Gate(gate, self.kind)
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The activation of a tensor, computed with the product that it is for."""
-
-    gate: Tensor
-    kind: str
-
-    def __mul__(self, up: Tensor) -> Tensor:
-        return gated(self.gate, up, activation=self.kind)
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or vars(module).get("forward")
+    )

@@ -63,7 +63,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("phi3", "Phi3ForCausalLM", "Others", "Phi3"),
     Architecture("qwen2", "Qwen2ForCausalLM", "Qwen", "Qwen2"),
     Architecture("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen"),
-    Architecture("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen", "Qwen2_5_VL"),
+    Architecture("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen", "Qwen2_5_VL Qwen2"),
     Architecture("qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen", "Qwen2"),
     Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen", "Qwen2Moe"),
     Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen", "Qwen2VL Qwen2"),

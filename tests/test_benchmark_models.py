@@ -86,7 +86,7 @@ def test_a_model_is_run_eager_and_patched(model: Model):
     rows = {row["contender"]: row for row in rows}
     assert next(iter(rows)) == "eager"
     assert rows["liger_patch"]["loss"] == pytest.approx(rows["eager"]["loss"], rel=1e-3)
-    for name in ("eager", "liger_patch"):
+    for name in ("eager", "liger_patch", "liger_patch, layers"):
         assert rows[name]["ms"] > 0
         assert rows[name]["gradient_norm"] > 0
 
@@ -151,4 +151,5 @@ def test_what_liger_kernel_does_to_all_models_is_undone_for_the_others(tmp_path,
         "Liger, loss only": 0,
         "Liger, all kernels": 2,
         "liger_patch": 0,
+        "liger_patch, layers": 0,
     }

@@ -12,6 +12,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from test_architectures import WITH_IMAGES
+from test_compile import Graphs
 from tiny_models import takes_images, tiny_batch, tiny_model, with_image
 from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
 from transformers import PreTrainedModel
@@ -40,11 +41,8 @@ def make_model(model_type: str = "llama") -> PreTrainedModel:
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What a module does: its class, its own forward, its activation."""
-    return {
-        name: (type(m), vars(m).get("forward"), getattr(m, "act_fn", None))
-        for name, m in model.named_modules()
-    }
+    """What a module does: its class and its own forward."""
+    return {name: (type(m), vars(m).get("forward")) for name, m in model.named_modules()}
 
 
 @pytest.mark.parametrize("row", WITH_LAYERS, ids=model_type)
@@ -56,7 +54,6 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
         ours = step(model, batch, **arguments)
         counts = count_layers(model)
     assert counts["rms_norm"] > 0
-    assert counts["rotary"] > 0
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 
@@ -127,21 +124,71 @@ def test_an_architecture_without_kernels_for_its_layers_says_so(row: Any) -> Non
         apply_patch(tiny_model(row), layers=True)
 
 
+def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
+    model = make_model("mixtral")
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM has no gated layer"):
+        apply_patch(model, layers=["gated", "rms_norm"])
+    assert not any(count_layers(model).values())
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_an_activation_run(when: str) -> None:
+    model, calls = make_model(), []
+    if when == "after":
+        apply_patch(model, layers=True)
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    if when == "before":
+        apply_patch(model, layers=True)
+    model(**tiny_batch(model))
+    assert calls == [1]
+
+
+def test_an_activation_of_another_class_is_left_alone() -> None:
+    class SiLU(torch.nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = make_model()
+    model.model.layers[0].mlp.act_fn = SiLU()
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
+    torch.testing.assert_close(model(**batch).loss, truth)
+
+
+def test_torch_func_takes_the_models_own_way() -> None:
+    model = make_model().double()
+    ids = tiny_batch(model)["input_ids"]
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = torch.func.functional_call(model, weights, (ids,), {"use_cache": False})
+        return outputs.logits.square().mean()
+
+    expected = torch.func.grad(loss)(weights)
+    apply_patch(model, layers=True)
+    torch.testing.assert_close(torch.func.grad(loss)(weights), expected)
+
+
+def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
+    model = apply_patch(make_model(), layers=True)
+    loss = model(**tiny_batch(model)).loss
+    logits = model(input_ids=tiny_batch(model)["input_ids"]).logits
+    with pytest.raises(RuntimeError, match="layers=False"):
+        torch.autograd.grad(logits.sum(), list(model.parameters())[1], create_graph=True)
+    assert loss.isfinite()
+
+
 def test_every_class_and_activation_comes_back() -> None:
     model, other = make_model(), make_model()
     before, keys = layers_of(model), list(model.state_dict())
     apply_patch(model, layers=True)
     assert list(model.state_dict()) == keys
-    assert all(layer.act_fn is not before[name][2] for name, layer in mlps(model))
+    assert layers_of(model) != before
     assert not any(count_layers(other).values())
     revert_patch(model)
     assert layers_of(model) == before
-    for name, layer in mlps(model):
-        assert layer.act_fn is before[name][2]
-
-
-def mlps(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    return [(n, m) for n, m in model.named_modules() if type(m).__name__ == "LlamaMLP"]
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])
@@ -201,8 +248,22 @@ def test_lora_within_the_layers_trains_as_eager() -> None:
         assert_no_worse(each, truth, truth, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "counts"),
+    [
+        ("llama", {"rms_norm": 5, "rotary": 2, "gated": 2}),
+        ("gemma2", {"rms_norm": 9, "rotary": 2, "gated": 2}),
+        ("gemma3_text", {"rms_norm": 13, "rotary": 2, "gated": 2}),
+        ("qwen3", {"rms_norm": 9, "rotary": 2, "gated": 2}),
+        ("mixtral", {"rms_norm": 5, "rotary": 2, "gated": 0}),  # experts are no layers of theirs
+    ],
+)
+def test_all_layers_of_a_model_are_replaced(model_type: str, counts: dict[str, int]) -> None:
+    assert count_layers(apply_patch(make_model(model_type), layers=True)) == counts
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
-def test_the_backbone_compiles_without_a_break(model_type: str) -> None:
+def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
     model = make_model(model_type).double()
     ids = tiny_batch(model)["input_ids"]
 
@@ -210,14 +271,38 @@ def test_the_backbone_compiles_without_a_break(model_type: str) -> None:
         return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
     parameters = [p for p in model.model.parameters() if p.requires_grad]
-    apply_patch(model, layers=True)
-    eager = backbone(ids)
-    truth = torch.autograd.grad(eager.sum(), parameters)
+    linears = []
+    for layers in (False, True):
+        apply_patch(model, layers=layers)
+        eager = backbone(ids)
+        truth = torch.autograd.grad(eager.sum(), parameters)
+        torch._dynamo.reset()
+        graphs = Graphs("aot_eager")
+        compiled = torch.compile(backbone, backend=graphs)(ids)
+        torch._dynamo.reset()
+        linears.append(graphs.linears)
+        torch.testing.assert_close(compiled, eager)
+        torch.testing.assert_close(torch.autograd.grad(compiled.sum(), parameters), truth)
+    assert linears[0] == linears[1]
+
+
+def test_what_is_compiled_calls_the_operators() -> None:
+    model = apply_patch(make_model(), layers=True)
+    names: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.update(str(node.target) for node in graph.graph.nodes)
+        for module in graph.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                names.update(str(node.target) for node in module.graph.nodes)
+        return graph.forward
+
     torch._dynamo.reset()
-    compiled = torch.compile(backbone, fullgraph=True, backend="aot_eager")(ids)
+    with torch.no_grad():
+        torch.compile(model.model, backend=backend)(tiny_batch(model)["input_ids"], use_cache=False)
     torch._dynamo.reset()
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(torch.autograd.grad(compiled.sum(), parameters), truth)
+    for name in LAYERS:
+        assert any(f"liger_patch.{name}" in each for each in names), names
 
 
 def test_generation_is_the_same() -> None:

@@ -68,7 +68,9 @@ def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones() -> 
     assert type(model) is transformers.GPT2LMHeadModel
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Architecture)])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(Architecture) if f.default is dataclasses.MISSING]
+)
 def test_every_row_has_a_text_in_each_field_and_needs_it(field: str) -> None:
     for row in ARCHITECTURES:
         values = dataclasses.asdict(row)

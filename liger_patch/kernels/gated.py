@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -70,7 +70,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        refuse_second_derivative("gated")
+        refuse_second_derivative("gated", LAYER_ADVICE)
         gate, up = ctx.saved_tensors
         return *_gated_backward(dy, gate, up, ctx.activation), None
 

@@ -235,7 +235,7 @@ def linear_log_probs(
     if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
     names = {outputs} if isinstance(outputs, str) else outputs
-    if not isinstance(names, Collection) or not set(names) <= set(LogProbs._fields):
+    if not isinstance(names, Collection) or any(n not in LogProbs._fields for n in names):
         raise ValueError(f"outputs must be among {LogProbs._fields}, got {outputs!r}")
     LossOptions(ignore_index, softcap, logit_scale)  # refuses what is no number
     # softcap / T * tanh(logit_scale / T * x / (softcap / T)): temperature is no option of its own

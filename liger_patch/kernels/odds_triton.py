@@ -370,7 +370,7 @@ def _finish_kernel(
             is_after = tile[:, None] * TILE_V > label[None, :]
             before = tl.maximum(before, tl.max(tl.where(is_after, float("-inf"), maxima), axis=0))
             after = tl.maximum(after, tl.max(tl.where(is_after, maxima, float("-inf")), axis=0))
-            offsets += v_tiles.to(tl.int64) * rows
+            offsets = (2 * v_tiles + tile[:, None]) * rows + row[None, :]
             moment += tl.sum(tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
         tl.store(entropy_ptr + row, log_sum - moment / total * LN_2, mask=is_row)
         tl.store(lse_ptr + row, lse, mask=is_row)

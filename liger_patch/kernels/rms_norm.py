@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
 from liger_patch.kernels.rows import empty_in_order, in_rows, memory_order
 
 
@@ -87,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        refuse_second_derivative("rms_norm")
+        refuse_second_derivative("rms_norm", LAYER_ADVICE)
         x, weight, rstd = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
 
 
 def _rotary_results(
@@ -69,7 +69,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
-        refuse_second_derivative("rotary")
+        refuse_second_derivative("rotary", LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
         turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, True)
         return *turned_back, None, None, None
