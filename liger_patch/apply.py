@@ -39,8 +39,8 @@ def apply_patch(
     """Make this one model compute its loss without holding its logits; change nothing else.
 
     A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed when they are first looked at. A call without labels is not
-    touched. Patching a patched model again only replaces the options.
+    and ``outputs.logits`` are computed when they are first looked at. But for ``layers``, a call
+    without labels is not touched. Patching a patched model again replaces all options.
 
     Args:
         model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around
@@ -52,7 +52,8 @@ def apply_patch(
         reduction: "mean" or "sum" over the supervised tokens, where the call brings no
             ``num_items_in_batch``.
         layers: which layers run on kernels too: True for all that the registry names for the
-            architecture, or some of "rms_norm", "rotary" and "gated".
+            architecture, or some of "rms_norm", "rotary" and "gated". These run in calls without
+            labels too.
 
     Returns:
         The same object.
@@ -73,12 +74,14 @@ def apply_patch(
             "layers=False"
         )
     replace_layers(target, row, names)
-    lacking = [] if layers is True else [n for n in sorted(names) if not count_layers(target)[n]]
+    lacking = [n for n in sorted(names) if not count_layers(target)[n]]
+    if layers is True and len(lacking) < len(names):
+        lacking = []
     if lacking:
         restore_layers(target)
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
-            "layer that has a kernel"
+            "layer that has a kernel (one whose forward accelerate has replaced by a hook has none)"
         )
     if record is not None:
         record.settings = settings

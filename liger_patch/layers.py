@@ -58,8 +58,9 @@ def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -
 
 def _layer(class_name: str, prefixes: list[str]) -> str | None:
     for prefix in prefixes:
-        if class_name.startswith(prefix):
-            return ENDINGS.get(class_name[len(prefix) :])
+        ending = class_name.removeprefix(prefix)
+        if ending != class_name and ending in ENDINGS:
+            return ENDINGS[ending]
     return None
 
 
@@ -68,14 +69,20 @@ def restore_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if LAYER_NAME in vars(type(module)):
             module.__class__ = getattr(type(module), ORIGINAL)
+        elif hasattr(type(module), LAYER_NAME):
+            raise RuntimeError(
+                f"{type(module).__name__} was given another class after apply_patch "
+                f"({type(module).__mro__[1]}): undo that before revert_patch"
+            )
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:
     """How many layers of each name are on kernels."""
     counts: dict[str, int] = dict.fromkeys(LAYERS, 0)
     for module in model.modules():
-        if LAYER_NAME in vars(type(module)):
-            counts[getattr(type(module), LAYER_NAME)] += 1
+        name = getattr(type(module), LAYER_NAME, None)
+        if name is not None:
+            counts[name] += 1
     return counts
 
 
@@ -138,7 +145,10 @@ def gated_mlp(original: Any) -> type[nn.Module]:
         kind = ACTIVATIONS.get(type(self.act_fn))
         if kind is None or _has_hooks(self.act_fn) or _is_transformed():
             return original.forward(self, x)
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), activation=kind))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.dtype != up.dtype:  # an adapter of another dtype on one of them
+            return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(gated(gate, up, activation=kind))
 
     return derived_class(original, gated_mlp, forward=forward, _liger_patch_layer="gated")
 

@@ -54,6 +54,8 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
         ours = step(model, batch, **arguments)
         counts = count_layers(model)
     assert counts["rms_norm"] > 0
+    if any(type(m).__name__ == "Qwen2MLP" for m in model.modules()):
+        assert counts["gated"] >= model.config.get_text_config().num_hidden_layers
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 
@@ -130,6 +132,33 @@ def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
         apply_patch(model, layers=["gated", "rms_norm"])
     assert not any(count_layers(model).values())
     assert count_layers(apply_patch(model, layers=True))["gated"] == 0
+
+
+def test_a_model_whose_layers_are_all_hooked_is_an_error() -> None:
+    accelerate_hooks = pytest.importorskip("accelerate.hooks")
+    model = make_model()
+    for module in model.modules():
+        accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook())
+    with pytest.raises(ValueError, match="has no gated and no rms_norm and no rotary layer"):
+        apply_patch(model, layers=True)
+
+
+def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
+    model = apply_patch(make_model(), layers=True)
+    norm = model.model.norm
+    norm.__class__ = type("Sharded", (type(norm),), {})
+    with pytest.raises(RuntimeError, match="was given another class after apply_patch"):
+        revert_patch(model)
+
+
+def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda *args: args[2].double())
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

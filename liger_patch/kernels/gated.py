@@ -28,7 +28,8 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
         return gated_triton.gated(gate.contiguous(), up.contiguous(), activation)
     dtype = accumulation_dtype(gate.dtype)
-    return (_activated(gate.to(dtype), activation) * up.to(dtype)).to(gate.dtype)
+    result = _gated_result(gate, up, activation)
+    return result.copy_(_activated(gate.to(dtype), activation) * up.to(dtype))
 
 
 def _gated_backward_results(
@@ -52,7 +53,8 @@ def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
         dgate = torch.ops.aten.silu_backward(upstream * up.to(dtype), wide)
     else:
         dgate = torch.ops.aten.gelu_backward(upstream * up.to(dtype), wide, approximate="tanh")
-    return dgate.to(gate.dtype), dup.to(up.dtype)
+    results = _gated_backward_results(dy, gate, up, activation)
+    return results[0].copy_(dgate), results[1].copy_(dup)
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:

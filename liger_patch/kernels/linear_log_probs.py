@@ -49,7 +49,8 @@ class LogProbs(NamedTuple):
     Attributes:
         log_probs: of the label.
         entropy: of the distribution, in nats.
-        is_top1: whether the label is the most likely class; the first of several does.
+        is_top1: whether the label is the most likely class, or the first of several. Where logits
+            are never written (bf16 on Hopper), of equal ones in a block of 128 classes none is.
         lse: log of the sum of the exponentials of the logits.
         mean_logits: over the vocabulary, after scale, softcap and temperature. No gradient.
         log_sum_sq_probs: log of the sum of the squared probabilities. No gradient.

@@ -19,6 +19,8 @@ from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
 from liger_patch.kernels.rows import empty_in_order, in_rows, memory_order
 
+MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
+
 
 def _rms_norm_results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
@@ -132,8 +134,6 @@ def rms_norm(
 
 
 def _serves(x: Tensor, weight: Tensor | None) -> bool:
-    from liger_patch.kernels.rms_norm_triton import MAX_HIDDEN_SIZE
-
     return (
         serves_triton(x)
         and x.shape[-1] <= MAX_HIDDEN_SIZE

@@ -15,7 +15,6 @@ from torch import Tensor
 TILE = 4096  # elements that a program holds at a time, or one row
 PROGRAMS = 4  # on a processor, in the backward pass: each sums its rows' part of dweight
 ELEMENTS_PER_WARP = 1024
-MAX_HIDDEN_SIZE = 32768  # a row's registers
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def _rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: bool
 ) -> tuple[Tensor, Tensor]:
     outputs = _rotary_results(q, k, cos, sin, dtype, backward)
-    if serves_triton(q) and serves_triton(k):
+    if all(serves_triton(each) for each in (q, k, cos, sin, outputs[0])):
         from liger_patch.kernels import rotary_triton
 
         rotary_triton.rotary((q, k), cos, sin, outputs, backward=backward)
@@ -106,12 +106,16 @@ def rotary(
     if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, tokens, size) or k.dtype != q.dtype:
         expected, given = f"({batch}, heads, {tokens}, {size})", f"{k.dtype} {tuple(k.shape)}"
         raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
+    if k.device != q.device:
+        raise ValueError(f"k must be on {q.device} as q is, got {k.device}")
     for name, table in (("cos", cos), ("sin", sin)):
         shape = tuple(table.shape)
         if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
             raise ValueError(f"{name} must have shape ({batch} or 1, {tokens}, R), got {shape}")
         if shape[2] % 2 or shape[2] > size or table.shape != cos.shape:
             raise ValueError(f"{name} must have an even R of at most {size} features, got {shape}")
+        if table.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: none is computed for it")
         if table.device != q.device:
             raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
     return _Rotary.apply(q, k, cos, sin, dtype or torch.promote_types(q.dtype, cos.dtype))

@@ -40,7 +40,7 @@ def _turn(
     else:
         across1, across2 = -sin1, sin2
     for start in range(0, heads, BLOCK_HEADS):
-        head = start + tl.arange(0, BLOCK_HEADS)
+        head = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
         mask = (head < heads)[:, None] & inside[None, :]
         x_row = x_ptr + head[:, None] * x_head_stride
         out_row = out_ptr + head[:, None] * out_head_stride

@@ -4,6 +4,7 @@ what the models compute in the same dtype.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -226,9 +227,27 @@ def test_rotary_of_wider_tables_has_their_dtype(device):
     )
 
 
+def test_rotary_of_float64_tables_is_computed_in_float64(device):
+    q = torch.randn(1, 4, 6, 8, device=device)
+    cos, sin = (each.to(device, torch.float64) for each in tables((1, 6, 8), "shared"))
+    result = rotary(q, q, cos, sin)[0]
+    torch.testing.assert_close(result, rotated(q.double(), cos, sin))
+    assert result.dtype == torch.float64
+
+
 def test_rotary_of_no_token(device):
     empty = torch.randn(2, 3, 0, 8, device=device)
     assert rotary(empty, empty, *torch.randn(2, 1, 0, 8, device=device))[0].shape == empty.shape
+
+
+def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
+    for name in ("rms_norm", "gated", "rotary"):
+        monkeypatch.setitem(sys.modules, f"liger_patch.kernels.{name}_triton", None)
+    monkeypatch.setattr("liger_patch.kernels.backend.HAS_TRITON", False)
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    turned = rotary(x, x, *torch.randn(2, 1, 3, 4))[0]
+    (rms_norm(x, None, EPS) + gated(x, x) + turned).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
@@ -261,6 +280,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
     "too many": (lambda: rotary(Q[..., :4], Q[..., :4], C, C), "cos must have an even R"),
     "sin": (lambda: rotary(Q, Q, C, C[..., :4]), "sin must have an even R"),
+    "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
+    "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
     "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
 }
 
