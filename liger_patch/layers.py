@@ -213,5 +213,5 @@ def _has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or vars(module).get("forward")
+        or "forward" in module.__dict__
     )
