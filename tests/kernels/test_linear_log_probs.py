@@ -30,7 +30,7 @@ CASES = {  # inputs, options
     "plain": ({}, {}),
     "softcap": ({}, {"softcap": 5.0}),
     "logit_scale": ({}, {"logit_scale": 0.25}),
-    "temperature": ({}, {"temperature": 2.0}),
+    "temperature": ({}, {"temperature": 0.7}),
     "softcap_temperature": ({}, {"softcap": 5.0, "logit_scale": 0.5, "temperature": 1.6}),
     "bias": ({"bias": True}, {}),
     "adapter": ({"rank": 4}, {}),
