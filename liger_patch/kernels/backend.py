@@ -1,5 +1,6 @@
 """Which form of a kernel serves a tensor: Triton where it runs, PyTorch operations elsewhere."""
 
+import functools
 import importlib.util
 import os
 
@@ -26,3 +27,11 @@ def serves_triton_device(tensor: Tensor) -> bool:
     return tensor.is_cuda or (
         tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     )
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device that runs Triton's kernels."""
+    if device.type == "cpu":  # Triton's interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.backend import processors
 from liger_patch.kernels.gradients import OddsFactors
 from liger_patch.kernels.head_inputs import HeadInputs
 from liger_patch.kernels.loss_options import LossOptions
@@ -184,7 +185,7 @@ class OddsHead:
         with torch.cuda.device_of(x):
             for only_on_overflow in (False, True):
                 again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
-                _odds_kernel[(min(tiles, programs * _processors(device)),)](
+                _odds_kernel[(min(tiles, programs * processors(device)),)](
                     x_tiles,
                     self._weight_tiles,
                     low_rank_tiles,
@@ -251,10 +252,3 @@ def tile_constants(hidden_size: int, rank: int) -> dict[str, Any]:
     if rank:
         constants |= WITH_SMALL_RANK if rank <= SMALL_RANK else WITH_LARGE_RANK
     return constants
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.backend import processors
+
 TILE = 4096  # elements that a program holds at a time, or one row
 PROGRAMS = 4  # on a processor, in the backward pass: each sums its rows' part of dweight
 ELEMENTS_PER_WARP = 1024
@@ -128,7 +130,7 @@ def rms_norm_backward(
     rows, hidden_size = x.shape
     blocks, num_warps = tile(hidden_size)
     tiles = -(-rows // blocks["BLOCK_ROWS"])
-    programs = min(tiles, PROGRAMS * _processors(x.device))
+    programs = min(tiles, PROGRAMS * processors(x.device))
     dweight = None
     if wants_weight:
         dweight = torch.empty(programs, hidden_size, dtype=torch.float32, device=x.device)
@@ -159,10 +161,3 @@ def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
         "BLOCK_ROWS": block_rows,
         "BLOCK_H": block_h,
     }, 4 if block_h <= 4096 else 8 if block_h <= 8192 else 16
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
