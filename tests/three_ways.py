@@ -30,7 +30,7 @@ ROW_OPTIONS = tuple(LossOptions.__dataclass_fields__)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 5.0},
-    "logit_scale": {"logit_scale": 0.25},
+    "logit_scale": {"logit_scale": 0.3},
     "label_smoothing": {"label_smoothing": 0.1},
     "z_loss": {"z_loss": 1e-2},
     "class_weight": {"class_weight": True},

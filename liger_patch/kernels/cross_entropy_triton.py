@@ -45,6 +45,20 @@ def _bend(x, softcap, HAS_SOFTCAP: tl.constexpr):
     return z
 
 
+@triton.jit
+def _distance(x, largest, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """A logit's distance from the largest of its row: the same fused multiply-add in both walks.
+
+    Were the compiler free to fuse it in one and not in the other, the probabilities of a row would
+    sum to 1 up to the last digit of the largest logit, not of 1.
+    """
+    if HAS_SOFTCAP:
+        distance = tl.fma(_tanh(x * logit_scale / softcap), softcap, -largest)
+    else:
+        distance = tl.fma(x, logit_scale, -largest)
+    return distance
+
+
 @triton.heuristics(
     {
         "HAS_SOFTCAP": lambda args: args["softcap"] > 0,
@@ -90,8 +104,7 @@ def _cross_entropy_kernel(
                 tl.store(dlogits_ptr + row * dlogits_stride + start + columns, zeros, mask=mask)
         return
 
-    label_x = tl.load(logits_ptr + label).to(tl.float32) * logit_scale
-    label_logit = _bend(label_x, softcap, HAS_SOFTCAP)
+    label_x = tl.load(logits_ptr + label).to(tl.float32)
     label_weight = 1.0
     if HAS_CLASS_WEIGHT:
         label_weight = tl.load(class_weight_ptr + label).to(tl.float32)
@@ -107,14 +120,18 @@ def _cross_entropy_kernel(
     for start in range(0, vocab_size, BLOCK_V):
         if start + BLOCK_V <= vocab_size:
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last")
-            x = x.to(tl.float32) * logit_scale
-            z = _bend(x, softcap, HAS_SOFTCAP)
+            x = x.to(tl.float32)
+            z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+            new_max = tl.maximum(running_max, tl.max(z, axis=0))
+            distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
         else:
             mask = start + columns < vocab_size
             x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
             z = tl.where(mask, _bend(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(z, axis=0))
-        parts = tl.exp(z - new_max)
+            new_max = tl.maximum(running_max, tl.max(z, axis=0))
+            distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = tl.where(mask, distance, float("-inf"))
+        parts = tl.exp(distance)
         if (label >= start) & (label < start + BLOCK_V):
             parts = tl.where(columns == label - start, 0.0, parts)
         running_sum = running_sum * tl.exp(running_max - new_max) + tl.sum(parts, axis=0)
@@ -125,17 +142,18 @@ def _cross_entropy_kernel(
                 weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
                 weights = weights.to(tl.float32)
             weighted_logits += weight_sum * (running_max - new_max)
-            weighted_logits += tl.sum(weights * tl.where(mask, z - new_max, 0.0), axis=0)
+            weighted_logits += tl.sum(weights * tl.where(mask, distance, 0.0), axis=0)
             weight_sum += tl.sum(weights, axis=0)
         running_max = new_max
-    label_part = tl.exp(label_logit - running_max)
+    label_distance = _distance(label_x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+    label_part = tl.exp(label_distance)
     total = running_sum + label_part
     log_sum = tl.log(total)
     lse = running_max + log_sum
 
     label_share = label_weight * (1.0 - label_smoothing)
     smooth_share = label_smoothing / vocab_size
-    loss = label_share * (log_sum + (running_max - label_logit)) + z_loss * lse * lse
+    loss = label_share * (log_sum - label_distance) + z_loss * lse * lse
     if HAS_SMOOTHING:
         loss += smooth_share * (weight_sum * log_sum - weighted_logits)
     tl.store(loss_ptr + row, loss)
@@ -156,11 +174,11 @@ def _cross_entropy_kernel(
             mask = start + columns < vocab_size
             if is_whole:
                 x = tl.load(logits_ptr + start + columns, eviction_policy="evict_first")
-                x = x.to(tl.float32) * logit_scale
+                x = x.to(tl.float32)
             else:
                 x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-                x *= logit_scale
-            gradient = share * tl.exp(_bend(x, softcap, HAS_SOFTCAP) - running_max)
+            distance = _distance(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+            gradient = share * tl.exp(distance)
             if HAS_SMOOTHING:
                 weights = tl.full((BLOCK_V,), 1.0, dtype=tl.float32)
                 if HAS_CLASS_WEIGHT:
@@ -168,7 +186,7 @@ def _cross_entropy_kernel(
                     weights = weights.to(tl.float32)
                 gradient -= smooth_scale * weights
             if HAS_SOFTCAP:
-                gradient *= _tanh_derivative(x / softcap)
+                gradient *= _tanh_derivative(x * logit_scale / softcap)
             if is_whole:
                 tl.store(dlogits_ptr + start + columns, gradient, eviction_policy="evict_first")
             else:
@@ -178,7 +196,7 @@ def _cross_entropy_kernel(
         if HAS_SMOOTHING:
             label_gradient -= smooth_share * label_weight
         if HAS_SOFTCAP:
-            label_gradient *= _tanh_derivative(label_x / softcap)
+            label_gradient *= _tanh_derivative(label_x * logit_scale / softcap)
         tl.debug_barrier()  # the walk has written something else there
         tl.store(dlogits_ptr + label, label_gradient * row_scale)
 

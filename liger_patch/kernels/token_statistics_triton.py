@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_patch.kernels.cross_entropy_triton import (
     LOWEST,
     _bend,
+    _distance,
     _tanh_derivative,
     block_and_warps,
 )
@@ -20,14 +21,18 @@ from liger_patch.kernels.loss_options import LossOptions
 
 
 @triton.jit
-def _with_block(z, running_max, total, moment):
+def _with_block(
+    x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr
+):
     """The largest z so far and, seen from there, the sums of exp(z) and z exp(z), with a block
     more; what the new maximum makes of each exp so far, and the block's.
     """
-    new_max = tl.maximum(running_max, tl.max(z, axis=0))
+    z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+    new_max = tl.maximum(running_max, tl.max(tl.where(mask, z, float("-inf")), axis=0))
     lowered = running_max - new_max
     factor = tl.exp(lowered)
-    distance = z - new_max
+    distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+    distance = tl.where(mask, distance, float("-inf"))
     parts = tl.exp(distance)
     moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
     moment += tl.sum(parts * tl.maximum(distance, LOWEST), axis=0)  # 0 * -inf is nan
@@ -57,8 +62,8 @@ def _token_statistics_kernel(
     logits_ptr += row * logits_stride
     columns = tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row)
-    label_x = tl.load(logits_ptr + label).to(tl.float32) * logit_scale
-    label_z = _bend(label_x, softcap, HAS_SOFTCAP)
+    label_x = tl.load(logits_ptr + label).to(tl.float32)
+    label_z = _bend(label_x * logit_scale, softcap, HAS_SOFTCAP)
 
     running_max = LOWEST
     before_label = float("-inf")  # largest of the classes before the label
@@ -76,7 +81,9 @@ def _token_statistics_kernel(
         before_label = tl.maximum(
             before_label, tl.max(tl.where(is_before, z, float("-inf")), axis=0)
         )
-        running_max, total, moment, factor, parts = _with_block(z, running_max, total, moment)
+        running_max, total, moment, factor, parts = _with_block(
+            x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
+        )
         squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
     log_total = tl.log(total)
     tl.store(lse_ptr + row, running_max + log_total)
@@ -116,11 +123,10 @@ def _log_probs_gradient_kernel(
         x = tl.load(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_last"
         )
-        z = _bend(x.to(tl.float32) * logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where(mask, z, float("-inf"))
-        running_max, total, moment, _, _ = _with_block(z, running_max, total, moment)
-    log_total = tl.log(total)
-    entropy = log_total - moment / total
+        running_max, total, moment, _, _ = _with_block(
+            x.to(tl.float32), mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
+        )
+    mean_distance = moment / total
 
     # second walk: the gradient
     label = tl.load(labels_ptr + row)
@@ -136,18 +142,18 @@ def _log_probs_gradient_kernel(
         x = tl.load(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
         )
-        x = x.to(tl.float32) * logit_scale
-        distance = _bend(x, softcap, HAS_SOFTCAP) - running_max
+        x = x.to(tl.float32)
+        distance = _distance(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
         p = tl.exp(distance) / total
         gradient = share * p
         if dentropy_ptr is not None:
-            # 0 * -inf is nan
-            surprise = tl.where(p > 0, log_total - distance, 0.0)
-            gradient += tl.load(dentropy_ptr + row) * p * (surprise - entropy)
+            # -p (log p + entropy); 0 * -inf is nan
+            deviation = tl.where(p > 0, mean_distance - distance, 0.0)
+            gradient += tl.load(dentropy_ptr + row) * p * deviation
         if dlog_probs_ptr is not None:
             gradient += tl.where(start + columns == label, at_label, 0.0)
         if HAS_SOFTCAP:
-            gradient *= _tanh_derivative(x / softcap)
+            gradient *= _tanh_derivative(x * logit_scale / softcap)
         tl.store(logits_ptr + start + columns, gradient * logit_scale, mask=mask)
 
 

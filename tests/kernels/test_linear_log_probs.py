@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 CASES = {  # inputs, options
     "plain": ({}, {}),
     "softcap": ({}, {"softcap": 5.0}),
-    "logit_scale": ({}, {"logit_scale": 0.25}),
+    "logit_scale": ({}, {"logit_scale": 0.3}),
     "temperature": ({}, {"temperature": 0.7}),
     "softcap_temperature": ({}, {"softcap": 5.0, "logit_scale": 0.5, "temperature": 1.6}),
     "bias": ({"bias": True}, {}),
