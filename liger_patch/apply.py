@@ -34,13 +34,16 @@ def apply_patch(
     z_loss: float = 0.0,
     chunk_mib: float | None = None,
     reduction: str = "mean",
+    loss_average: str = "token",
     layers: bool | Collection[str] = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
 
     A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed when they are first looked at. But for ``layers``, a call
-    without labels is not touched. Patching a patched model again replaces all options.
+    and ``outputs.logits`` are computed when they are first looked at. Where position ids,
+    ``cu_seq_lens_q`` or ``seq_idx`` say that rows hold several sequences, no token predicts the
+    first of the next one. But for ``layers``, a call without labels is not touched. Patching a
+    patched model again replaces all options.
 
     Args:
         model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around
@@ -51,6 +54,9 @@ def apply_patch(
             environment variable LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens, where the call brings no
             ``num_items_in_batch``.
+        loss_average: "token" for the mean over all supervised tokens; "sequence" for the mean of
+            each sequence's own mean, whether rows hold one sequence or several. Over several
+            forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that the registry names for the
             architecture, or some of "rms_norm", "rotary" and "gated". These run in calls without
             labels too.
@@ -63,7 +69,7 @@ def apply_patch(
             or an option is out of range.
         TypeError: not a Transformers model.
     """
-    settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction)
+    settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
     target = transformers_model(model)
     record = record_of(target)
@@ -211,6 +217,7 @@ def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
         ("label smoothing", f"{settings.label_smoothing:g}"),
         ("z-loss", f"{settings.z_loss:g}"),
         ("reduction", f"{settings.reduction} without num_items_in_batch"),
+        ("loss average", settings.loss_average),
     )
 
 

@@ -7,7 +7,7 @@ Stands in for Transformers' ``ForCausalLMLoss`` during a patched forward pass, a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,9 @@ from liger_patch.deferred import DeferredLogits
 from liger_patch.fused import fused_loss
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.parts import Parts, parts_of
+from liger_patch.sequences import next_labels, rows_start, sequence_starts, sequence_weights
 from liger_patch.steps import RECORDED, TAKE_KEYWORDS
 from liger_patch.verify import disagreement
 
@@ -36,6 +38,7 @@ class LossSettings:
             LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
             given.
+        loss_average: "token", or "sequence" for the mean (or sum) of each sequence's own mean.
 
     Raises:
         ValueError: names the option, its value and what was expected.
@@ -45,6 +48,7 @@ class LossSettings:
     z_loss: float = 0.0
     chunk_mib: float | None = None
     reduction: str = "mean"
+    loss_average: str = "token"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -55,11 +59,15 @@ class LossSettings:
             raise ValueError(f"chunk_mib must be a number of MiB > 0, got {self.chunk_mib}")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')
+        if self.loss_average not in ("token", "sequence"):
+            raise ValueError(
+                f'loss_average must be "token" or "sequence", got {self.loss_average!r}'
+            )
 
     @property
     def changes_loss(self) -> bool:
         """Whether the loss differs from that of Transformers."""
-        return self.label_smoothing > 0 or self.z_loss > 0 or self.reduction != "mean"
+        return self != LossSettings(chunk_mib=self.chunk_mib)
 
 
 class OtherCall(Protocol):
@@ -135,6 +143,8 @@ class ForwardPass:
         record: of the model.
         head_name: the output embedding, for messages.
         unfused: why the logits of this forward pass are not deferred, None where they are.
+        arguments: of the call, those that say where sequences begin, by name.
+        num_sequences: of the whole step; None for those of this call.
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
@@ -143,6 +153,8 @@ class ForwardPass:
     record: PatchRecord
     head_name: str
     unfused: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_sequences: Tensor | int | None = None
     done: bool = False
     running: bool = True
     read_by: str | None = None
@@ -162,8 +174,13 @@ class ForwardPass:
         shift_labels: Tensor | None = None,  # (B, T)
         **kwargs: Any,
     ) -> Tensor:
-        """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
+        """Transformers' ``ForCausalLMLoss``: tokens < t of a sequence predict its token t; () in
+        float32.
+        """
         self.done = True
+        starts = sequence_starts(labels.shape, self.arguments)
+        if shift_labels is None and starts is not None:
+            shift_labels = next_labels(labels, starts, ignore_index)
         if type(logits) not in (Tensor, nn.Parameter, DeferredLogits):
             self._leave_to_transformers(type(logits).__name__)
             return ForCausalLMLoss(
@@ -176,7 +193,16 @@ class ForwardPass:
                 **kwargs,
             )
         if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = next_labels(labels, None, ignore_index)
+        token_weight = None
+        if self.record.settings.loss_average == "sequence":
+            starts = rows_start(labels) if starts is None else starts.to(labels.device)
+            dtype = accumulation_dtype(logits.dtype)
+            weights, count = sequence_weights(
+                starts, shift_labels.to(labels.device) != ignore_index, dtype
+            )
+            token_weight = weights.to(logits.device)
+            num_items_in_batch = self._denominator(count, num_items_in_batch)
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
             logits,
@@ -187,7 +213,21 @@ class ForwardPass:
             num_items_in_batch=num_items_in_batch,
             label_smoothing=self.record.settings.label_smoothing,
             z_loss=self.record.settings.z_loss,
+            token_weight=token_weight,
         )
+
+    def _denominator(self, count: Tensor, num_tokens: Tensor | int | None) -> Tensor | int | None:
+        """What a sum of sequences' means is divided by; None for nothing."""
+        if self.num_sequences is not None:
+            return self.num_sequences
+        if num_tokens is not None:
+            raise ValueError(
+                "num_items_in_batch counts tokens, and apply_patch was given "
+                'loss_average="sequence": pass num_sequences_in_batch too, the number of sequences '
+                "in all forward passes of the step, as the Trainer of "
+                "liger_patch.integrations.transformers does"
+            )
+        return None if self.record.settings.reduction == "sum" else count
 
     def _leave_to_transformers(self, kind: str) -> None:
         """The logits are a tensor subclass that only Transformers' own loss can take."""
@@ -280,6 +320,8 @@ def _cross_entropy_of_deferred(
         "class_weight": weight,
     }
     if forward_pass.running:
+        if forward_pass.record.settings.loss_average != "token":
+            return NotImplemented  # only tokens without their sequences are known here
         # the model's own loss: apply_patch's options are meant for it
         settings = forward_pass.record.settings
         options["label_smoothing"] = label_smoothing or settings.label_smoothing

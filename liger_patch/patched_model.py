@@ -22,6 +22,8 @@ from liger_patch import flags
 from liger_patch.deferring_head import deferring_head
 from liger_patch.instance_class import ORIGINAL, derived_class
 from liger_patch.loss import ForwardPass, PatchRecord
+from liger_patch.sequences import ARGUMENTS as SEQUENCE_ARGUMENTS
+from liger_patch.sequences import NUM_SEQUENCES
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 
@@ -43,7 +45,8 @@ def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of ``original`` for its patched instances: same name, same signature."""
 
-    position = _labels_position(original)
+    signature = inspect.signature(original.forward)
+    names = tuple(signature.parameters)[1:]
 
     def patched_forward(self, *args, **kwargs):
         record = record_of(self)
@@ -54,11 +57,12 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         other_call = None if record is None else record.other_call
         if other_call is not None and other_call.is_meant(kwargs):
             return other_call(self, inner, args, kwargs)
-        if record is None or _labels(position, args, kwargs) is None:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if record is None or arguments.get("labels") is None:
             return inner(*args, **kwargs)
-        return _forward_with_loss(self, record, inner, args, kwargs)
+        return _forward_with_loss(self, record, inner, args, kwargs, arguments)
 
-    vars(patched_forward)["__signature__"] = inspect.signature(original.forward)
+    vars(patched_forward)["__signature__"] = signature
 
     # accelerate's unwrap_model(keep_fp32_wrapper=False) follows __wrapped__ from the bound
     # method to a function and binds that again: one must be there, and it must be the patched one
@@ -81,25 +85,18 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
     return False
 
 
-def _labels_position(original: type[PreTrainedModel]) -> int | None:
-    names = list(inspect.signature(original.forward).parameters)
-    return names.index("labels") - 1 if "labels" in names else None
-
-
-def _labels(position: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if position is not None and position < len(args):
-        return args[position]
-    return kwargs.get("labels")
-
-
 def _forward_with_loss(
     model: PreTrainedModel,
     record: PatchRecord,
     inner: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Any:
     with deferring(model, record) as forward_pass, ExitStack() as stack:
+        forward_pass.arguments = {name: arguments.get(name) for name in SEQUENCE_ARGUMENTS}
+        if record.settings.loss_average == "sequence":  # an argument of ours, not of the model
+            forward_pass.num_sequences = kwargs.pop(NUM_SEQUENCES, None)
         transformed = torch._C._are_functorch_transforms_active()
         if model.loss_function is ForCausalLMLoss and not transformed:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))

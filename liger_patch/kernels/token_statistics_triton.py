@@ -123,8 +123,9 @@ def _log_probs_gradient_kernel(
         x = tl.load(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_last"
         )
-        running_max, total, moment, _, _ = _with_block(
-            x.to(tl.float32), mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
+        x = x.to(tl.float32)
+        running_max, total, moment, _, _ = _with_block(  # pyright: ignore[reportGeneralTypeIssues]
+            x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
         )
     mean_distance = moment / total
 

@@ -1,0 +1,74 @@
+"""Transformers' Trainer, for means of sequences over several forward passes.
+
+    from liger_patch.integrations.transformers import Trainer
+    apply_patch(model, loss_average="sequence")
+    Trainer(model=model, ...).train()
+
+Trainer tells a model how many tokens the forward passes of one optimizer step have, on all devices.
+This one also tells it how many sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+
+from liger_patch.apply import transformers_model
+from liger_patch.patched_model import record_of
+from liger_patch.sequences import NUM_SEQUENCES, count_sequences
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer``, exact for ``apply_patch(model, loss_average="sequence")`` under
+    gradient accumulation and on several devices. With any other model it is Transformers'.
+
+    Raises:
+        ValueError: several GPUs in one process (``torch.nn.DataParallel``), or parallelism that
+            splits sequences.
+    """
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        """The batches of one optimizer step, each with the number of sequences in all of them."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if num_items is not None and batches and self._averages_sequences():
+            count = torch.stack([count_sequences(batch).to(device) for batch in batches]).sum()
+            if self.args.average_tokens_across_devices and self.args.world_size > 1:
+                # as num_items_in_batch: devices that share a batch count it once
+                gathered: Any = self.accelerator.gather(count)
+                count = gathered.sum() / self.get_tp_size()
+            for batch in batches:
+                batch[NUM_SEQUENCES] = count
+        return batches, num_items
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """As Transformers'; in an evaluation, the mean of the sequences of one batch."""
+        if NUM_SEQUENCES not in inputs and self._averages_sequences():
+            num_items_in_batch = None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _averages_sequences(self) -> bool:
+        model: Any = self.model
+        record = record_of(transformers_model(self.accelerator.unwrap_model(model)))
+        if record is None or record.settings.loss_average != "sequence":
+            return False
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                'loss_average="sequence" needs one process for each GPU (torchrun or accelerate '
+                f"launch), got one for {self.args.n_gpu}"
+            )
+        if self.get_cp_size() * self.get_sp_size() > 1:
+            raise ValueError(
+                'loss_average="sequence" needs whole sequences, got parallelism that splits them'
+            )
+        return True

@@ -1,0 +1,100 @@
+"""Rows that hold several sequences: where each begins, and what each token weighs in a mean of the
+sequences' means. B: rows, T: tokens of a row, N: B * T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+IGNORE_INDEX = -100  # of Transformers' collators
+NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: of all calls of a step
+# the arguments of a model's forward that say where sequences begin
+ARGUMENTS = ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx")
+
+
+def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor | None:
+    """(B, T) bool, True at the first token of each sequence, for labels of this shape; None where
+    no argument says that rows hold several.
+
+    A sequence begins where position ids do not go on by one, as Transformers' own attention masks
+    have it, unless an attention mask (B, T) says what is padding; where ``seq_idx`` changes; and
+    at ``cu_seq_lens_q``, which count along all rows. Position ids (4, B, T) hold those of the text
+    first; other forms, and what does not fit the labels, say nothing.
+    """
+    if len(shape) != 2:
+        return None
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    index, ends = arguments.get("seq_idx"), arguments.get("cu_seq_lens_q")
+    found = []
+    if isinstance(positions, Tensor) and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        if positions.dim() == 3 and len(positions) == 4:
+            positions = positions[0]
+        if _fits(positions, shape):
+            found.append(_after_first(positions[:, 1:] != positions[:, :-1] + 1))
+    if isinstance(index, Tensor) and _fits(index, shape):
+        found.append(_after_first(index[:, 1:] != index[:, :-1]))
+    if isinstance(ends, Tensor) and ends.dim() == 1:
+        flat = torch.zeros(shape.numel() + 1, dtype=torch.bool, device=ends.device)
+        flat.index_fill_(0, ends.to(torch.int64).clamp(0, shape.numel()), True)
+        found.append(flat[:-1].view(shape))
+    if not found:
+        return None
+    starts = found[0].expand(shape).clone()
+    for other in found[1:]:
+        starts |= other.to(starts.device)
+    starts[:, :1] = True
+    return starts
+
+
+def sequence_weights(
+    starts: Tensor,  # (B, T) of sequence_starts
+    supervised: Tensor,  # (B, T) whether a token has a label to predict
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """What each token weighs in the sum of the sequences' means, (N,), and the number of sequences
+    that have a supervised token, ().
+    """
+    sequence = starts.flatten().cumsum(0) - 1
+    flat = supervised.flatten().to(torch.int64)
+    counts = torch.zeros_like(sequence).index_add_(0, sequence, flat)
+    weights = flat / counts.clamp(min=1).to(dtype)[sequence]
+    return weights, (counts > 0).sum()
+
+
+def rows_start(labels: Tensor) -> Tensor:
+    """``sequence_starts`` of rows that hold one sequence each."""
+    starts = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+    starts[:, :1] = True
+    return starts
+
+
+def next_labels(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
+    """(B, T) what each token predicts: the next label of its own sequence, or ``ignore_index``."""
+    if starts is not None:
+        labels = labels.masked_fill(starts.to(labels.device), ignore_index)
+    return pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def count_sequences(batch: Mapping[str, Any]) -> Tensor:
+    """() the sequences of a batch of Transformers that have a supervised token."""
+    labels = batch["labels"]
+    starts = sequence_starts(labels.shape, batch)
+    targets = batch.get("shift_labels")
+    if targets is None:
+        targets = next_labels(labels, starts, IGNORE_INDEX)
+    starts = rows_start(labels) if starts is None else starts.to(labels.device)
+    return sequence_weights(starts, targets != IGNORE_INDEX)[1]
+
+
+def _fits(tensor: Tensor, shape: torch.Size) -> bool:
+    return tensor.dim() == 2 and tensor.shape[0] in (1, shape[0]) and tensor.shape[1] == shape[1]
+
+
+def _after_first(begins: Tensor) -> Tensor:
+    """(B, T) of (B, T - 1): a row's first token begins a sequence."""
+    return pad(begins, (1, 0), value=True)
