@@ -1,11 +1,15 @@
-"""Ways to run a model: as it is, compiled, with our loss, with Liger-Kernel's kernels."""
+"""Ways to run a model: as it is, compiled, with our loss, with Liger-Kernel's kernels.
+
+Compiled as a whole, Transformers' attention reads a mask of its own before torch 2.14, where it
+needs none otherwise; compiled layer by layer, it does not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +23,7 @@ from liger_patch import apply_patch
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
+SMALL_BUDGET_MIB = 128  # with which our peak is no higher than Liger-Kernel's
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
@@ -31,10 +36,25 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
         found["Liger, loss only"] = partial(_liger, model, **LOSS_ONLY)
         found["Liger, all kernels"] = partial(_liger, model)
     found["liger_patch"] = partial(_ours, model)
-    found["liger_patch, layers"] = partial(_ours, model, layers=True)
+    layers = partial(_ours, model, layers=True)
+    found["liger_patch, layers"] = layers
+    found[f"liger_patch, layers, {SMALL_BUDGET_MIB} MiB"] = partial(
+        layers, chunk_mib=SMALL_BUDGET_MIB
+    )
     if compiled:
-        found["liger_patch, layers, compiled"] = partial(_ours, model, layers=True, compiled=True)
+        found["liger_patch, layers, compiled"] = partial(layers, compiled=_whole)
+        found["liger_patch, layers, compiled by layer"] = partial(layers, compiled=_by_layer)
     return found
+
+
+def some_contenders(
+    parts: Sequence[str] | None, model: nn.Module, *, compiled: bool
+) -> dict[str, Callable[[], Loss]]:
+    """Eager, and of the others those whose name has one of the parts in it."""
+    found = contenders(model, compiled=compiled)
+    if parts is None:
+        return found
+    return {n: f for n, f in found.items() if n == "eager" or any(part in n for part in parts)}
 
 
 def shared_copy(model: nn.Module) -> Any:
@@ -49,16 +69,32 @@ def _eager(model: nn.Module) -> Loss:
 
 def _compiled(model: nn.Module) -> Loss:
     torch.compiler.reset()
-    return partial(_loss, torch.compile(shared_copy(model), dynamic=False))
+    return partial(_loss, _whole(shared_copy(model)))
 
 
-def _ours(model: nn.Module, *, layers: bool = False, compiled: bool = False) -> Loss:
+def _ours(
+    model: nn.Module,
+    *,
+    layers: bool = False,
+    chunk_mib: float | None = None,
+    compiled: Callable[[Any], Any] | None = None,
+) -> Loss:
     own = shared_copy(model)
-    apply_patch(own, layers=layers)
-    if not compiled:
+    apply_patch(own, layers=layers, chunk_mib=chunk_mib)
+    if compiled is None:
         return partial(_loss, own)
     torch.compiler.reset()
-    return partial(_loss, torch.compile(own, dynamic=False))
+    return partial(_loss, compiled(own))
+
+
+def _whole(model: Any) -> Any:
+    return torch.compile(model, dynamic=False)
+
+
+def _by_layer(model: Any) -> Any:
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=False)
+    return model
 
 
 def _liger(model: nn.Module, **kernels: bool) -> Loss:

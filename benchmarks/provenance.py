@@ -36,7 +36,8 @@ def command_line(script: str, arguments: argparse.Namespace) -> str:
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, Path) or value is None or value is False:
             continue
-        options += [option] if value is True else [option, str(value)]
+        for one in value if isinstance(value, list) else [value]:
+            options += [option] if one is True else [option, str(one)]
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *options])
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from model_contenders import contenders as model_contenders
-from model_contenders import shared_copy
+from model_contenders import shared_copy, some_contenders
 from model_steps import run_model
 from models import MODELS, Model
 from torch import nn
@@ -152,4 +152,28 @@ def test_what_liger_kernel_does_to_all_models_is_undone_for_the_others(tmp_path,
         "Liger, all kernels": 2,
         "liger_patch": 0,
         "liger_patch, layers": 0,
+        "liger_patch, layers, 128 MiB": 0,
     }
+
+
+def test_contenders_can_be_chosen_by_parts_of_their_names():
+    built = tiny(MODELS[0]).build("cpu")
+    chosen = some_contenders(["compile"], built, compiled=True)
+    assert list(chosen) == [
+        "eager",
+        "torch.compile",
+        "liger_patch, layers, compiled",
+        "liger_patch, layers, compiled by layer",
+    ]
+    everything = some_contenders(None, built, compiled=False)
+    assert list(some_contenders([""], built, compiled=False)) == list(everything)
+
+
+def test_layers_are_compiled_apart():
+    """Nothing is compiled before the first call: that the layers are set up to be is seen."""
+    built = tiny(MODELS[0]).build("cpu")
+    loss = some_contenders(["by layer"], built, compiled=True)
+    compiled = loss["liger_patch, layers, compiled by layer"]().args[0]
+    assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
+    assert compiled._compiled_call_impl is None
+    assert all(layer._compiled_call_impl is None for layer in built.model.layers)

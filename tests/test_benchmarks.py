@@ -238,8 +238,14 @@ def test_a_function_that_fails_between_others_has_no_more_turns(call: int):
 
 def test_the_command_says_what_was_measured_but_not_where_it_went():
     arguments = argparse.Namespace(
-        part=None, case="Gemma-2", rounds=3, no_compile=True, output=Path("somewhere")
+        part=None,
+        case="Gemma-2",
+        model=["Gemma-3", "Llama"],
+        rounds=3,
+        no_compile=True,
+        output=Path("somewhere"),
     )
     assert command_line("/a/b/linear_cross_entropy.py", arguments) == (
-        "python benchmarks/linear_cross_entropy.py --case Gemma-2 --rounds 3 --no-compile"
+        "python benchmarks/linear_cross_entropy.py --case Gemma-2 --model Gemma-3 --model Llama "
+        "--rounds 3 --no-compile"
     )

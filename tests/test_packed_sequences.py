@@ -187,7 +187,8 @@ def test_packed_trains_as_unpacked_with_layers_on_kernels(average: str, model_ty
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("average", AVERAGES)
 def test_packed_trains_as_unpacked_on_a_gpu(average: str, model_type: str) -> None:
-    model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
+    model: Any = make_model(model_type)
+    samples = make_samples(9, 4, 13, 6)
     truth = truth_of(model, samples, average)
     model.to("cuda", torch.float32)
     eager = truth_of(model, samples, average)
