@@ -59,24 +59,23 @@ def _rms_norm_backward_results(
 def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    dx = empty_in_order(x)
+    dx, dweight = _rms_norm_backward_results(dy, x, weight, rstd, offset, wants_weight)
     order = memory_order(dx)
     upstream, rows, out = (in_rows(each, order) for each in (dy, x, dx))
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
-        dweight = rms_norm_triton.rms_norm_backward(
-            upstream, rows, weight, rstd, offset, out, wants_weight
+        rms_norm_triton.rms_norm_backward(
+            upstream, rows, weight, rstd, offset, out, dweight if dweight.numel() else None
         )
     else:
         wide, normed = upstream.to(rstd.dtype), rows.to(rstd.dtype) * rstd[:, None]
-        dweight = (wide * normed).sum(0) if wants_weight else None
+        if dweight.numel():
+            dweight.copy_((wide * normed).sum(0))
         wide = _scaled(wide, weight, offset)
         mean = (wide * normed).mean(-1, keepdim=True)
         out.copy_((wide - normed * mean) * rstd[:, None])
-    if weight is None or dweight is None:
-        return dx, x.new_empty(0)
-    return dx, dweight.to(weight.dtype)
+    return dx, dweight
 
 
 class _RmsNorm(torch.autograd.Function):
