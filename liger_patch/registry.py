@@ -20,8 +20,8 @@ class Architecture:
     class_name: the class with the language-model head, as `transformers` exports it.
     family: heading in the README's table: "Llama", "Gemma", "Qwen" or "Others".
     layers: how the names of its norm's, attention's and gated feed-forward layer's classes begin
-        ("Llama": LlamaRMSNorm, LlamaAttention, LlamaMLP), which have kernels; several beginnings
-        are separated by spaces. "" where none has.
+        ("Llama": LlamaRMSNorm, LlamaAttention, LlamaMLP; "Llama4": Llama4TextRMSNorm), which have
+        kernels; several beginnings are separated by spaces. "" where none has.
     """
 
     model_type: str
@@ -31,38 +31,45 @@ class Architecture:
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture("cohere", "CohereForCausalLM", "Others"),
-    Architecture("cohere2", "Cohere2ForCausalLM", "Others"),
+    Architecture("cohere", "CohereForCausalLM", "Others", "Cohere"),
+    Architecture("cohere2", "Cohere2ForCausalLM", "Others", "Cohere2"),
     Architecture("gemma", "GemmaForCausalLM", "Gemma", "Gemma"),
     Architecture("gemma2", "Gemma2ForCausalLM", "Gemma", "Gemma2"),
     Architecture("gemma3", "Gemma3ForConditionalGeneration", "Gemma", "Gemma3"),
     Architecture("gemma3_text", "Gemma3ForCausalLM", "Gemma", "Gemma3"),
-    Architecture("gemma3n", "Gemma3nForConditionalGeneration", "Gemma"),
-    Architecture("gemma3n_text", "Gemma3nForCausalLM", "Gemma"),
-    Architecture("gemma4", "Gemma4ForConditionalGeneration", "Gemma"),
-    Architecture("gemma4_text", "Gemma4ForCausalLM", "Gemma"),
-    Architecture("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "Gemma"),
-    Architecture("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "Gemma"),
-    Architecture("glm4", "Glm4ForCausalLM", "Others"),
+    Architecture("gemma3n", "Gemma3nForConditionalGeneration", "Gemma", "Gemma3n"),
+    Architecture("gemma3n_text", "Gemma3nForCausalLM", "Gemma", "Gemma3n"),
+    Architecture("gemma4", "Gemma4ForConditionalGeneration", "Gemma", "Gemma4 Gemma4Vision"),
+    Architecture("gemma4_text", "Gemma4ForCausalLM", "Gemma", "Gemma4"),
+    Architecture(
+        "gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "Gemma", "Gemma4Unified"
+    ),
+    Architecture("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "Gemma", "Gemma4Unified"),
+    Architecture("glm4", "Glm4ForCausalLM", "Others", "Glm4"),
     Architecture("granite", "GraniteForCausalLM", "Others", "Granite"),
     Architecture("granitemoe", "GraniteMoeForCausalLM", "Others", "GraniteMoe"),
     Architecture("llama", "LlamaForCausalLM", "Llama", "Llama"),
-    Architecture("llama4", "Llama4ForConditionalGeneration", "Llama"),
-    Architecture("llama4_text", "Llama4ForCausalLM", "Llama"),
+    Architecture("llama4", "Llama4ForConditionalGeneration", "Llama", "Llama4"),
+    Architecture("llama4_text", "Llama4ForCausalLM", "Llama", "Llama4"),
     Architecture("llava", "LlavaForConditionalGeneration", "Others", "Llama Mistral"),
     Architecture("ministral3", "Ministral3ForCausalLM", "Others", "Ministral3"),
     Architecture("mistral", "MistralForCausalLM", "Others", "Mistral"),
     Architecture("mistral3", "Mistral3ForConditionalGeneration", "Others", "Mistral Ministral3"),
     Architecture("mixtral", "MixtralForCausalLM", "Others", "Mixtral"),
-    Architecture("mllama", "MllamaForConditionalGeneration", "Llama", "MllamaText"),
-    Architecture("mllama_text_model", "MllamaForCausalLM", "Llama", "MllamaText"),
+    Architecture("mllama", "MllamaForConditionalGeneration", "Llama", "Mllama"),
+    Architecture("mllama_text_model", "MllamaForCausalLM", "Llama", "Mllama"),
     Architecture("olmo2", "Olmo2ForCausalLM", "Others", "Olmo2"),
     Architecture("olmo3", "Olmo3ForCausalLM", "Others", "Olmo3"),
     Architecture("paligemma", "PaliGemmaForConditionalGeneration", "Gemma", "Gemma2 Gemma"),
-    Architecture("phi", "PhiForCausalLM", "Others"),
+    Architecture("phi", "PhiForCausalLM", "Others", "Phi"),
     Architecture("phi3", "Phi3ForCausalLM", "Others", "Phi3"),
     Architecture("qwen2", "Qwen2ForCausalLM", "Qwen", "Qwen2"),
-    Architecture("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen"),
+    Architecture(
+        "qwen2_5_omni_thinker",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen",
+        "Qwen2_5Omni Qwen2",
+    ),
     Architecture("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen", "Qwen2_5_VL Qwen2"),
     Architecture("qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen", "Qwen2"),
     Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen", "Qwen2Moe"),
@@ -74,14 +81,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen", "Qwen3_5"),
     Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen", "Qwen3Moe"),
     Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen", "Qwen3Next"),
-    Architecture("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen"),
-    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen", "Qwen3VLText"),
-    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", "Qwen3VLMoeText"),
-    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen"),
-    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen"),
+    Architecture(
+        "qwen3_omni_moe_thinker",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen",
+        "Qwen3OmniMoe Qwen3OmniMoeThinker",
+    ),
+    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen", "Qwen3VL"),
+    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", "Qwen3VLMoe"),
+    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", "Qwen4Exp"),
+    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", "Qwen4Exp"),
     Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "Gemma", "RecurrentGemma"),
     Architecture("smollm3", "SmolLM3ForCausalLM", "Others", "SmolLM3"),
-    Architecture("starcoder2", "Starcoder2ForCausalLM", "Others"),
+    Architecture("starcoder2", "Starcoder2ForCausalLM", "Others", "Starcoder2"),
     Architecture("vaultgemma", "VaultGemmaForCausalLM", "Gemma", "VaultGemma"),
 )
 

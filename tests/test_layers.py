@@ -5,6 +5,7 @@ instance, and everything can be undone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -18,11 +19,11 @@ from training_step import call, joined, patched, router_arguments, step, tell_ap
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import LAYERS, NORMS, count_layers
+from liger_patch.layer_classes import ATTENTIONS, NORMS, ROTATIONS
+from liger_patch.layers import ENDINGS, LAYERS, count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
-WITH_LAYERS = [row for row in ROWS.values() if row.layers]
-WITHOUT_LAYERS = [row for row in ROWS.values() if not row.layers]
+SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
 
 
 # What torch says of its own tracing; pyproject.toml makes every warning an error.
@@ -45,7 +46,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Any]:
     return {name: (type(m), vars(m).get("forward")) for name, m in model.named_modules()}
 
 
-@pytest.mark.parametrize("row", WITH_LAYERS, ids=model_type)
+@pytest.mark.parametrize("row", ROWS.values(), ids=model_type)
 def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
     wide, batch, arguments = widened(model), tiny_batch(model), router_arguments(model)
@@ -53,14 +54,15 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
     with patched(model, layers=True):
         ours = step(model, batch, **arguments)
         counts = count_layers(model)
-    assert counts["rms_norm"] > 0
+    assert (counts["rms_norm"] > 0) == (row.model_type not in SUBTRACT_A_MEAN)
+    assert counts["rotary"] > 0 or model.config.model_type == "recurrent_gemma"  # before 5.13
     if any(type(m).__name__ == "Qwen2MLP" for m in model.modules()):
         assert counts["gated"] >= model.config.get_text_config().num_hidden_layers
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 
 
-@pytest.mark.parametrize("row", [r for r in WITH_IMAGES if r.layers], ids=model_type)
+@pytest.mark.parametrize("row", WITH_IMAGES, ids=model_type)
 def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
     if not takes_images(model):
@@ -73,12 +75,30 @@ def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Arch
     assert_no_worse(ours, eager, truth, torch.float32)
 
 
-def test_every_rule_of_a_norm_belongs_to_a_row() -> None:
-    prefixes = {prefix for row in registry.ARCHITECTURES for prefix in row.layers.split()}
-    assert {name.removesuffix("RMSNorm") for name in NORMS} <= prefixes
+def test_every_rule_of_a_class_belongs_to_a_row() -> None:
+    prefixes = [prefix for row in registry.ARCHITECTURES for prefix in row.layers.split()]
+    for name in (*NORMS, *ATTENTIONS):
+        endings = {name.removeprefix(p).removeprefix("Text") for p in prefixes if p in name}
+        assert endings & ENDINGS.keys(), name
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "olmo2"])
+def test_sections_of_tables_are_those_of_time_height_and_width() -> None:
+    """Which Transformers before 5.17 leaves to the attention."""
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    tables = torch.randn(2, 3, 2, 5, 16)
+    sizes = [1, 3, 4]
+    of_feature = torch.arange(3).repeat_interleave(torch.tensor(sizes)).repeat(2)
+    cos, sin = (torch.stack([t[i, ..., d] for d, i in enumerate(of_feature)], -1) for t in tables)
+    across = [torch.cat((-x[..., 8:], x[..., :8]), -1) for x in (q, k)]
+    expected = [x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), across, strict=True)]
+    turned = ROTATIONS["apply_multimodal_rotary_pos_emb"](q, k, *tables, sizes)
+    torch.testing.assert_close(list(turned), expected)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gemma3_text", "qwen3", "olmo2", "phi3", "gemma3n_text", "cohere"],
+)
 def test_16_bit_weights_and_autocast_are_no_worse(model_type: str) -> None:
     model = make_model(model_type)
     batch, truth = tiny_batch(model), step(widened(model), tiny_batch(model))
@@ -120,10 +140,11 @@ def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> 
         apply_patch(make_model(), layers=layers)
 
 
-@pytest.mark.parametrize("row", WITHOUT_LAYERS[:1], ids=model_type)
-def test_an_architecture_without_kernels_for_its_layers_says_so(row: Any) -> None:
-    with pytest.raises(ValueError, match=f"no layers of {row.model_type}"):
-        apply_patch(tiny_model(row), layers=True)
+def test_an_architecture_without_kernels_for_its_layers_says_so(monkeypatch: Any) -> None:
+    row = dataclasses.replace(ROWS["llama"], layers="")
+    monkeypatch.setattr(registry, "ARCHITECTURES", (row,))
+    with pytest.raises(ValueError, match="no layers of llama"):
+        apply_patch(make_model(), layers=True)
 
 
 def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
@@ -162,11 +183,13 @@ def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_an_activation_run(when: str) -> None:
-    model, calls = make_model(), []
+@pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
+def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
+    model, calls = make_model(model_type), []
     if when == "after":
         apply_patch(model, layers=True)
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    activation = getattr(model.model.layers[0].mlp, name)
+    activation.register_forward_hook(lambda *_: calls.append(1))
     if when == "before":
         apply_patch(model, layers=True)
     model(**tiny_batch(model))
@@ -285,13 +308,27 @@ def test_lora_within_the_layers_trains_as_eager() -> None:
         ("gemma3_text", {"rms_norm": 13, "rotary": 2, "gated": 2}),
         ("qwen3", {"rms_norm": 9, "rotary": 2, "gated": 2}),
         ("mixtral", {"rms_norm": 5, "rotary": 2, "gated": 0}),  # experts are no layers of theirs
+        ("phi3", {"rms_norm": 5, "rotary": 2, "gated": 2}),
+        ("glm4", {"rms_norm": 9, "rotary": 2, "gated": 2}),
+        ("qwen2_5_vl", {"rms_norm": 8, "rotary": 2, "gated": 3}),
+        ("llama4_text", {"rms_norm": 7, "rotary": 2, "gated": 2}),  # the shared experts' gates
+        ("cohere", {"rms_norm": 0, "rotary": 2, "gated": 2}),  # its norm subtracts the mean
+        ("phi", {"rms_norm": 0, "rotary": 2, "gated": 0}),
     ],
 )
 def test_all_layers_of_a_model_are_replaced(model_type: str, counts: dict[str, int]) -> None:
     assert count_layers(apply_patch(make_model(model_type), layers=True)) == counts
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+def test_norms_without_a_weight_are_replaced_too() -> None:
+    model = make_model("gemma3n_text")
+    norms = [m for m in model.modules() if type(m).__name__ == "Gemma3nRMSNorm"]
+    assert not all(m.with_scale for m in norms)
+    counts = {"rms_norm": len(norms), "rotary": 4, "gated": 4}
+    assert count_layers(apply_patch(model, layers=True)) == counts
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "gemma3n_text", "phi3"])
 def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
     model = make_model(model_type).double()
     ids = tiny_batch(model)["input_ids"]

@@ -2,8 +2,9 @@
 
     y = act(gate) * up          act = silu, or gelu in its tanh form
 
-in float32 (float64 for float64), rounded once. Saved for the backward pass: gate and up, nothing
-beside: 2 I elements a token for I the intermediate size, where PyTorch saves act(gate) too.
+in float32 (float64 for float64), rounded once. gate and up are two tensors, or the halves of the
+rows of one. Saved for the backward pass: gate and up, nothing beside: 2 I elements a token for I
+the intermediate size, where PyTorch saves act(gate) too.
 """
 
 import torch
@@ -17,44 +18,66 @@ from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_deri
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def _gated_result(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 @operator(_gated_result)
-def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    y = _gated_result(gate, up, activation)
     if serves_triton(gate):
         from liger_patch.kernels import gated_triton
 
-        return gated_triton.gated(gate.contiguous(), up.contiguous(), activation)
-    dtype = accumulation_dtype(gate.dtype)
-    result = _gated_result(gate, up, activation)
-    return result.copy_(_activated(gate.to(dtype), activation) * up.to(dtype))
+        gated_triton.gated(gate.contiguous(), _contiguous(up), y, activation)
+        return y
+    dtype = accumulation_dtype(y.dtype)
+    gate, up = _parts(gate, up)
+    return y.copy_(_activated(gate.to(dtype), activation) * up.to(dtype))
 
 
 def _gated_backward_results(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    return _gated_result(gate, up, activation), _gated_result(up, up, activation)
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return dgate, gate.new_empty(0) if up is None else torch.empty_like(dgate)
 
 
 @operator(_gated_backward_results)
-def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    dgate, dup = results = _gated_backward_results(dy, gate, up, activation)
     if serves_triton(gate):
         from liger_patch.kernels import gated_triton
 
-        tensors = (dy.contiguous(), gate.contiguous(), up.contiguous())
-        return gated_triton.gated_backward(*tensors, activation)
+        inputs = (dy.contiguous(), gate.contiguous(), _contiguous(up))
+        gated_triton.gated_backward(*inputs, dgate, None if up is None else dup, activation)
+        return results
+    dgate, dup = _parts(dgate, None if up is None else dup)
+    gate, up = _parts(gate, up)
     dtype = accumulation_dtype(gate.dtype)
     wide = gate.to(dtype)
     upstream = dy.to(dtype)
-    dup = upstream * _activated(wide, activation)
+    dup.copy_(upstream * _activated(wide, activation))
+    upstream = upstream * up.to(dtype)
     if activation == "silu":
-        dgate = torch.ops.aten.silu_backward(upstream * up.to(dtype), wide)
+        dgate.copy_(torch.ops.aten.silu_backward(upstream, wide))
     else:
-        dgate = torch.ops.aten.gelu_backward(upstream * up.to(dtype), wide, approximate="tanh")
-    results = _gated_backward_results(dy, gate, up, activation)
-    return results[0].copy_(dgate), results[1].copy_(dup)
+        dgate.copy_(torch.ops.aten.gelu_backward(upstream, wide, approximate="tanh"))
+    return results
+
+
+def _parts(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+def _contiguous(up: Tensor | None) -> Tensor | None:
+    return None if up is None else up.contiguous()
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
@@ -65,7 +88,7 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    def forward(ctx, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return _gated(gate, up, activation)
@@ -74,18 +97,21 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         refuse_second_derivative("gated", LAYER_ADVICE)
         gate, up = ctx.saved_tensors
-        return *_gated_backward(dy, gate, up, ctx.activation), None
+        dgate, dup = _gated_backward(dy, gate, up, ctx.activation)
+        return dgate, None if up is None else dup, None
 
 
-def gated(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """``act(gate) * up``, saving nothing but its inputs.
 
     Args:
-        gate, up: of one shape, floating dtype and device.
+        gate, up: (..., I), of one shape, floating dtype and device. Without ``up``, ``gate`` is
+            (..., 2 I) and its last dimension holds the one, then the other: nothing is copied, and
+            their gradient is one tensor too.
         activation: "silu" or "gelu_tanh".
 
     Returns:
-        Of the same shape and dtype, contiguous.
+        (..., I) of the same dtype, contiguous.
 
     Raises:
         ValueError: what does not fit.
@@ -95,6 +121,10 @@ def gated(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if not gate.is_floating_point():
         raise ValueError(f"gate must be floating point, got {gate.dtype}")
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(f"gate without up must be (..., 2 I), got {tuple(gate.shape)}")
+        return _Gated.apply(gate, up, activation)
     for name in ("shape", "dtype", "device"):
         if getattr(up, name) != getattr(gate, name):
             raise ValueError(

@@ -39,47 +39,95 @@ def _slope(x, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per block."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
-    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, _activated(gate, IS_SILU) * up, mask=mask)
+def _places(columns, IS_HALVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's elements are in results and in gates, and which of them exist."""
+    if IS_HALVES:
+        blocks = tl.cdiv(columns, BLOCK)  # of a row
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place, gate_place = row * columns + column, row * columns * 2 + column
+    else:
+        column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place, gate_place = column, column
+    return place, gate_place, column < columns
+
+
+@triton.jit
+def _gated_kernel(
+    gate_ptr,  # (rows, columns), or (rows, 2 columns): gate, then up
+    up_ptr,  # (rows, columns), None if behind the gate
+    y_ptr,  # (rows, columns)
+    columns,  # rows that are not halves are one
+    IS_SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of a row."""
+    second_ptr = gate_ptr + columns if up_ptr is None else up_ptr
+    place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
+    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, _activated(gate, IS_SILU) * up, mask=mask)
 
 
 @triton.jit
 def _gated_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr,  # (rows, columns)
+    gate_ptr,  # (rows, columns), or (rows, 2 columns): gate, then up
+    up_ptr,  # (rows, columns), None if behind the gate
+    dgate_ptr,  # of gate's shape
+    dup_ptr,  # of up's shape
+    columns,  # rows that are not halves are one
+    IS_SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program per block."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
-    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dup_ptr + offsets, dy * _activated(gate, IS_SILU), mask=mask)
-    tl.store(dgate_ptr + offsets, dy * up * _slope(gate, IS_SILU), mask=mask)
+    """One program per block of a row."""
+    second_ptr = gate_ptr + columns if up_ptr is None else up_ptr
+    dsecond_ptr = dgate_ptr + columns if up_ptr is None else dup_ptr
+    place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
+    dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dsecond_ptr + gate_place, dy * _activated(gate, IS_SILU), mask=mask)
+    tl.store(dgate_ptr + gate_place, dy * up * _slope(gate, IS_SILU), mask=mask)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``act(gate) * up`` of contiguous tensors."""
-    y = torch.empty_like(gate)
-    _launch(_gated_kernel, (gate, up, y), activation, BLOCK)
-    return y
+def gated(
+    gate: Tensor,  # (..., I), or (..., 2 I): gate, then up
+    up: Tensor | None,  # (..., I), None if behind the gate
+    y: Tensor,  # (..., I)
+    activation: str,
+) -> None:
+    """Write ``act(gate) * up``; all contiguous."""
+    columns = y.numel() if up is not None else y.shape[-1]
+    _launch(_gated_kernel, (gate, up, y), y.numel(), columns, activation, BLOCK)
 
 
-def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """dgate and dup, of contiguous tensors."""
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    _launch(_gated_backward_kernel, (dy, gate, up, dgate, dup), activation, BACKWARD_BLOCK)
-    return dgate, dup
+def gated_backward(
+    dy: Tensor,  # (..., I)
+    gate: Tensor,  # (..., I), or (..., 2 I): gate, then up
+    up: Tensor | None,  # (..., I), None if behind the gate
+    dgate: Tensor,  # of gate's shape
+    dup: Tensor | None,  # of up's shape
+    activation: str,
+) -> None:
+    """Write dgate and dup; all contiguous."""
+    columns = dy.numel() if up is not None else dy.shape[-1]
+    tensors = (dy, gate, up, dgate, dup)
+    _launch(_gated_backward_kernel, tensors, dy.numel(), columns, activation, BACKWARD_BLOCK)
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], activation: str, block: int) -> None:
-    size = tensors[0].numel()
-    if size:
-        with torch.cuda.device_of(tensors[0]):
-            kernel[(triton.cdiv(size, block),)](
-                *tensors, size, IS_SILU=activation == "silu", BLOCK=block, num_warps=WARPS
-            )
+def _launch(
+    kernel: Any,
+    tensors: tuple[Any, ...],
+    size: int,
+    columns: int,
+    activation: str,
+    block: int,
+) -> None:
+    if not size:
+        return
+    programs = size // columns * triton.cdiv(columns, block)
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(programs,)](
+            *tensors, columns, IS_SILU=activation == "silu", BLOCK=block, num_warps=WARPS
+        )

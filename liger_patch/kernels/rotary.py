@@ -1,6 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864) of queries and keys in one launch.
 
-Of the first R of D features of each head, x1 and x2 the first and the second half of them:
+Of the first R of D features of each head, x1 and x2 the first and the second half of them (or, of
+interleaved pairs, the even and the odd ones):
 
     y1 = x1 cos1 - x2 sin1          y2 = x2 cos2 + x1 sin2
 
@@ -19,23 +20,36 @@ from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_deri
 
 
 def _rotary_results(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    interleaved: bool,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like(q, dtype), _like(k, dtype)
 
 
 @operator(_rotary_results)
 def _rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    interleaved: bool,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    outputs = _rotary_results(q, k, cos, sin, dtype, backward)
+    outputs = _like(q, dtype), _like(k, dtype)
     if all(serves_triton(each) for each in (q, k, cos, sin, outputs[0])):
         from liger_patch.kernels import rotary_triton
 
-        rotary_triton.rotary((q, k), cos, sin, outputs, backward=backward)
+        how = {"interleaved": interleaved, "backward": backward}
+        rotary_triton.rotary((q, k), cos, sin, outputs, **how)
     else:
         for x, out in zip((q, k), outputs, strict=True):
-            _rotated(x, cos[:, None], sin[:, None], out, backward)
+            _rotated(x, cos[:, None], sin[:, None], out, interleaved, backward)
     return outputs
 
 
@@ -46,49 +60,72 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return empty.transpose(1, 2)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, backward: bool) -> None:
+def _rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool, backward: bool
+) -> None:
     dtype = accumulation_dtype(out.dtype)
-    turned = cos.shape[-1]
-    cos1, cos2 = cos.to(dtype).chunk(2, -1)
-    sin1, sin2 = sin.to(dtype).chunk(2, -1)
-    x1, x2 = x[..., :turned].to(dtype).chunk(2, -1)
+    turned = _turned(cos, interleaved)
+    cos1, cos2 = _of_pairs(cos.to(dtype), interleaved)
+    sin1, sin2 = _of_pairs(sin.to(dtype), interleaved)
+    x1, x2 = _pairs(x[..., :turned].to(dtype), interleaved)
+    y1, y2 = _pairs(out[..., :turned], interleaved)
     if backward:
-        halves = (x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1)
+        y1.copy_(x1 * cos1 + x2 * sin2)
+        y2.copy_(x2 * cos2 - x1 * sin1)
     else:
-        halves = (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2)
-    out[..., :turned] = torch.cat(halves, -1)
+        y1.copy_(x1 * cos1 - x2 * sin1)
+        y2.copy_(x2 * cos2 + x1 * sin2)
     out[..., turned:] = x[..., turned:]
+
+
+def _turned(cos: Tensor, interleaved: bool) -> int:
+    """R, the number of features that are turned."""
+    return cos.shape[-1] * (2 if interleaved else 1)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
+
+
+def _of_pairs(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (table, table) if interleaved else _pairs(table, False)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype, interleaved: bool):
         ctx.save_for_backward(cos, sin)
-        ctx.dtype = q.dtype
-        return _rotary(q, k, cos, sin, dtype, False)
+        ctx.dtype, ctx.interleaved = q.dtype, interleaved
+        return _rotary(q, k, cos, sin, dtype, interleaved, False)
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
         refuse_second_derivative("rotary", LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
-        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, True)
-        return *turned_back, None, None, None
+        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, ctx.interleaved, True)
+        return *turned_back, None, None, None, None
 
 
 def rotary(
     q: Tensor,  # (B, heads, T, D)
-    k: Tensor,  # (B, other heads, T, D)
+    k: Tensor | None,  # (B, other heads, T, D)
     cos: Tensor,  # (B or 1, T, R)
     sin: Tensor,  # (B or 1, T, R)
     *,
+    interleaved: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys turned by the angles of their tokens' positions.
 
     Args:
         q, k: (B, heads, T, D), each with heads of its own number, of one floating dtype; of any
-            strides.
-        cos, sin: (B or 1, T, R), R even and at most D; no gradient is computed for them.
+            strides. Without ``k``, the second result has no heads.
+        cos, sin: (B or 1, T, R), R even and at most D; no gradient is computed for them. Of
+            interleaved pairs (B or 1, T, R / 2): one angle for each. Of any strides.
+        interleaved: whether a feature's pair is the one beside it, not R / 2 behind it.
         dtype: of the results; by default the one that ``q * cos`` has.
 
     Returns:
@@ -103,6 +140,8 @@ def rotary(
             f"q must be floating point (B, heads, T, D), got {q.dtype} {tuple(q.shape)}"
         )
     batch, _, tokens, size = q.shape
+    if k is None:
+        k = q.new_empty(batch, 0, tokens, size)
     if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, tokens, size) or k.dtype != q.dtype:
         expected, given = f"({batch}, heads, {tokens}, {size})", f"{k.dtype} {tuple(k.shape)}"
         raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
@@ -112,10 +151,13 @@ def rotary(
         shape = tuple(table.shape)
         if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
             raise ValueError(f"{name} must have shape ({batch} or 1, {tokens}, R), got {shape}")
-        if shape[2] % 2 or shape[2] > size or table.shape != cos.shape:
-            raise ValueError(f"{name} must have an even R of at most {size} features, got {shape}")
+        turned = _turned(table, interleaved)
+        if turned % 2 or turned > size or table.shape != cos.shape:
+            given = f"{shape}, {turned} features"
+            raise ValueError(f"{name} must have an even R of at most {size} features, got {given}")
         if table.requires_grad:
             raise ValueError(f"{name} must not require a gradient: none is computed for it")
         if table.device != q.device:
             raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
-    return _Rotary.apply(q, k, cos, sin, dtype or torch.promote_types(q.dtype, cos.dtype))
+    dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
+    return _Rotary.apply(q, k, cos, sin, dtype, interleaved)

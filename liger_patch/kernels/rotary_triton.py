@@ -7,54 +7,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# The best of those tried on an H200: heads of 64 to 256, 4 to 32 of them
 MAX_BLOCK_HEADS = 8  # that a program holds at a time
-WARPS = 4
+PAIRS = 1024  # of queries that a program turns, at least
+WIDE_PAIRS, WIDE_TOKENS = 128, 4  # heads of so many pairs: tokens of a program
+WARPS = 2
 
 
 @triton.jit
 def _turn(
     x_ptr,
     x_head_stride,
+    x_token_stride,
     out_ptr,
-    out_head_stride,
     cos_ptr,
+    cos_token_stride,
+    cos_stride,
     sin_ptr,
+    sin_token_stride,
+    sin_stride,
+    token,  # (BLOCK_TOKENS,)
+    tokens,
     heads,
     size,
     turned,
     BACKWARD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The heads of one token; features are contiguous."""
-    half = turned // 2
-    feature = tl.arange(0, BLOCK_HALF)
-    inside = feature < half
-    cos1 = tl.load(cos_ptr + feature, mask=inside, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos_ptr + half + feature, mask=inside, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin_ptr + feature, mask=inside, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin_ptr + half + feature, mask=inside, other=0.0).to(tl.float32)
+    """The heads of some tokens; features are contiguous."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+        angle2 = pair
+    else:
+        first, second = pair, turned // 2 + pair
+        angle2 = second
+    token_mask = token < tokens
+    has_angle = token_mask[:, None] & (pair < turned // 2)[None, :]
+    cos_ptr += token[:, None] * cos_token_stride
+    sin_ptr += token[:, None] * sin_token_stride
+    cos1 = tl.load(cos_ptr + pair[None, :] * cos_stride, mask=has_angle, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos_ptr + angle2[None, :] * cos_stride, mask=has_angle, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin_ptr + pair[None, :] * sin_stride, mask=has_angle, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin_ptr + angle2[None, :] * sin_stride, mask=has_angle, other=0.0).to(tl.float32)
     if BACKWARD:
         across1, across2 = sin2, -sin1
     else:
         across1, across2 = -sin1, sin2
     for start in range(0, heads, BLOCK_HEADS):
         head = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-        mask = (head < heads)[:, None] & inside[None, :]
-        x_row = x_ptr + head[:, None] * x_head_stride
-        out_row = out_ptr + head[:, None] * out_head_stride
-        x1 = tl.load(x_row + feature[None, :], mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_row + half + feature[None, :], mask=mask, other=0.0).to(tl.float32)
-        y1 = x1 * cos1[None, :] + x2 * across1[None, :]
-        y2 = x2 * cos2[None, :] + x1 * across2[None, :]
-        tl.store(out_row + feature[None, :], y1, mask=mask)
-        tl.store(out_row + half + feature[None, :], y2, mask=mask)
+        is_head = token_mask[:, None] & (head < heads)[None, :]
+        x_row = x_ptr + token[:, None] * x_token_stride + head[None, :] * x_head_stride
+        out_row = out_ptr + (token[:, None] * heads + head[None, :]) * size
+        mask = is_head[:, :, None] & (pair < turned // 2)[None, None, :]
+        x1 = tl.load(x_row[:, :, None] + first[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_row[:, :, None] + second[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        y1 = x1 * cos1[:, None, :] + x2 * across1[:, None, :]
+        y2 = x2 * cos2[:, None, :] + x1 * across2[:, None, :]
+        tl.store(out_row[:, :, None] + first[None, None, :], y1, mask=mask)
+        tl.store(out_row[:, :, None] + second[None, None, :], y2, mask=mask)
         if BLOCK_REST > 0:
             rest = turned + tl.arange(0, BLOCK_REST)
-            mask = (head < heads)[:, None] & (rest < size)[None, :]
-            copied = tl.load(x_row + rest[None, :], mask=mask, other=0.0)
-            tl.store(out_row + rest[None, :], copied, mask=mask)
+            mask = is_head[:, :, None] & (rest < size)[None, None, :]
+            copied = tl.load(x_row[:, :, None] + rest[None, None, :], mask=mask, other=0.0)
+            tl.store(out_row[:, :, None] + rest[None, None, :], copied, mask=mask)
 
 
 @triton.jit
@@ -63,91 +82,114 @@ def _rotary_kernel(
     q_batch_stride,
     q_head_stride,
     q_token_stride,
-    k_ptr,  # (B, other heads, T, D)
+    k_ptr,  # (B, other heads or none, T, D)
     k_batch_stride,
     k_head_stride,
     k_token_stride,
     q_out_ptr,  # (B, T, heads, D) contiguous
     k_out_ptr,
-    cos_ptr,  # (B or 1, T, R)
+    cos_ptr,  # (B or 1, T, R), of interleaved pairs (B or 1, T, R / 2)
     cos_batch_stride,
     cos_token_stride,
+    cos_stride,
     sin_ptr,
     sin_batch_stride,
     sin_token_stride,
+    sin_stride,
     tokens,
     q_heads,
     k_heads,
     size,
     turned,
     BACKWARD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_Q_HEADS: tl.constexpr,
-    BLOCK_K_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_K_HEADS: tl.constexpr,  # 0 where there are no keys
+    BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # 0 where all features are turned
 ):
-    """One program per token."""
-    place = tl.program_id(0).to(tl.int64)
-    batch = place // tokens
-    token = place % tokens
-    cos_ptr += batch * cos_batch_stride + token * cos_token_stride
-    sin_ptr += batch * sin_batch_stride + token * sin_token_stride
+    """One program per block of a sequence's tokens."""
+    blocks = tl.cdiv(tokens, BLOCK_TOKENS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    token = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    cos_ptr += batch * cos_batch_stride
+    sin_ptr += batch * sin_batch_stride
     _turn(
-        q_ptr + batch * q_batch_stride + token * q_token_stride,
+        q_ptr + batch * q_batch_stride,
         q_head_stride,
-        q_out_ptr + place * q_heads * size,
-        size,
+        q_token_stride,
+        q_out_ptr + batch * tokens * q_heads * size,
         cos_ptr,
+        cos_token_stride,
+        cos_stride,
         sin_ptr,
+        sin_token_stride,
+        sin_stride,
+        token,
+        tokens,
         q_heads,
         size,
         turned,
         BACKWARD,
+        INTERLEAVED,
         BLOCK_Q_HEADS,
-        BLOCK_HALF,
+        BLOCK_PAIRS,
         BLOCK_REST,
     )
-    _turn(
-        k_ptr + batch * k_batch_stride + token * k_token_stride,
-        k_head_stride,
-        k_out_ptr + place * k_heads * size,
-        size,
-        cos_ptr,
-        sin_ptr,
-        k_heads,
-        size,
-        turned,
-        BACKWARD,
-        BLOCK_K_HEADS,
-        BLOCK_HALF,
-        BLOCK_REST,
-    )
+    if BLOCK_K_HEADS > 0:
+        _turn(
+            k_ptr + batch * k_batch_stride,
+            k_head_stride,
+            k_token_stride,
+            k_out_ptr + batch * tokens * k_heads * size,
+            cos_ptr,
+            cos_token_stride,
+            cos_stride,
+            sin_ptr,
+            sin_token_stride,
+            sin_stride,
+            token,
+            tokens,
+            k_heads,
+            size,
+            turned,
+            BACKWARD,
+            INTERLEAVED,
+            BLOCK_K_HEADS,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+        )
 
 
 def rotary(
     inputs: tuple[Tensor, Tensor],  # (B, heads, T, D) each
-    cos: Tensor,  # (B or 1, T, R)
-    sin: Tensor,  # (B or 1, T, R)
+    cos: Tensor,  # (B or 1, T, R), of interleaved pairs (B or 1, T, R / 2)
+    sin: Tensor,  # as cos
     outputs: tuple[Tensor, Tensor],  # of the inputs' shapes, (B, T, heads, D) in memory
     *,
+    interleaved: bool,
     backward: bool,
 ) -> None:
     """Write the turned queries and keys; ``backward``: turned back."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
     batch, q_heads, tokens, size = q.shape
-    turned = cos.shape[-1]
+    turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
         return
+    pairs = triton.next_power_of_2(max(1, turned // 2))
+    block_tokens = block_of_tokens(q_heads, pairs)
     constants: dict[str, Any] = {
         "BACKWARD": backward,
+        "INTERLEAVED": interleaved,
+        "BLOCK_TOKENS": block_tokens,
         "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(q_heads)),
         "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k.shape[1])),
-        "BLOCK_HALF": triton.next_power_of_2(max(1, turned // 2)),
+        "BLOCK_PAIRS": pairs,
         "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
     }
-    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
     with torch.cuda.device_of(q):
-        _rotary_kernel[(batch * tokens,)](
+        _rotary_kernel[(batch * triton.cdiv(tokens, block_tokens),)](
             q,
             q.stride(0),
             q.stride(1),
@@ -161,9 +203,11 @@ def rotary(
             cos,
             cos.stride(0) if len(cos) > 1 else 0,
             cos.stride(1),
+            cos.stride(2),
             sin,
             sin.stride(0) if len(sin) > 1 else 0,
             sin.stride(1),
+            sin.stride(2),
             tokens,
             q_heads,
             k.shape[1],
@@ -172,3 +216,10 @@ def rotary(
             **constants,
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
+
+
+def block_of_tokens(heads: int, pairs: int) -> int:
+    """How many tokens a program turns, a power of 2."""
+    if pairs >= WIDE_PAIRS:
+        return WIDE_TOKENS
+    return max(1, PAIRS // (triton.next_power_of_2(max(1, heads)) * pairs))

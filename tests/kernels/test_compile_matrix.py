@@ -371,10 +371,16 @@ def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.rms_norm_triton import tile
+    from liger_patch.kernels.rms_norm_triton import stages, tile
 
-    for dtype, hidden_size, has_weight in (("*bf16", 4096, 1), ("*fp16", 128, 1), ("*fp32", 33, 0)):
+    for dtype, hidden_size, has_weight in (
+        ("*bf16", 4096, 1),
+        ("*fp16", 128, 1),
+        ("*fp32", 33, 0),
+        ("*fp32", 32768, 1),
+    ):
         blocks, warps = tile(hidden_size)
+        row_bytes = 8 if dtype == "*fp32" else 4
         yield (
             f"{dtype[1:]}-{hidden_size}-{has_weight}",
             {
@@ -388,46 +394,80 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
                 "hidden_size": "i32",
                 "offset": "fp32",
                 **blocks,
+                "STAGES": stages(blocks, row_bytes),
             },
             warps,
         )
 
 
+def sum_parts(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import rms_norm_triton as kernels
+
+    for dtype in ("*bf16", "*fp16", "*fp32"):
+        sizes = {"parts": "i32", "hidden_size": "i32"}
+        blocks = {"BLOCK_P": kernels.SUM_PARTS, "BLOCK_H": kernels.SUM_COLUMNS}
+        yield (
+            dtype[1:],
+            {"parts_ptr": "*fp32", "sum_ptr": dtype, **sizes, **blocks},
+            kernels.SUM_WARPS,
+        )
+
+
+GATED = (("*bf16", True, 0), ("*fp16", False, 0), ("*fp32", True, 1), ("*bf16", False, 1))
+
+
 def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import gated_triton as kernels
 
-    for dtype, is_silu in (("*bf16", True), ("*fp16", False), ("*fp32", True)):
+    for dtype, is_silu, halves in GATED:
         pointers = dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), dtype)
-        others = {"size": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BLOCK}
-        yield f"{dtype[1:]}-{is_silu}", pointers | others, kernels.WARPS
+        if halves:
+            pointers["up_ptr"] = None
+        others = {"columns": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BLOCK}
+        yield f"{dtype[1:]}-{is_silu}-{halves}", pointers | others, kernels.WARPS
 
 
 def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import gated_triton as kernels
 
-    for dtype, is_silu in (("*bf16", True), ("*fp16", False), ("*fp32", True)):
+    for dtype, is_silu, halves in GATED:
         names = ("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
-        others = {"size": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BACKWARD_BLOCK}
-        yield f"{dtype[1:]}-{is_silu}", dict.fromkeys(names, dtype) | others, kernels.WARPS
+        pointers = dict.fromkeys(names, dtype)
+        if halves:
+            pointers |= {"up_ptr": None, "dup_ptr": None}
+        others = {"columns": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BACKWARD_BLOCK}
+        yield f"{dtype[1:]}-{is_silu}-{halves}", pointers | others, kernels.WARPS
 
 
 def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import rotary_triton as kernels
 
-    for dtype, backward, rest in (("*bf16", True, 0), ("*fp16", False, 64), ("*fp32", True, 8)):
+    cases = (
+        ("*bf16", True, False, 2, 0),
+        ("*fp16", False, False, 1, 64),
+        ("*fp32", True, False, 0, 8),
+        ("*bf16", False, True, 2, 64),
+        ("*fp32", True, True, 8, 0),
+    )
+    for dtype, backward, interleaved, k_heads, rest in cases:
         pointers = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
         sizes = [f"{x}_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
         sizes += [f"{x}_{part}_stride" for x in ("cos", "sin") for part in ("batch", "token")]
         sizes += ["tokens", "q_heads", "k_heads", "size", "turned"]
+        # of the tables: specialised where it is 1
+        strides = dict.fromkeys(("cos_stride", "sin_stride"), "i32" if interleaved else 1)
         constants = {
             "BACKWARD": backward,
+            "INTERLEAVED": interleaved,
+            "BLOCK_TOKENS": kernels.WIDE_TOKENS,
             "BLOCK_Q_HEADS": kernels.MAX_BLOCK_HEADS,
-            "BLOCK_K_HEADS": 2,
-            "BLOCK_HALF": 64,
+            "BLOCK_K_HEADS": k_heads,
+            "BLOCK_PAIRS": 64,
             "BLOCK_REST": rest,
         }
-        arguments = dict.fromkeys(pointers, dtype) | dict.fromkeys(sizes, "i32") | constants
-        yield f"{dtype[1:]}-{backward}-{rest}", arguments, kernels.WARPS
+        arguments = dict.fromkeys(pointers, dtype) | dict.fromkeys(sizes, "i32")
+        name = f"{dtype[1:]}-{backward}-{interleaved}-{k_heads}-{rest}"
+        yield name, arguments | strides | constants, kernels.WARPS
 
 
 KERNELS = {
@@ -445,6 +485,7 @@ KERNELS = {
     "_rotary_kernel": rotary,
     "_scale_kernel": scale,
     "_scale_rows_kernel": scale_rows,
+    "_sum_parts_kernel": sum_parts,
     "_token_statistics_kernel": token_statistics,
 }
 

@@ -155,14 +155,42 @@ def test_gated(activation, shape, dtype, device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_of_halves_of_one_product(activation, device):
-    both = torch.randn(4, 5, 48, device=device, dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(2,), (64, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
     act = ACTIVATIONS[activation]
     check(
-        lambda both: gated(*both.chunk(2, -1), activation=activation),
+        lambda both: gated(both, activation=activation),
         lambda both: act(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
-        {"both": both},
+        {"both": (torch.randn(shape) * 4).to(device, dtype)},
     )
+
+
+@pytest.mark.parametrize("made", ["transposed", "sliced", "expanded", "chunked"])
+def test_gated_of_any_strides(made, device):
+    act = ACTIVATIONS["silu"]
+    x = torch.randn(4, 6, 48, device=device, dtype=torch.bfloat16)
+    view = {
+        "transposed": lambda x: x.transpose(0, 1),
+        "sliced": lambda x: x[..., ::2],
+        "expanded": lambda x: x[:, :1].expand(4, 6, 48),
+        "chunked": lambda x: x.chunk(2, -1)[1],
+    }[made]
+
+    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = view(x).chunk(2, -1)
+        return act(gate) * up, act(view(x)) * view(x)
+
+    check(lambda x: (gated(view(x)), gated(view(x), view(x))), eager, {"x": x})
+
+
+def test_nothing_is_copied_for_halves_of_one_tensor(device):
+    both = torch.randn(3, 5, 32, device=device, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gated(both).sum().backward()
+    assert [t.data_ptr() for t in saved] == [both.data_ptr()]
+    assert both.grad is not None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -215,6 +243,50 @@ def test_rotary(kind, turned, dtype, device):
         return rotated(q.transpose(1, 2), c, s), rotated(k.transpose(1, 2), c, s)
 
     check(lambda q, k: rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin), eager, inputs)
+
+
+def rotated_beside(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Cohere's and GLM's models do it, partly too: the pairs are neighbours."""
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    cos, sin = (t.repeat_interleave(2, -1)[:, None] for t in (cos, sin))
+    return torch.cat((turned * cos + across * sin, rest), -1)
+
+
+@pytest.mark.parametrize("kind", ["any order", "shared"])
+@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
+    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    # one of two angles, in memory beside others
+    cos, sin = (t.to(device, dtype)[..., : turned // 2] for t in tables((2, 5, turned), kind))
+    sin = torch.stack((sin, sin), -1)[..., 0]
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos.to(q.dtype), sin.to(q.dtype)
+        return rotated_beside(q.transpose(1, 2), c, s), rotated_beside(k.transpose(1, 2), c, s)
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
+
+    check(ours, eager, inputs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary_without_keys(interleaved, dtype, device):
+    q = torch.randn(2, 5, 3, 8, device=device, dtype=dtype)
+    cos, sin = (t.to(device, dtype) for t in tables((2, 5, 8), "any order"))
+    if interleaved:
+        cos, sin = cos[..., :4], sin[..., :4]
+    eager = rotated_beside if interleaved else rotated
+    check(
+        lambda q: rotary(q.transpose(1, 2), None, cos, sin, interleaved=interleaved)[0],
+        lambda q: eager(q.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype)),
+        {"q": q},
+    )
+    assert rotary(q, None, cos[:, :3], sin[:, :3], interleaved=interleaved)[1].shape == (2, 0, 3, 8)
 
 
 def test_rotary_of_wider_tables_has_their_dtype(device):
@@ -272,6 +344,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
     "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
     "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
+    "halves": (lambda: gated(X[:, :7]), r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
     "up": (lambda: gated(X, X[:1]), "up must have the shape of gate"),
     "up's dtype": (lambda: gated(X, X.half()), "up must have the dtype of gate"),
     "q": (lambda: rotary(X, Q, C, C), "q must be floating point"),
@@ -279,6 +352,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "cos": (lambda: rotary(Q, Q, C[:, :2], C), "cos must have shape"),
     "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
     "too many": (lambda: rotary(Q[..., :4], Q[..., :4], C, C), "cos must have an even R"),
+    "pairs": (
+        lambda: rotary(Q, Q, C, C, interleaved=True),
+        r"cos must have an even R of at most 8 features, got \(1, 5, 8\), 16 features",
+    ),
     "sin": (lambda: rotary(Q, Q, C, C[..., :4]), "sin must have an even R"),
     "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
     "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
@@ -303,8 +380,16 @@ def test_operators_are_what_torch_says_an_operator_is(operator, device):
             ("rms_norm_backward", (x, x, weight, rstd, 1.0, True)),
             ("rms_norm_backward", (x, x, None, rstd, 1.0, True)),
         ],
-        "gated": [("gated", (x, x, "silu")), ("gated_backward", (x, x, x, "gelu_tanh"))],
-        "rotary": [("rotary", (x, x[:, :2], cos, sin, torch.float32, True))],
+        "gated": [
+            ("gated", (x, x, "silu")),
+            ("gated", (x, None, "silu")),
+            ("gated_backward", (x, x, x, "gelu_tanh")),
+            ("gated_backward", (x[..., :4], x, None, "gelu_tanh")),
+        ],
+        "rotary": [
+            ("rotary", (x, x[:, :2], cos, sin, torch.float32, False, True)),
+            ("rotary", (x, x[:, :0], cos[..., ::2], sin[..., 1::2], torch.float64, True, False)),
+        ],
     }
     for name, arguments in calls[operator]:
         overload = getattr(torch.ops.liger_patch, name).default
