@@ -40,6 +40,7 @@ def measure(
     functions: Mapping[str, Callable[[], object]],
     *,
     before: Callable[[], object] | None = None,
+    load_ms: float = LOAD_MS,
     rounds: int = 10,
     device: torch.device | str = "cuda",
 ) -> dict[str, Measurement | Failure]:
@@ -48,8 +49,9 @@ def measure(
     Each is called once before it is weighed, and all take a turn before the timed ones, which fills
     the allocator's cache. A GPU at its power limit clocks higher after a light load: so the turns
     are interleaved in an order that is drawn anew for each round, and in front of each ``before``
-    runs, untimed, as often as takes LOAD_MS: a shorter load leaves a clock that no training step
-    holds. What a call returns is dropped before the next. A function that fails has no more turns.
+    runs, untimed, as often as takes ``load_ms``: shorter loads of products than LOAD_MS leave a
+    clock that no training step holds. What a call returns is dropped before the next. A function
+    that fails has no more turns.
     """
     kind = torch.device(device).type
     results: dict[str, Measurement | Failure] = {}
@@ -60,7 +62,7 @@ def measure(
             results[name] = peak
         else:
             peaks[name] = peak
-    loads = [] if before is None else [before] * _times_to_last(before, LOAD_MS, kind)
+    loads = [] if before is None else [before] * _times_to_last(before, load_ms, kind)
     times: dict[str, list[float]] = {name: [] for name in peaks}
     order = list(peaks)
     shuffle = random.Random(0).shuffle

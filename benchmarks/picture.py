@@ -1,5 +1,6 @@
 """Pictures of a benchmark's report: time over the floor against peak memory, a panel a case; both
-against the number of tokens; time and memory of training steps, a group of bars a model.
+against the number of tokens; time and memory of training steps, a group of bars a model; losses of
+training runs, a column a model.
 
 python benchmarks/picture.py outputs/benchmarks/*.json
 """
@@ -7,12 +8,14 @@ python benchmarks/picture.py outputs/benchmarks/*.json
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
+from convergence_verdict import by_model
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -35,11 +38,16 @@ def draw_all(report: dict, path: Path) -> list[Path]:
         ("results", "", draw),
         ("sweep", "_sweep", draw_sweep),
         ("steps", "", draw_steps),
+        ("convergence", "", draw_convergence),
     ):
-        if any("ms" in row and row["contender"] != FLOOR for row in report.get(key, ())):
+        if any(_is_drawn(row) for row in report.get(key, ())):
             drawn.append(path.with_name(f"{path.stem}{ending}.png"))
             draw_part(report, drawn[-1])
     return drawn
+
+
+def _is_drawn(row: dict) -> bool:
+    return row["contender"] != FLOOR and ("ms" in row or "held_out" in row)
 
 
 def draw(report: dict, path: Path) -> None:
@@ -137,9 +145,38 @@ def draw_steps(report: dict, path: Path) -> None:
     _finish(figure, report, path, "training step")
 
 
+def draw_convergence(report: dict, path: Path) -> None:
+    """Losses of the runs above, and below how far the held-out ones are from the first run's."""
+    models, settings = by_model(report["convergence"]), report["settings"]
+    styles, evaluated = _styles(report), settings["evaluated_after"]
+    figure, axes = plt.subplots(
+        2, len(models), figsize=(4.6 * len(models), 7.2), squeeze=False, layout="constrained"
+    )
+    for (losses, apart), (model, runs) in zip(axes.T, models.items(), strict=True):
+        for run in runs:
+            style, steps = styles[run["contender"]], range(1, settings["steps"] + 1)
+            losses.plot(steps, run["training"], color=style["color"], lw=0.4, alpha=0.5)
+            losses.plot(evaluated, run["held_out"], label=run["contender"], ms=3, **style)
+            differences = [
+                abs(a - b) or math.nan  # a logarithmic axis has no place for "equal"
+                for a, b in zip(run["held_out"], runs[0]["held_out"], strict=True)
+            ]
+            apart.plot(evaluated, differences, ms=4, **style)
+        losses.set_title(model, fontsize=10)
+        apart.set_yscale("log")
+        for panel in (losses, apart):
+            panel.set_xlabel("step")
+            panel.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("loss in nats: held-out (thin: training)")
+    axes[1, 0].set_ylabel(f"|held-out loss - that of {report['convergence'][0]['contender']}|")
+    _finish(figure, report, path, f"{settings['steps']} training steps")
+
+
 def _styles(report: dict) -> dict[str, dict]:
     """Each contender's colour and marker: ours in black and greys, the same in every picture."""
-    rows = [row for key in ("results", "sweep", "steps") for row in report.get(key, ())]
+    rows = [
+        row for key in ("results", "sweep", "steps", "convergence") for row in report.get(key, ())
+    ]
     styles, peers, own = {}, 0, 0
     for contender in dict.fromkeys(row["contender"] for row in rows if row["contender"] != FLOOR):
         if contender.startswith("liger_patch"):

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from convergence_report import judgement, losses_table
+
 RESULTS = Path(__file__).parent / "results"
 FLOOR = "bare products"
+COPY = "copy"
 
 
 def terminal_table(rows: list[dict]) -> str:
@@ -49,6 +52,26 @@ def terminal_steps_table(rows: list[dict]) -> str:
             elif "wrong" in row:
                 said = f"  {'wrong':25s}{numbers}"
         lines.append(f"  {row['contender']:24s}{said}")
+    return "\n".join(lines)
+
+
+def terminal_layer_kernels_table(rows: list[dict]) -> str:
+    """The rows of one case, forward then backward: time, bandwidth, its share of a copy's, errors.
+
+    The host's time is that of queueing a call.
+    """
+    columns = f"{'µs':>8s}{'TB/s':>8s}{'share':>8s}{'host µs':>9s}{'errors':>24s}"
+    lines = [rows[0]["case"], f"  {'':24s}{columns}"]
+    for row in rows:
+        errors = ", ".join(f"{error:.3%}" for error in row.get("errors", ()))
+        if "ms" in row:
+            said = f"{1000 * row['ms']:8.1f}{row['tb_per_s']:8.2f}{row['share']:8.3f}"
+            said += f"{1000 * row['host_ms']:9.1f}{errors:>24s}"
+        elif "failure" in row:
+            said = f"  {row['failure']}"
+        else:
+            said = f"  {'wrong':31s}{errors:>24s}"
+        lines.append(f"  {row['direction']:9s}{row['contender']:15s}{said}".rstrip())
     return "\n".join(lines)
 
 
@@ -131,6 +154,44 @@ def steps_table(report: dict) -> str:
     )
 
 
+def convergence_table(report: dict) -> str:
+    """Markdown: a line a model, a column a contender, each with its last held-out loss."""
+    settings = report["settings"]
+    return "\n".join(
+        [
+            losses_table(report),
+            "",
+            f"{_measured(report)} (autocast over float32 weights): "
+            f"{settings['batch_size'] * settings['length']} tokens of Python's standard library a "
+            "step, from random weights. Another seed gives other weights and another order of the "
+            "text; rounded is seed 0 with each first weight moved by half an eps of bfloat16 at "
+            "most. Held-out losses are those of the trained weights in an unpatched model, in "
+            f"float32. {judgement(report['convergence'])} `{report['command']}`.",
+        ]
+    )
+
+
+def layer_kernels_table(report: dict) -> str:
+    """Markdown: a line a case, a column a contender, each with both directions."""
+    rows = report["layer_kernels"]
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = [["share of a copy's bandwidth, forward / backward (µs)", *contenders]]
+    lines.append(["---"] * len(lines[0]))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case]
+        cells = ([row for row in of_case if row["contender"] == name] for name in contenders)
+        lines.append([case, *map(_both_directions, cells)])
+    return "\n".join(
+        [
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+            f"{_measured(report)}: medians in one process, `{report['command']}`. The copy moves "
+            "as many bytes as the kernel has to read and to write, each once; its own column is "
+            "its bandwidth in TB/s.",
+        ]
+    )
+
+
 TABLES = {
     "results": readme_table,
     "sweep": sweep_table,
@@ -138,6 +199,8 @@ TABLES = {
     "heads": heads_table,
     "log_probs": log_probs_table,
     "sft_steps": sft_steps_table,
+    "convergence": convergence_table,
+    "layer_kernels": layer_kernels_table,
 }
 
 
@@ -159,6 +222,22 @@ def _cell(row: dict) -> str:
     if row["contender"] == FLOOR:
         return f"{row['ms']:.1f}"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
+
+
+def _both_directions(rows: list[dict]) -> str:
+    said = [_share(row) for row in rows]
+    if rows and all("share" in row and row["contender"] != COPY for row in rows):
+        times = " / ".join(f"{1000 * row['ms']:.0f}" for row in rows)
+        return f"{' / '.join(said)} ({times})"
+    return " / ".join(dict.fromkeys(said))  # what failed in both directions is said once
+
+
+def _share(row: dict) -> str:
+    if "failure" in row:
+        return row["failure"].partition(":")[0]
+    if row.get("wrong"):
+        return "wrong"
+    return f"{row['tb_per_s']:.2f}" if row["contender"] == COPY else f"{row['share']:.2f}"
 
 
 def _measured(report: dict) -> str:

@@ -36,7 +36,9 @@ class Corpus:
     megabytes: float
 
 
-def build_corpus(vocab_size: int, length: int) -> Corpus:
+def build_corpus(
+    vocab_size: int, length: int, *, evaluation_tokens: int = EVALUATION_TOKENS
+) -> Corpus:
     """Trains a byte-level BPE tokenizer on the training files and cuts all files into blocks.
 
     The same Python and the same arguments give the same blocks.
@@ -62,7 +64,7 @@ def build_corpus(vocab_size: int, length: int) -> Corpus:
 
     return Corpus(
         train=blocks(train_texts),
-        evaluation=blocks(evaluation_texts)[: max(1, EVALUATION_TOKENS // length)],
+        evaluation=blocks(evaluation_texts)[: max(1, evaluation_tokens // length)],
         end_of_file_id=end_of_file_id,
         files=len(texts),
         megabytes=sum(map(len, texts)) / 1e6,

@@ -1,5 +1,6 @@
 """A small, randomly initialised model of any supported text architecture."""
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -22,13 +23,14 @@ def small_model(
     layers: int,
     length: int,
     eos_token_id: int,
+    head_dim: int = HEAD_DIM,
 ) -> PreTrainedModel:
     """A float32 model: the architecture's own defaults, and small sizes in every field named below.
 
-    `hidden_size` must be a multiple of 64 (an even number of heads of 32); `length` is in tokens.
-    Four layers or more, so that architectures that mix kinds of layers have one of each.
+    `hidden_size` must be a multiple of `2 * head_dim` (an even number of heads); `length` is in
+    tokens. Four layers or more, so that architectures that mix kinds of layers have one of each.
     """
-    heads = hidden_size // HEAD_DIM
+    heads = hidden_size // head_dim
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -36,8 +38,8 @@ def small_model(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
-        "head_dim": HEAD_DIM,
-        "query_pre_attn_scalar": HEAD_DIM,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
         "max_position_embeddings": length,
         # Mixtures of experts
         "num_experts": EXPERTS,
@@ -49,8 +51,8 @@ def small_model(
         # Linear attention (Qwen 3-Next, 3.5, 4)
         "linear_num_key_heads": heads // 2,
         "linear_num_value_heads": heads,
-        "linear_key_head_dim": HEAD_DIM,
-        "linear_value_head_dim": HEAD_DIM,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
         # Token indexer and hyper-connections (Qwen 4)
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -77,3 +79,10 @@ def small_model(
         use_cache=False,
     )
     return model_class(config)
+
+
+@torch.no_grad()
+def move_within_rounding(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Moves each weight by at most half an eps of `dtype`, which cannot tell that from none."""
+    for weight in model.parameters():
+        weight *= 1 + torch.finfo(dtype).eps * (torch.rand_like(weight) - 0.5)

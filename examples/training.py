@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from corpus import Corpus
 from peak_memory import PeakMemory
-from small_model import small_model
+from small_model import move_within_rounding, small_model
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import ProgressCallback
 
@@ -118,12 +118,6 @@ def train(settings: Settings, corpus: Corpus, variant: str) -> Run:
         peak_memory_mib=peak_memory_mib,
         ordinary_because=patch_status(model).reason if variant == "patched" else "not patched",
     )
-
-
-@torch.no_grad()
-def move_within_rounding(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for weight in model.parameters():
-        weight *= 1 + torch.finfo(dtype).eps * (torch.rand_like(weight) - 0.5)
 
 
 class StepClock(TrainerCallback):
