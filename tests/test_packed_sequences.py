@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import END_OF_WORDS, FIRST_WORD, PAD, tiny_model
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from training_step import Float64, Step, call, gradients, joined, patched, step, widened
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
@@ -145,15 +146,30 @@ PACKINGS: list[Callable[[list[Sample]], dict[str, Any]]] = [
 
 def truth_of(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
     """Loss and gradients of the eager model, one sequence at a time."""
-    losses, counts = [], []
-    for sample in samples:
-        count = sum(label != IGNORED for label in sample["labels"][1:])
-        if count:
-            batch = {name: value.to(model.device) for name, value in tensors(sample).items()}
-            losses.append(call(model, batch).loss)
-            counts.append(count)
-    weights = torch.tensor(counts if average == "token" else [1] * len(counts))
-    loss = (torch.stack(losses) * weights.to(model.device)).sum() / weights.sum()
+    logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
+    return averaged(model, logits, samples, average)
+
+
+def packed_eagerly(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
+    """Loss and gradients of the eager model, of one packed row."""
+    batch = {name: value.to(model.device) for name, value in positions_only(samples).items()}
+    del batch["labels"]
+    (row,) = call(model, batch).logits
+    return averaged(model, row.split([len(s["input_ids"]) for s in samples]), samples, average)
+
+
+def averaged(
+    model: PreTrainedModel, logits: Iterable[Tensor], samples: list[Sample], average: str
+) -> Step:
+    """Of the logits (T, V) of each sequence."""
+    sums, counts = [], []
+    for rows, sample in zip(logits, samples, strict=True):
+        labels = torch.tensor(sample["labels"][1:], device=rows.device)
+        if (labels != IGNORED).any():
+            sums.append(cross_entropy(rows[:-1], labels, reduction="sum"))
+            counts.append((labels != IGNORED).sum())
+    total, count = torch.stack(sums), torch.stack(counts)
+    loss = total.sum() / count.sum() if average == "token" else (total / count).mean()
     return {"loss": loss.detach(), **gradients(model, loss)}
 
 
@@ -191,7 +207,7 @@ def test_packed_trains_as_unpacked_on_a_gpu(average: str, model_type: str) -> No
     samples = make_samples(9, 4, 13, 6)
     truth = truth_of(model, samples, average)
     model.to("cuda", torch.float32)
-    eager = truth_of(model, samples, average)
+    eager = packed_eagerly(model, samples, average)
     batch = {name: value.cuda() for name, value in positions_only(samples).items()}
     with patched(model, loss_average=average, layers=True):
         ours = step(model, batch)

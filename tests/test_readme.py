@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from report import (
     RESULTS,
+    convergence_table,
     heads_table,
+    layer_kernels_table,
     log_probs_table,
     readme_table,
     sft_steps_table,
@@ -49,7 +51,7 @@ def of_results(table: Callable[[dict], str], name: str) -> Callable[[], str]:
 
 
 README = Path(__file__).parents[1] / "README.md"
-HEADS, TRL = DOCS / "heads.md", DOCS / "trl.md"
+HEADS, TRL, LAYERS = DOCS / "heads.md", DOCS / "trl.md", DOCS / "layers.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "architectures": (README, lambda: table(ARCHITECTURES)),
     "benchmark": (README, of_results(readme_table, "linear_cross_entropy.json")),
@@ -58,6 +60,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "qlora": (HEADS, of_results(steps_table, "qlora_step.json")),
     "log_probs": (TRL, of_results(log_probs_table, "log_probs.json")),
     "sft_steps": (TRL, of_results(sft_steps_table, "sft_step.json")),
+    "layer_kernels": (LAYERS, of_results(layer_kernels_table, "layer_kernels.json")),
+    "convergence": (LAYERS, of_results(convergence_table, "convergence.json")),
 }
 
 

@@ -154,7 +154,8 @@ def rms_norm_backward(
     """Write dx and, where there is one, dweight."""
     rows, hidden_size = x.shape
     blocks, num_warps = tile(hidden_size)
-    programs = min(triton.cdiv(rows, blocks["BLOCK_ROWS"]), PROGRAMS * processors(x.device))
+    tiles = -(-rows // blocks["BLOCK_ROWS"])
+    programs = min(tiles, PROGRAMS * processors(x.device))
     parts = None
     if dweight is not None:
         parts = torch.empty(programs, hidden_size, dtype=torch.float32, device=x.device)

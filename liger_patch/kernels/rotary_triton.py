@@ -11,7 +11,7 @@ from torch import Tensor
 MAX_BLOCK_HEADS = 8  # that a program holds at a time
 PAIRS = 1024  # of queries that a program turns, at least
 WIDE_PAIRS, WIDE_TOKENS = 128, 4  # heads of so many pairs: tokens of a program
-WARPS = 2
+WARPS, PARTLY_WARPS = 2, 4  # where all features are turned, and where some are copied
 
 
 @triton.jit
@@ -177,8 +177,9 @@ def rotary(
     turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
         return
-    pairs = triton.next_power_of_2(max(1, turned // 2))
-    block_tokens = block_of_tokens(q_heads, pairs)
+    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
+    is_whole = turned == size
+    block_tokens = block_of_tokens(q_heads, pairs) if is_whole else 1
     constants: dict[str, Any] = {
         "BACKWARD": backward,
         "INTERLEAVED": interleaved,
@@ -186,7 +187,7 @@ def rotary(
         "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(q_heads)),
         "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k.shape[1])),
         "BLOCK_PAIRS": pairs,
-        "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
+        "BLOCK_REST": 0 if is_whole else triton.next_power_of_2(size - turned),
     }
     with torch.cuda.device_of(q):
         _rotary_kernel[(batch * triton.cdiv(tokens, block_tokens),)](
@@ -214,7 +215,7 @@ def rotary(
             size,
             turned,
             **constants,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+            num_warps=WARPS if is_whole else PARTLY_WARPS,  # pyright: ignore[reportCallIssue]
         )
 
 
@@ -222,4 +223,5 @@ def block_of_tokens(heads: int, pairs: int) -> int:
     """How many tokens a program turns, a power of 2."""
     if pairs >= WIDE_PAIRS:
         return WIDE_TOKENS
-    return max(1, PAIRS // (triton.next_power_of_2(max(1, heads)) * pairs))
+    fewest: Any = triton.next_power_of_2(triton.cdiv(PAIRS, max(1, heads) * pairs))
+    return fewest
