@@ -83,7 +83,8 @@ def test_tables_name_every_outcome():
     assert "wrong" in said
 
 
-DRAWN = ("linear_cross_entropy", "training_step", "qlora_step")  # kinds_of_heads is a table alone
+# kinds_of_heads, layer_kernels, log_probs and sft_step are tables alone
+DRAWN = ("linear_cross_entropy", "training_step", "qlora_step", "convergence")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ DRAWN = ("linear_cross_entropy", "training_step", "qlora_step")  # kinds_of_head
 )
 def test_pictures_are_drawn_of_what_was_measured(report: dict, tmp_path: Path):
     drawn = draw_all(report, tmp_path / "report.json")
-    parts = [key for key in ("results", "sweep", "steps") if report.get(key)]
+    parts = [key for key in ("results", "sweep", "steps", "convergence") if report.get(key)]
     assert len(set(drawn)) == len(parts) > 0
     assert all(path.stat().st_size > 10_000 for path in drawn)
 
