@@ -126,7 +126,7 @@ def _launch(
 ) -> None:
     if not size:
         return
-    programs = size // columns * triton.cdiv(columns, block)
+    programs = size // columns * -(-columns // block)
     with torch.cuda.device_of(tensors[0]):
         kernel[(programs,)](
             *tensors, columns, IS_SILU=activation == "silu", BLOCK=block, num_warps=WARPS

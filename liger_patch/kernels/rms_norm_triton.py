@@ -128,7 +128,7 @@ def rms_norm(
     if not rows:
         return
     with torch.cuda.device_of(x):
-        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](
+        _rms_norm_kernel[(-(-rows // blocks["BLOCK_ROWS"]),)](
             x,
             weight,
             y,
@@ -176,7 +176,7 @@ def rms_norm_backward(
                 num_warps=num_warps,  # pyright: ignore[reportCallIssue]
             )
         if dweight is not None:
-            _sum_parts_kernel[(triton.cdiv(hidden_size, SUM_COLUMNS),)](
+            _sum_parts_kernel[(-(-hidden_size // SUM_COLUMNS),)](
                 parts,
                 dweight,
                 programs,

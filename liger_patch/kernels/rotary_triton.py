@@ -1,5 +1,6 @@
 """Triton form of the rotary embedding. The formulas are in ``rotary``. Extra memory: none."""
 
+import functools
 from typing import Any
 
 import torch
@@ -177,20 +178,9 @@ def rotary(
     turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
         return
-    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
-    is_whole = turned == size
-    block_tokens = block_of_tokens(q_heads, pairs) if is_whole else 1
-    constants: dict[str, Any] = {
-        "BACKWARD": backward,
-        "INTERLEAVED": interleaved,
-        "BLOCK_TOKENS": block_tokens,
-        "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(q_heads)),
-        "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k.shape[1])),
-        "BLOCK_PAIRS": pairs,
-        "BLOCK_REST": 0 if is_whole else triton.next_power_of_2(size - turned),
-    }
+    blocks, num_warps = tile(q_heads, k.shape[1], size, turned)
     with torch.cuda.device_of(q):
-        _rotary_kernel[(batch * triton.cdiv(tokens, block_tokens),)](
+        _rotary_kernel[(batch * -(-tokens // blocks["BLOCK_TOKENS"]),)](
             q,
             q.stride(0),
             q.stride(1),
@@ -214,14 +204,25 @@ def rotary(
             k.shape[1],
             size,
             turned,
-            **constants,
-            num_warps=WARPS if is_whole else PARTLY_WARPS,  # pyright: ignore[reportCallIssue]
+            BACKWARD=backward,
+            INTERLEAVED=interleaved,
+            **blocks,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         )
 
 
-def block_of_tokens(heads: int, pairs: int) -> int:
-    """How many tokens a program turns, a power of 2."""
-    if pairs >= WIDE_PAIRS:
-        return WIDE_TOKENS
-    fewest: Any = triton.next_power_of_2(triton.cdiv(PAIRS, max(1, heads) * pairs))
-    return fewest
+@functools.cache
+def tile(q_heads: int, k_heads: int, size: int, turned: int) -> tuple[dict[str, Any], int]:
+    """Constants of the kernel for heads of this number and size, and the warps of a program."""
+    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
+    tokens: Any = 1
+    if turned == size:
+        tokens = triton.next_power_of_2(triton.cdiv(PAIRS, max(1, q_heads) * pairs))
+        tokens = WIDE_TOKENS if pairs >= WIDE_PAIRS else tokens
+    return {
+        "BLOCK_TOKENS": tokens,
+        "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(q_heads)),
+        "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads)),
+        "BLOCK_PAIRS": pairs,
+        "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
+    }, WARPS if turned == size else PARTLY_WARPS
