@@ -48,9 +48,9 @@ def judgement(rows: list[dict]) -> str:
     """Every verdict in one sentence, and the training curves in another."""
     wrong = [f"{v.model}, {v.contender} ({v})" for v in verdicts(rows) if not v.holds]
     if wrong:
-        ends = f"NOT every patched run ends within the spread of eager's seeds: {'; '.join(wrong)}."
+        ends = f"NOT every patched run ends as near to eager's as seeds do: {'; '.join(wrong)}."
     else:
-        ends = "Every patched run ends within the spread of eager's seeds."
+        ends = "Every patched run ends nearer to eager's than eager's seeds are apart."
     apart: dict[bool, list[float]] = {True: [], False: []}
     for runs in by_model(rows).values():
         eager = runs[0]

@@ -30,7 +30,7 @@ class Verdict:
     def __str__(self) -> str:
         if not self.fused:
             return "not fused"
-        return f"{'within' if self.holds else 'NOT within'} the seeds' spread"
+        return f"{'less' if self.holds else 'NOT less'} than seeds differ"
 
 
 def verdicts(rows: list[dict]) -> list[Verdict]:

@@ -79,15 +79,17 @@ def apply_patch(
             f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
             "layers=False"
         )
+    before = frozenset(name for name, count in count_layers(target).items() if count)
     replace_layers(target, row, names)
     lacking = [n for n in sorted(names) if not count_layers(target)[n]]
     if layers is True and len(lacking) < len(names):
         lacking = []
     if lacking:
-        restore_layers(target)
+        replace_layers(target, row, before)
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
-            "layer that has a kernel (one whose forward accelerate has replaced by a hook has none)"
+            f"layer that has a kernel: none of Transformers' own, of a class that {row.model_type} "
+            f"names ({row.layers}), whose forward no hook of accelerate holds"
         )
     if record is not None:
         record.settings = settings
@@ -106,8 +108,8 @@ def apply_patch(
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
     if isinstance(layers, bool):
         return frozenset(LAYERS if layers else ())
-    names = {layers} if isinstance(layers, str) or not isinstance(layers, Collection) else {*layers}
-    if not names <= set(LAYERS):
+    names = [layers] if isinstance(layers, str) or not isinstance(layers, Collection) else layers
+    if not all(name in LAYERS for name in names):
         raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
     return frozenset(names)
 

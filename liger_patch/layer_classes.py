@@ -52,8 +52,12 @@ NORMS = {  # of the classes that are not like Llama's
 
 
 def norm_class(module: Any) -> Any:
-    """The class of a norm on a kernel; None where it norms groups of features."""
-    if getattr(module, "group_size", None) is not None:
+    """The class of a norm on a kernel; None where it norms groups of features, or is not
+    Transformers'.
+    """
+    if getattr(module, "group_size", None) is not None or not _is_transformers(
+        type(module).forward
+    ):
         return None
     return norm(type(module))
 
@@ -117,10 +121,12 @@ GATES = {  # by the names in the code of forward
 
 def mlp_class(module: Any) -> Any:
     """The class of a feed-forward layer whose gate is on a kernel; None where it has another form,
-    or an activation that has no kernel.
+    or an activation that has no kernel, or is not Transformers'.
     """
     gate = GATES.get(_names(type(module)))
-    if gate is None or type(getattr(module, gate.activation, None)) not in ACTIVATIONS:
+    if gate is None or not _is_transformers(type(module).forward):
+        return None
+    if type(getattr(module, gate.activation, None)) not in ACTIVATIONS:
         return None
     return gated_mlp(type(module))
 
@@ -202,10 +208,14 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {  # that call another function by o
 
 
 def attention_class(module: Any) -> Any:
-    """The class of an attention whose rotary embedding is on a kernel; None where it has none."""
-    if not _names(type(module)) & ROTATIONS.keys():
+    """The class of an attention whose rotary embedding is on a kernel; None where it has none, or
+    one that is not Transformers'.
+    """
+    names = _names(type(module)) & ROTATIONS.keys()
+    if not names or not _is_transformers(type(module).forward):
         return None
-    return rotary_attention(type(module))
+    own = type(module).forward.__globals__
+    return rotary_attention(type(module)) if all(_is_transformers(own[n]) for n in names) else None
 
 
 @functools.cache
@@ -224,13 +234,19 @@ def rotary_attention(original: Any) -> type[nn.Module]:
 
 
 def _names(cls: Any) -> frozenset[str]:
-    """In the code of its forward."""
-    return frozenset(cls.forward.__code__.co_names)
+    """In the code of its forward, where it has some."""
+    code = getattr(cls.forward, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
+
+
+def _is_transformers(function: Any) -> bool:
+    """Whether a function is Transformers' own: nobody has replaced it by another."""
+    return getattr(function, "__module__", "").startswith("transformers.")
 
 
 def _with_global(function: Any, name: str, value: object) -> Any:
-    """The same code, which finds this value under the name, and what its module has now under all
-    others.
+    """The same code, which finds this value under the name, and under all others what its module
+    had when this was called.
     """
     names = {**function.__globals__, name: value}
     # Dynamo would look names up in the module of this name instead

@@ -7,6 +7,8 @@ embedding, ``apply_rotary_pos_emb``.
 
 from __future__ import annotations
 
+import types
+
 from torch import nn
 
 from liger_patch.instance_class import ORIGINAL
@@ -49,10 +51,14 @@ def _layer(class_name: str, prefixes: list[str]) -> str | None:
 
 
 def restore_layers(model: nn.Module) -> None:
-    """Give every layer its own class and activation back."""
+    """Give every layer its own class back."""
     for module in list(model.modules()):
         if LAYER_NAME in vars(type(module)):
-            module.__class__ = getattr(type(module), ORIGINAL)
+            replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
+            module.__class__ = original
+            for name in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
+                if getattr(vars(module).get(name), "__func__", None) is replaced:
+                    setattr(module, name, types.MethodType(original.forward, module))
         elif hasattr(type(module), LAYER_NAME):
             raise RuntimeError(
                 f"{type(module).__name__} was given another class after apply_patch "

@@ -7,7 +7,7 @@ Stands in for Transformers' ``ForCausalLMLoss`` during a patched forward pass, a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -22,7 +22,7 @@ from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.parts import Parts, parts_of
-from liger_patch.sequences import next_labels, rows_start, sequence_starts, sequence_weights
+from liger_patch.sequences import next_labels, sequence_weights
 from liger_patch.steps import RECORDED, TAKE_KEYWORDS
 from liger_patch.verify import disagreement
 
@@ -67,7 +67,13 @@ class LossSettings:
     @property
     def changes_loss(self) -> bool:
         """Whether the loss differs from that of Transformers."""
-        return self != LossSettings(chunk_mib=self.chunk_mib)
+        return bool(self.changed)
+
+    @property
+    def changed(self) -> str:
+        """The options that change the loss, for messages."""
+        own, usual = vars(self), vars(LossSettings(chunk_mib=self.chunk_mib))
+        return ", ".join(f"{name}={own[name]!r}" for name in own if own[name] != usual[name])
 
 
 class OtherCall(Protocol):
@@ -143,7 +149,7 @@ class ForwardPass:
         record: of the model.
         head_name: the output embedding, for messages.
         unfused: why the logits of this forward pass are not deferred, None where they are.
-        arguments: of the call, those that say where sequences begin, by name.
+        starts: (B, T) where sequences begin, None where each row is one.
         num_sequences: of the whole step; None for those of this call.
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
@@ -153,7 +159,7 @@ class ForwardPass:
     record: PatchRecord
     head_name: str
     unfused: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    starts: Tensor | None = None
     num_sequences: Tensor | int | None = None
     done: bool = False
     running: bool = True
@@ -174,13 +180,8 @@ class ForwardPass:
         shift_labels: Tensor | None = None,  # (B, T)
         **kwargs: Any,
     ) -> Tensor:
-        """Transformers' ``ForCausalLMLoss``: tokens < t of a sequence predict its token t; () in
-        float32.
-        """
+        """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
-        starts = sequence_starts(labels.shape, self.arguments)
-        if shift_labels is None and starts is not None:
-            shift_labels = next_labels(labels, starts, ignore_index)
         if type(logits) not in (Tensor, nn.Parameter, DeferredLogits):
             self._leave_to_transformers(type(logits).__name__)
             return ForCausalLMLoss(
@@ -193,15 +194,13 @@ class ForwardPass:
                 **kwargs,
             )
         if shift_labels is None:
-            shift_labels = next_labels(labels, None, ignore_index)
+            shift_labels = next_labels(labels, ignore_index)
         token_weight = None
         if self.record.settings.loss_average == "sequence":
-            starts = rows_start(labels) if starts is None else starts.to(labels.device)
-            dtype = accumulation_dtype(logits.dtype)
-            weights, count = sequence_weights(
-                starts, shift_labels.to(labels.device) != ignore_index, dtype
+            supervised = shift_labels.to(logits.device) != ignore_index
+            token_weight, count = sequence_weights(
+                self.starts, supervised, accumulation_dtype(logits.dtype)
             )
-            token_weight = weights.to(logits.device)
             num_items_in_batch = self._denominator(count, num_items_in_batch)
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
@@ -232,7 +231,8 @@ class ForwardPass:
     def _leave_to_transformers(self, kind: str) -> None:
         """The logits are a tensor subclass that only Transformers' own loss can take."""
         if self.record.settings.changes_loss:
-            raise ValueError(f"{self.record.settings} cannot be applied to logits of type {kind}")
+            changed = self.record.settings.changed
+            raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
         self.record.fall_back(
             self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
         )

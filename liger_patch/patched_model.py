@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -22,8 +22,12 @@ from liger_patch import flags
 from liger_patch.deferring_head import deferring_head
 from liger_patch.instance_class import ORIGINAL, derived_class
 from liger_patch.loss import ForwardPass, PatchRecord
-from liger_patch.sequences import ARGUMENTS as SEQUENCE_ARGUMENTS
-from liger_patch.sequences import NUM_SEQUENCES
+from liger_patch.sequences import (
+    IGNORE_INDEX,
+    NUM_SEQUENCES,
+    sequence_starts,
+    within_sequences,
+)
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 
@@ -57,10 +61,13 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         other_call = None if record is None else record.other_call
         if other_call is not None and other_call.is_meant(kwargs):
             return other_call(self, inner, args, kwargs)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        if record is None or arguments.get("labels") is None:
+        if record is None:
             return inner(*args, **kwargs)
-        return _forward_with_loss(self, record, inner, args, kwargs, arguments)
+        num_sequences = _taken_number(record, kwargs)
+        named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
+        if named.get("labels") is None:
+            return inner(*args, **kwargs)
+        return _forward_with_loss(self, record, inner, args, kwargs, named, num_sequences)
 
     vars(patched_forward)["__signature__"] = signature
 
@@ -85,18 +92,40 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
     return False
 
 
+def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int | None:
+    """The number of sequences in a whole step, an argument of ours, taken from the model's."""
+    number = kwargs.pop(NUM_SEQUENCES, None)
+    if number is not None and record.settings.loss_average != "sequence":
+        raise ValueError(
+            f"{NUM_SEQUENCES} is for means of sequences, but apply_patch was given "
+            f"loss_average={record.settings.loss_average!r}"
+        )
+    if number is None or isinstance(number, Tensor):
+        return number
+    if not isinstance(number, int) or number <= 0:
+        raise ValueError(f"{NUM_SEQUENCES} must be a tensor or a whole number > 0, got {number!r}")
+    return number
+
+
 def _forward_with_loss(
     model: PreTrainedModel,
     record: PatchRecord,
     inner: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
-    arguments: dict[str, Any],
+    named: dict[str, Any],
+    num_sequences: Tensor | int | None,
 ) -> Any:
+    """``named``: all arguments by their names."""
+    starts = None
+    if isinstance(named["labels"], Tensor):
+        starts = sequence_starts(named["labels"].shape, named)
+    if starts is not None:
+        # whatever loss the model computes, no token predicts the first of the next sequence
+        labels = within_sequences(named["labels"], starts, IGNORE_INDEX)
+        args, kwargs = (), {**named, "labels": labels}
     with deferring(model, record) as forward_pass, ExitStack() as stack:
-        forward_pass.arguments = {name: arguments.get(name) for name in SEQUENCE_ARGUMENTS}
-        if record.settings.loss_average == "sequence":  # an argument of ours, not of the model
-            forward_pass.num_sequences = kwargs.pop(NUM_SEQUENCES, None)
+        forward_pass.starts, forward_pass.num_sequences = starts, num_sequences
         transformed = torch._C._are_functorch_transforms_active()
         if model.loss_function is ForCausalLMLoss and not transformed:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
@@ -163,8 +192,8 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, unfused: str | N
     name = type(model).__name__
     if record.settings.changes_loss:
         raise ValueError(
-            f"{record.settings} cannot reach the loss that {name} computes itself on real logits: "
-            "use the options of apply_patch with their defaults"
+            f"{record.settings.changed} cannot reach the loss that {name} computes, which is not "
+            "Transformers' ForCausalLMLoss: use the options of apply_patch with their defaults"
         )
     if flags.return_logits() is True:
         record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"

@@ -13,18 +13,19 @@ from torch.nn.functional import pad
 
 IGNORE_INDEX = -100  # of Transformers' collators
 NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: of all calls of a step
-# the arguments of a model's forward that say where sequences begin
-ARGUMENTS = ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx")
 
 
 def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor | None:
     """(B, T) bool, True at the first token of each sequence, for labels of this shape; None where
     no argument says that rows hold several.
 
-    A sequence begins where position ids do not go on by one, as Transformers' own attention masks
-    have it, unless an attention mask (B, T) says what is padding; where ``seq_idx`` changes; and
-    at ``cu_seq_lens_q``, which count along all rows. Position ids (4, B, T) hold those of the text
-    first; other forms, and what does not fit the labels, say nothing.
+    A sequence begins where position ids do not rise, unless an attention mask (B, T) says what is
+    padding; where ``seq_idx`` (B, T) changes; and at ``cu_seq_lens_q`` (sequences + 1,), which
+    count along all rows. Position ids (4, B, T) hold those of the text first; other forms of them
+    say nothing.
+
+    Raises:
+        ValueError: ``seq_idx`` or ``cu_seq_lens_q`` of another form.
     """
     if len(shape) != 2:
         return None
@@ -35,10 +36,16 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
         if positions.dim() == 3 and len(positions) == 4:
             positions = positions[0]
         if _fits(positions, shape):
-            found.append(_after_first(positions[:, 1:] != positions[:, :-1] + 1))
-    if isinstance(index, Tensor) and _fits(index, shape):
+            found.append(_after_first(positions[:, 1:] <= positions[:, :-1]))
+    if index is not None:
+        if not isinstance(index, Tensor) or not _fits(index, shape):
+            raise ValueError(f"seq_idx must be a tensor {tuple(shape)}, got {_form(index)}")
         found.append(_after_first(index[:, 1:] != index[:, :-1]))
-    if isinstance(ends, Tensor) and ends.dim() == 1:
+    if ends is not None:
+        if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.is_floating_point():
+            raise ValueError(
+                f"cu_seq_lens_q must be an integer tensor of one dimension, got {_form(ends)}"
+            )
         flat = torch.zeros(shape.numel() + 1, dtype=torch.bool, device=ends.device)
         flat.index_fill_(0, ends.to(torch.int64).clamp(0, shape.numel()), True)
         found.append(flat[:-1].view(shape))
@@ -51,33 +58,34 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     return starts
 
 
+def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
+    """(B, T) labels without those that the last token of another sequence would predict."""
+    if starts is None:
+        return labels
+    return labels.masked_fill(starts.to(labels.device), ignore_index)
+
+
+def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
+    """(B, T) what each token predicts: the next label of its row."""
+    return pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
 def sequence_weights(
-    starts: Tensor,  # (B, T) of sequence_starts
+    starts: Tensor | None,  # (B, T) of sequence_starts; None: each row is a sequence
     supervised: Tensor,  # (B, T) whether a token has a label to predict
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """What each token weighs in the sum of the sequences' means, (N,), and the number of sequences
     that have a supervised token, ().
     """
-    sequence = starts.flatten().cumsum(0) - 1
+    if starts is None:
+        starts = torch.zeros_like(supervised)
+        starts[..., :1] = True
+    sequence = starts.to(supervised.device).flatten().cumsum(0) - 1
     flat = supervised.flatten().to(torch.int64)
     counts = torch.zeros_like(sequence).index_add_(0, sequence, flat)
     weights = flat / counts.clamp(min=1).to(dtype)[sequence]
     return weights, (counts > 0).sum()
-
-
-def rows_start(labels: Tensor) -> Tensor:
-    """``sequence_starts`` of rows that hold one sequence each."""
-    starts = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    starts[:, :1] = True
-    return starts
-
-
-def next_labels(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
-    """(B, T) what each token predicts: the next label of its own sequence, or ``ignore_index``."""
-    if starts is not None:
-        labels = labels.masked_fill(starts.to(labels.device), ignore_index)
-    return pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def count_sequences(batch: Mapping[str, Any]) -> Tensor:
@@ -86,9 +94,14 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     starts = sequence_starts(labels.shape, batch)
     targets = batch.get("shift_labels")
     if targets is None:
-        targets = next_labels(labels, starts, IGNORE_INDEX)
-    starts = rows_start(labels) if starts is None else starts.to(labels.device)
+        targets = next_labels(within_sequences(labels, starts, IGNORE_INDEX), IGNORE_INDEX)
     return sequence_weights(starts, targets != IGNORE_INDEX)[1]
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def _fits(tensor: Tensor, shape: torch.Size) -> bool:

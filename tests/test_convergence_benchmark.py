@@ -144,7 +144,7 @@ def test_wrong_labels_are_noticed(runs: list[dict], corpus: Corpus):
     assert verdict.fused
     assert verdict.difference > verdict.spread
     assert not verdict.holds
-    assert str(verdict) == "NOT within the seeds' spread"
+    assert str(verdict) == "NOT less than seeds differ"
 
 
 def test_the_held_out_loss_is_not_the_patched_models_word(runs: list[dict], corpus: Corpus):
@@ -157,8 +157,8 @@ def test_the_held_out_loss_is_not_the_patched_models_word(runs: list[dict], corp
 def test_a_loss_of_nan_is_not_within_the_spread(runs: list[dict]):
     bad = {**runs[-1], "held_out": [*runs[-1]["held_out"][:-1], math.nan]}
     assert [verdict.holds for verdict in verdicts([*runs[:-1], bad])] == [True, False]
-    said = "NOT within the seeds' spread"
-    assert f"spread of eager's seeds: gemma2, {PATCHED[1]} ({said})." in convergence_table(
+    said = "NOT less than seeds differ"
+    assert f"as near to eager's as seeds do: gemma2, {PATCHED[1]} ({said})." in convergence_table(
         report_of([*runs[:-1], bad])
     )
 
@@ -186,10 +186,10 @@ def test_tables_and_picture_have_every_model(
         assert (
             f"| {model}, 0 M parameters | {ends[0]} | {', '.join(ends[1:4])} | {ends[4]} (" in line
         )
-    assert "Every patched run ends within the spread of eager's seeds." in table
+    assert "Every patched run ends nearer to eager's than eager's seeds are apart." in table
     said = terminal_convergence_table(runs)
     assert all(f"  {run['contender']:24s}{run['held_out'][-1]:10.5f}" in said for run in runs)
-    assert said.count("within the seeds' spread") == len(PATCHED)
+    assert said.count("less than seeds differ") == len(PATCHED)
 
     titles: list[str] = []
     finish = picture._finish

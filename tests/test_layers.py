@@ -15,10 +15,12 @@ from exactness import assert_no_worse
 from test_architectures import WITH_IMAGES
 from test_compile import Graphs
 from tiny_models import takes_images, tiny_batch, tiny_model, with_image
+from torch import Tensor
 from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch import apply_patch, layer_classes, patch_status, registry, revert_patch
+from liger_patch.kernels import rms_norm as rms_norm_kernel
 from liger_patch.layer_classes import ATTENTIONS, NORMS, ROTATIONS
 from liger_patch.layers import ENDINGS, LAYERS, count_layers
 
@@ -134,7 +136,7 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     assert not any(count_layers(model).values())
 
 
-@pytest.mark.parametrize("layers", ["norm", ["rms_norm", "rope"], 3.0])
+@pytest.mark.parametrize("layers", ["norm", ["rms_norm", "rope"], 3.0, ["rms_norm", ["rotary"]]])
 def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> None:
     with pytest.raises(ValueError, match=r"layers must be .*rms_norm.*rotary.*gated.*got"):
         apply_patch(make_model(), layers=layers)
@@ -162,6 +164,77 @@ def test_a_model_whose_layers_are_all_hooked_is_an_error() -> None:
         accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook())
     with pytest.raises(ValueError, match="has no gated and no rms_norm and no rotary layer"):
         apply_patch(model, layers=True)
+
+
+def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger-Kernel and Unsloth replace functions of Transformers for all models of a kind."""
+    from transformers.models.llama import modeling_llama as llama
+
+    model, batch = make_model(), tiny_batch(make_model())
+    norm, gate = llama.LlamaRMSNorm.forward, llama.LlamaMLP.forward
+    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", lambda self, x: 2 * norm(self, x))
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 2 * gate(self, x))
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *tables, **options: (q, k))
+    eager = step(model, batch)
+    with pytest.raises(ValueError, match="no gated and no rms_norm and no rotary layer"):
+        apply_patch(model, layers=True)
+    torch.testing.assert_close(step(model, batch), eager)
+
+
+def test_a_subclass_with_the_same_name_is_left_alone() -> None:
+    from transformers.models.llama import modeling_llama as llama
+
+    class LlamaRMSNorm(llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    model = make_model()
+    model.model.norm.__class__ = LlamaRMSNorm
+    apply_patch(model, layers=True)
+    assert type(model.model.norm) is LlamaRMSNorm
+    assert count_layers(model)["rms_norm"] == 4
+
+
+def test_a_forward_that_is_no_function_is_left_alone() -> None:
+    model = make_model()
+
+    class Doubled:
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    other = type("LlamaMLP", (type(model.model.layers[0].mlp),), {"forward": Doubled()})
+    model.model.layers[0].mlp.__class__ = other
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
+
+
+@pytest.mark.parametrize("way_back", ["revert", "patch_again", "hooks_first"])
+def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(way_back: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, calls = make_model(), []
+    apply_patch(model, layers=True)
+    for module in model.model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    if way_back == "hooks_first":
+        hooks.remove_hook_from_submodules(model.model)
+    if way_back == "patch_again":
+        apply_patch(model)
+    else:
+        revert_patch(model)
+    original = rms_norm_kernel.rms_norm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            layer_classes, "rms_norm", lambda *a, **k: calls.append(1) or original(*a, **k)
+        )
+        model(**tiny_batch(model))
+    assert not calls
+
+
+def test_a_failed_choice_of_layers_leaves_the_model_as_it_was() -> None:
+    model = apply_patch(make_model("mixtral"), layers=True)
+    counts = count_layers(model)
+    with pytest.raises(ValueError, match="no gated layer"):
+        apply_patch(model, layers=["gated"])
+    assert count_layers(model) == counts
 
 
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:

@@ -275,15 +275,40 @@ def test_a_sum_of_sequences_means() -> None:
     torch.testing.assert_close(loss, truth["loss"] * len(samples))
 
 
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.model_type)
+@pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
+def test_no_model_predicts_across_a_boundary(row: registry.Architecture) -> None:
+    """Models that compute their own loss are among them."""
+    model, samples = tiny_model(row).eval(), make_samples(9, 4, prompts=False)
+    batch = positions_only(samples)
+    with patched(model):
+        left_in = model(**batch, use_cache=False).loss
+        batch["labels"][batch["position_ids"] == 0] = IGNORED
+        torch.testing.assert_close(model(**batch, use_cache=False).loss, left_in)
+
+
+def test_a_loss_function_of_the_users_sees_no_label_of_another_sequence() -> None:
+    model, seen = make_model(), []
+    batch = positions_only(make_samples(9, 4, prompts=False))
+
+    def loss_function(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        seen.append(labels)
+        return logits.sum() * 0
+
+    model.loss_function = loss_function
+    with patched(model), pytest.warns(UserWarning, match="a loss of its own"):
+        call(model, batch)
+    assert seen[0].eq(IGNORED).nonzero().tolist() == [[0, 0], [0, 9]]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_a_compiled_model_packs_too() -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "sequence")
+    model, samples = make_model().float(), make_samples(9, 4, 13, 6)
     with patched(model, loss_average="sequence"):
+        expected = model(**positions_only(samples)).loss
         compiled: Any = torch.compile(model, backend="eager", dynamic=False)
-        with Float64():
-            loss = compiled(**positions_only(samples)).loss
-    torch.testing.assert_close(loss.detach(), truth["loss"])
+        loss = compiled(**positions_only(samples)).loss
+    torch.testing.assert_close(loss, expected)
     torch.compiler.reset()
 
 
@@ -364,19 +389,72 @@ def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -
 
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
 def test_other_models_train_as_with_transformers_trainer(tmp_path: Path) -> None:
-    eager = weights_after(make_model(), tmp_path, 2, 2)
+    from transformers import Trainer
+
+    eager = weights_after(make_model(), tmp_path, 2, 2, trainer_class=Trainer)
+    torch.testing.assert_close(weights_after(make_model(), tmp_path, 2, 2), eager)
     torch.testing.assert_close(weights_after(apply_patch(make_model()), tmp_path, 2, 2), eager)
 
 
-def weights_after(model: PreTrainedModel, folder: Path, per_device: int, accumulated: int) -> Step:
+class Toy(torch.nn.Module):
+    """No model of Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> dict[str, Tensor]:
+        return {"loss": (self.scale * input_ids - labels.clamp(min=0)).abs().mean()}
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+def test_a_model_that_is_not_of_transformers_trains_too(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    toys: list[Any] = [Toy(), Toy()]
+    expected = weights_after(toys[0], tmp_path, 2, 2, trainer_class=Trainer)
+    assert expected["scale"] != 1
+    torch.testing.assert_close(weights_after(toys[1], tmp_path, 2, 2), expected)
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        weights_after(model, tmp_path, 2, 2, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("number", ["3", -1, 0, 2.5])
+def test_a_number_of_sequences_that_is_none_is_an_error(number: Any) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=f"num_sequences_in_batch must be .* got {number!r}"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
+
+
+def test_a_number_of_sequences_for_means_of_tokens_is_an_error() -> None:
+    model = apply_patch(make_model())
+    with pytest.raises(ValueError, match="num_sequences_in_batch is for means of sequences"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=2)
+
+
+def weights_after(
+    model: PreTrainedModel,
+    folder: Path,
+    per_device: int,
+    accumulated: int,
+    *,
+    trainer_class: Any = None,
+    **how: Any,
+) -> Step:
     """Of two steps of four sequences, the sequences of each forward pass in one row."""
     from transformers import TrainingArguments
 
-    from liger_patch.integrations.transformers import Trainer
+    if trainer_class is None:
+        from liger_patch.integrations.transformers import Trainer as trainer_class
 
     samples: Any = make_samples(9, 4, 13, 6, 5, 7, 3, 11, prompts=False)
     collate: Any = flattened
-    trainer: Any = Trainer(
+    trainer: Any = trainer_class(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder),
@@ -392,6 +470,7 @@ def weights_after(model: PreTrainedModel, folder: Path, per_device: int, accumul
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **how,
         ),
         data_collator=collate,
         train_dataset=samples,
@@ -427,6 +506,8 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0]])
         ({"position_ids": POSITIONS.expand(3, 1, 6)}, None),
         ({"position_ids": torch.stack([POSITIONS, *[POSITIONS * 0] * 3])}, [0, 3, 5]),
         ({"position_ids": POSITIONS[:, 1:]}, None),
+        ({"position_ids": torch.tensor([[0, 2, 4, 100, 101, 102]])}, [0]),
+        ({"position_ids": torch.tensor([[7, 8, 9, 3, 4, 0]])}, [0, 3, 5]),
         ({"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2]])}, [0, 2, 5]),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}, [0, 2]),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32)}, [0, 2, 4]),
@@ -436,6 +517,26 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0]])
 )
 def test_where_sequences_start(arguments: dict[str, Any], expected: list[int] | None) -> None:
     assert starts_of(6, **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seq_lens_q": [0, 3, 6]}, "cu_seq_lens_q must be .* got list"),
+        (
+            {"cu_seq_lens_q": torch.tensor([[0, 3, 6]])},
+            r"cu_seq_lens_q .* got torch.int64 \(1, 3\)",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 3.0])}, "cu_seq_lens_q .* got torch.float32"),
+        ({"seq_idx": [[0, 0, 1]]}, r"seq_idx must be a tensor \(1, 6\), got list"),
+        ({"seq_idx": torch.tensor([0, 0, 1, 1, 1, 1])}, r"seq_idx .* got torch.int64 \(6,\)"),
+    ],
+)
+def test_what_says_nothing_of_the_sequences_is_an_error(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        starts_of(6, **arguments)
 
 
 def test_rows_start_sequences_of_their_own() -> None:

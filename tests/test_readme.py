@@ -6,6 +6,7 @@ UPDATE_README=1 writes them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "log_probs": (TRL, of_results(log_probs_table, "log_probs.json")),
     "sft_steps": (TRL, of_results(sft_steps_table, "sft_step.json")),
     "layer_kernels": (LAYERS, of_results(layer_kernels_table, "layer_kernels.json")),
+    "compiled": (LAYERS, of_results(steps_table, "training_step_compiled.json")),
     "convergence": (LAYERS, of_results(convergence_table, "convergence.json")),
 }
 
@@ -69,6 +71,16 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
 def test_documents_have_what_is_generated_for_them(name: str) -> None:
     document, section = SECTIONS[name]
     check_section(document, name, section())
+
+
+def test_every_section_of_the_documents_is_generated() -> None:
+    of_heads = {"kinds"}  # test_head_kinds
+    found = {
+        name
+        for document in (README, *DOCS.glob("*.md"))
+        for name in re.findall(r"<!-- /(\w+) -->", document.read_text(encoding="utf-8"))
+    }
+    assert found == SECTIONS.keys() | of_heads
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)

@@ -26,8 +26,9 @@ class Trainer(transformers.Trainer):
     gradient accumulation and on several devices. With any other model it is Transformers'.
 
     Raises:
-        ValueError: several GPUs in one process (``torch.nn.DataParallel``), or parallelism that
-            splits sequences.
+        ValueError: such a model with a loss that is computed outside it
+            (``label_smoothing_factor``, ``compute_loss_func``), several GPUs in one process
+            (``torch.nn.DataParallel``), or parallelism that splits sequences.
     """
 
     def get_batch_samples(
@@ -59,9 +60,18 @@ class Trainer(transformers.Trainer):
 
     def _averages_sequences(self) -> bool:
         model: Any = self.model
-        record = record_of(transformers_model(self.accelerator.unwrap_model(model)))
+        try:
+            record = record_of(transformers_model(self.accelerator.unwrap_model(model)))
+        except TypeError:  # no model of Transformers
+            return False
         if record is None or record.settings.loss_average != "sequence":
             return False
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ValueError(
+                'loss_average="sequence" is for the model\'s own loss, got label_smoothing_factor='
+                f"{self.args.label_smoothing_factor} and compute_loss_func={self.compute_loss_func}"
+                ": use apply_patch(label_smoothing=...) or leave loss_average out"
+            )
         if self.args.n_gpu > 1:
             raise ValueError(
                 'loss_average="sequence" needs one process for each GPU (torchrun or accelerate '

@@ -40,7 +40,7 @@ def _rms_norm(
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
-        rms_norm_triton.rms_norm(rows, weight, eps, offset, out, rstd)
+        rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, out, rstd)
     else:
         wide = rows.to(rstd.dtype)
         torch.rsqrt(wide.square().mean(-1).add_(eps), out=rstd)
@@ -53,7 +53,7 @@ def _rms_norm_backward_results(
 ) -> tuple[Tensor, Tensor]:
     if weight is None or not wants_weight:
         return empty_in_order(x), x.new_empty(0)
-    return empty_in_order(x), torch.empty_like(weight)
+    return empty_in_order(x), torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 @operator(_rms_norm_backward_results)
@@ -66,8 +66,9 @@ def _rms_norm_backward(
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
+        inputs = (upstream, rows, _contiguous(weight), rstd)
         rms_norm_triton.rms_norm_backward(
-            upstream, rows, weight, rstd, offset, out, dweight if dweight.numel() else None
+            *inputs, offset, out, dweight if dweight.numel() else None
         )
     else:
         wide, normed = upstream.to(rstd.dtype), rows.to(rstd.dtype) * rstd[:, None]
@@ -122,8 +123,9 @@ def rms_norm(
         ValueError: shapes, dtypes or devices that do not fit.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
+    if x.dim() == 0 or not x.shape[-1] or not x.is_floating_point():
+        given = f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"x must be floating point (..., H) with H > 0, got {given}")
     if weight is not None and tuple(weight.shape) != x.shape[-1:]:
         raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
     if weight is not None and weight.device != x.device:
@@ -139,6 +141,10 @@ def _serves(x: Tensor, weight: Tensor | None) -> bool:
         and x.shape[-1] <= MAX_HIDDEN_SIZE
         and (weight is None or serves_triton(weight))
     )
+
+
+def _contiguous(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
 
 
 def _scaled(values: Tensor, weight: Tensor | None, offset: float) -> Tensor:

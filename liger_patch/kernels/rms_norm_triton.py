@@ -18,7 +18,7 @@ from liger_patch.kernels.backend import processors
 TILE = 4096  # elements that a program holds at a time, or one row
 PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part of dweight
 STAGES = 3  # tiles of dy and x on their way at a time
-STAGES_BYTES = 48 * 1024  # of shared memory for them, which every GPU has twice; else one stage
+STAGES_BYTES = 48 * 1024  # of shared memory for them, at most; else one stage
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 16, 8  # a tile of the parts of dweight
 
 

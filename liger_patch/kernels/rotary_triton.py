@@ -221,7 +221,7 @@ def tile(q_heads: int, k_heads: int, size: int, turned: int) -> tuple[dict[str, 
         tokens = WIDE_TOKENS if pairs >= WIDE_PAIRS else tokens
     return {
         "BLOCK_TOKENS": tokens,
-        "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(q_heads)),
+        "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads))),
         "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads)),
         "BLOCK_PAIRS": pairs,
         "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,

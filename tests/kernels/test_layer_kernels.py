@@ -124,6 +124,20 @@ def test_rms_norm_of_any_strides(made, device):
     check(ours, lambda x, weight: llama_norm(view(x), weight), {"x": x, "weight": weight})
 
 
+@pytest.mark.parametrize("made", ["sliced", "expanded"])
+def test_rms_norm_of_a_weight_of_any_strides(made, device):
+    x = torch.randn(5, 16, device=device)
+    whole = torch.randn(16, 2, device=device) if made == "sliced" else torch.randn(1, device=device)
+
+    def view(weight: Tensor) -> Tensor:
+        return weight[:, 0] if made == "sliced" else weight.expand(16)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, view(weight), EPS)
+
+    check(ours, lambda x, weight: llama_norm(x, view(weight)), {"x": x, "weight": whole})
+
+
 def test_rms_norm_gives_only_the_gradients_that_are_wanted(device):
     x, weight = torch.randn(5, 16, device=device), torch.randn(16, device=device)
     for wants_x, wants_weight in ((True, False), (False, True)):
