@@ -122,7 +122,8 @@ def _forward_with_loss(
         starts = sequence_starts(named["labels"].shape, named)
     if starts is not None:
         # whatever loss the model computes, no token predicts the first of the next sequence
-        labels = within_sequences(named["labels"], starts, IGNORE_INDEX)
+        ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
+        labels = within_sequences(named["labels"], starts, ignore_index)
         args, kwargs = (), {**named, "labels": labels}
     with deferring(model, record) as forward_pass, ExitStack() as stack:
         forward_pass.starts, forward_pass.num_sequences = starts, num_sequences

@@ -247,6 +247,16 @@ def test_labels_that_the_collator_has_shifted(average: str) -> None:
 
 
 @pytest.mark.parametrize("average", AVERAGES)
+def test_labels_that_are_ignored_by_another_number(average: str) -> None:
+    model, samples = make_model(), make_samples(9, 4, 13, 6)
+    truth = truth_of(model, samples, average)
+    batch = positions_only(samples)
+    batch["labels"][batch["labels"] == IGNORED] = -7
+    with patched(model, loss_average=average):
+        torch.testing.assert_close(step(model, batch, ignore_index=-7), truth)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
 def test_sequences_without_a_supervised_token_do_not_count(average: str) -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6, 1)
     samples[1]["labels"] = [IGNORED] * 4
