@@ -164,6 +164,8 @@ def draw_convergence(report: dict, path: Path) -> None:
             apart.plot(evaluated, differences, ms=4, **style)
         losses.set_title(model, fontsize=10)
         apart.set_yscale("log")
+        apart.yaxis.set_major_formatter("{x:g}")
+        apart.yaxis.set_minor_formatter("")
         for panel in (losses, apart):
             panel.set_xlabel("step")
             panel.grid(alpha=0.3)
