@@ -55,9 +55,8 @@ def norm_class(module: Any) -> Any:
     """The class of a norm on a kernel; None where it norms groups of features, or is not
     Transformers'.
     """
-    if getattr(module, "group_size", None) is not None or not _is_transformers(
-        type(module).forward
-    ):
+    norms_groups = getattr(module, "group_size", None) is not None
+    if norms_groups or not _is_transformers(type(module).forward):
         return None
     return norm(type(module))
 

@@ -1,4 +1,4 @@
-"""One of several processes that train a patched model together, for test_packed_sequences.
+"""One of several processes that train a patched model together, for test_sequence_averages.
 
 Leaves its weights in the folder, under its rank.
 """
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
-from test_packed_sequences import make_model, weights_after
+from packed_samples import make_model
+from test_sequence_averages import weights_after
 
 from liger_patch import apply_patch
 

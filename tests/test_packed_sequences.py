@@ -1,177 +1,35 @@
 """Rows that hold several sequences train as the sequences do apart: no token predicts across a
 boundary, and both averages are those of the unpacked batch.
-
-The truth is the eager model in float64, called with one sequence at a time.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import END_OF_WORDS, FIRST_WORD, PAD, tiny_model
+from packed_samples import (
+    AVERAGES,
+    IGNORED,
+    MODEL_TYPES,
+    PACKINGS,
+    ROWS,
+    flattened,
+    make_model,
+    make_samples,
+    packed_eagerly,
+    padded,
+    positions_only,
+    truth_of,
+)
+from tiny_models import tiny_model
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from training_step import Float64, Step, call, gradients, joined, patched, step, widened
-from transformers import DataCollatorWithFlattening, PreTrainedModel
+from training_step import Float64, call, joined, patched, step
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.sequences import count_sequences, sequence_starts
-
-TESTS = Path(__file__).parent
-ROWS = {row.model_type: row for row in registry.available()}
-MODEL_TYPES = ["llama", "gemma2", "qwen3"]
-AVERAGES = ["token", "sequence"]
-IGNORED = -100
-Sample = dict[str, list[int]]
-
-
-def make_model(model_type: str = "llama") -> PreTrainedModel:
-    model = widened(tiny_model(ROWS[model_type]))
-    # as Trainer has it: with a cache, Transformers' attention looks across boundaries
-    model.config.use_cache = False
-    return model
-
-
-def make_samples(*lengths: int, prompts: bool = True, seed: int = 0) -> list[Sample]:
-    """Sequences of these lengths; with prompts, a third of each is not supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for length in lengths:
-        ids = torch.randint(FIRST_WORD, END_OF_WORDS, (length,), generator=generator).tolist()
-        prompt = length // 3 if prompts else 0
-        samples.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
-    return samples
-
-
-def tensors(sample: Sample) -> dict[str, Tensor]:
-    return {name: torch.tensor([values]) for name, values in sample.items()}
-
-
-# --- ways to bring several sequences to a model ---------------------------------------------------
-
-
-def positions_only(samples: list[Sample]) -> dict[str, Any]:
-    """One row, and labels that nobody has masked at the boundaries."""
-    lengths = [len(s["input_ids"]) for s in samples]
-    row = {name: [x for s in samples for x in s[name]] for name in ("input_ids", "labels")}
-    return tensors({**row, "position_ids": [i for n in lengths for i in range(n)]})
-
-
-def two_rows(samples: list[Sample]) -> dict[str, Any]:
-    """Packed rows of the same length, the second padded."""
-    rows = [positions_only(samples[:2]), positions_only(samples[2:])]
-    length = max(row["input_ids"].shape[1] for row in rows)
-    padding = {"input_ids": PAD, "labels": IGNORED, "position_ids": 0}
-    return {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(row[name], (0, length - row[name].shape[1]), value=value)
-                for row in rows
-            ]
-        )
-        for name, value in padding.items()
-    }
-
-
-def flattened(samples: list[Sample]) -> dict[str, Any]:
-    """Transformers' own collator."""
-    return DataCollatorWithFlattening()(samples, return_tensors="pt")
-
-
-def flattened_for_kernels(samples: list[Sample]) -> dict[str, Any]:
-    """The same with what flash attention and linear attention ask for."""
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    return collate(samples, return_tensors="pt")
-
-
-def trl_padding_free(samples: list[Sample]) -> dict[str, Any]:
-    pytest.importorskip("trl")
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collate: Any = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True)
-    return collate(samples)
-
-
-def trl_packed(samples: list[Sample]) -> dict[str, Any]:
-    """Of TRL's packing: each row says how long its sequences are."""
-    pytest.importorskip("trl")
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collate: Any = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True)
-    packed = [
-        {
-            "input_ids": [x for s in part for x in s["input_ids"]],
-            "labels": [x for s in part for x in s["labels"]],
-            "seq_lengths": [len(s["input_ids"]) for s in part],
-        }
-        for part in (samples[:2], samples[2:])
-    ]
-    return collate(packed)
-
-
-def padded(samples: list[Sample], side: str = "right") -> dict[str, Tensor]:
-    """Not packed: one sequence a row."""
-    longest = max(len(s["input_ids"]) for s in samples)
-    batch: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
-    padding = {"input_ids": PAD, "labels": IGNORED, "attention_mask": 0}
-    for sample in samples:
-        missing = longest - len(sample["input_ids"])
-        width = (0, missing) if side == "right" else (missing, 0)
-        values = {**sample, "attention_mask": [1] * len(sample["input_ids"])}
-        for name, value in padding.items():
-            row = torch.tensor(values[name])
-            batch[name].append(torch.nn.functional.pad(row, width, value=value))
-    return {name: torch.stack(rows) for name, rows in batch.items()}
-
-
-PACKINGS: list[Callable[[list[Sample]], dict[str, Any]]] = [
-    positions_only,
-    two_rows,
-    flattened,
-    flattened_for_kernels,
-    trl_padding_free,
-    trl_packed,
-]
-
-
-def truth_of(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
-    """Loss and gradients of the eager model, one sequence at a time."""
-    logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
-    return averaged(model, logits, samples, average)
-
-
-def packed_eagerly(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
-    """Loss and gradients of the eager model, of one packed row."""
-    batch = {name: value.to(model.device) for name, value in positions_only(samples).items()}
-    del batch["labels"]
-    (row,) = call(model, batch).logits
-    return averaged(model, row.split([len(s["input_ids"]) for s in samples]), samples, average)
-
-
-def averaged(
-    model: PreTrainedModel, logits: Iterable[Tensor], samples: list[Sample], average: str
-) -> Step:
-    """Of the logits (T, V) of each sequence."""
-    sums, counts = [], []
-    for rows, sample in zip(logits, samples, strict=True):
-        labels = torch.tensor(sample["labels"][1:], device=rows.device)
-        if (labels != IGNORED).any():
-            sums.append(cross_entropy(rows[:-1], labels, reduction="sum"))
-            counts.append((labels != IGNORED).sum())
-    total, count = torch.stack(sums), torch.stack(counts)
-    loss = total.sum() / count.sum() if average == "token" else (total / count).mean()
-    return {"loss": loss.detach(), **gradients(model, loss)}
-
 
 # --- packed equals unpacked -----------------------------------------------------------------------
 
@@ -320,177 +178,6 @@ def test_a_compiled_model_packs_too() -> None:
         loss = compiled(**positions_only(samples)).loss
     torch.testing.assert_close(loss, expected)
     torch.compiler.reset()
-
-
-# --- over several forward passes ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.parametrize("average", AVERAGES)
-def test_gradient_accumulation_is_exact(average: str, model_type: str) -> None:
-    model, samples = make_model(model_type), make_samples(9, 4, 13, 6, 5)
-    truth = truth_of(model, samples, average)
-    micro_batches = [flattened(samples[:1]), flattened(samples[1:4]), flattened(samples[4:])]
-    items = sum((batch["labels"] != IGNORED).sum() for batch in micro_batches)
-    sequences = sum(count_sequences(batch) for batch in micro_batches)
-    named = {"num_sequences_in_batch": sequences} if average == "sequence" else {}
-    with patched(model, loss_average=average):
-        losses = [
-            call(model, batch, num_items_in_batch=items, **named).loss for batch in micro_batches
-        ]
-    loss = torch.stack(losses).sum()
-    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
-
-
-def test_a_number_of_tokens_alone_is_refused() -> None:
-    """Divided by it, a sum of sequences' means would be far too small."""
-    model = apply_patch(make_model(), loss_average="sequence")
-    batch = flattened(make_samples(9, 4))
-    with pytest.raises(ValueError, match=r"num_sequences_in_batch .*integrations\.transformers"):
-        call(model, batch, num_items_in_batch=11)
-
-
-@pytest.fixture(scope="module")
-def imported_objects_are_not_collected() -> Iterator[None]:
-    """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-@pytest.mark.parametrize("average", AVERAGES)
-def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Path) -> None:
-    results = []
-    for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
-        model = apply_patch(make_model(), loss_average=average)
-        results.append(weights_after(model, tmp_path, per_device, accumulated))
-    torch.testing.assert_close(results[1], results[0])
-    torch.testing.assert_close(results[2], results[0])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-@pytest.mark.parametrize("average", AVERAGES)
-def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -> None:
-    model = apply_patch(make_model(), loss_average=average)
-    expected = weights_after(model, tmp_path, per_device=4, accumulated=1)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / "distributed_trainer.py"), average, str(tmp_path)],
-            env=os.environ | group | paths | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"weights{rank}.pt")
-        torch.testing.assert_close(weights, expected)
-
-
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-def test_other_models_train_as_with_transformers_trainer(tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    eager = weights_after(make_model(), tmp_path, 2, 2, trainer_class=Trainer)
-    torch.testing.assert_close(weights_after(make_model(), tmp_path, 2, 2), eager)
-    torch.testing.assert_close(weights_after(apply_patch(make_model()), tmp_path, 2, 2), eager)
-
-
-class Toy(torch.nn.Module):
-    """No model of Transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> dict[str, Tensor]:
-        return {"loss": (self.scale * input_ids - labels.clamp(min=0)).abs().mean()}
-
-
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-def test_a_model_that_is_not_of_transformers_trains_too(tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    toys: list[Any] = [Toy(), Toy()]
-    expected = weights_after(toys[0], tmp_path, 2, 2, trainer_class=Trainer)
-    assert expected["scale"] != 1
-    torch.testing.assert_close(weights_after(toys[1], tmp_path, 2, 2), expected)
-
-
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
-        weights_after(model, tmp_path, 2, 2, label_smoothing_factor=0.1)
-
-
-@pytest.mark.parametrize("number", ["3", -1, 0, 2.5])
-def test_a_number_of_sequences_that_is_none_is_an_error(number: Any) -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=f"num_sequences_in_batch must be .* got {number!r}"):
-        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
-
-
-def test_a_number_of_sequences_for_means_of_tokens_is_an_error() -> None:
-    model = apply_patch(make_model())
-    with pytest.raises(ValueError, match="num_sequences_in_batch is for means of sequences"):
-        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=2)
-
-
-def weights_after(
-    model: PreTrainedModel,
-    folder: Path,
-    per_device: int,
-    accumulated: int,
-    *,
-    trainer_class: Any = None,
-    **how: Any,
-) -> Step:
-    """Of two steps of four sequences, the sequences of each forward pass in one row."""
-    from transformers import TrainingArguments
-
-    if trainer_class is None:
-        from liger_patch.integrations.transformers import Trainer as trainer_class
-
-    samples: Any = make_samples(9, 4, 13, 6, 5, 7, 3, 11, prompts=False)
-    collate: Any = flattened
-    trainer: Any = trainer_class(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=2,
-            per_device_train_batch_size=per_device,
-            gradient_accumulation_steps=accumulated,
-            optim="sgd",
-            learning_rate=0.1,
-            max_grad_norm=1e9,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **how,
-        ),
-        data_collator=collate,
-        train_dataset=samples,
-        eval_dataset=samples,
-    )
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
-    with Float64():
-        trainer.train()
-        assert trainer.evaluate()["eval_loss"] > 0
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 # --- what says where sequences begin --------------------------------------------------------------

@@ -1,0 +1,200 @@
+"""Means of sequences over the forward passes of a step, and the Trainer that counts them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_samples import (
+    AVERAGES,
+    IGNORED,
+    MODEL_TYPES,
+    flattened,
+    make_model,
+    make_samples,
+    truth_of,
+)
+from torch import Tensor
+from training_step import Float64, Step, call, gradients, patched
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch
+from liger_patch.sequences import count_sequences
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("average", AVERAGES)
+def test_gradient_accumulation_is_exact(average: str, model_type: str) -> None:
+    model, samples = make_model(model_type), make_samples(9, 4, 13, 6, 5)
+    truth = truth_of(model, samples, average)
+    micro_batches = [flattened(samples[:1]), flattened(samples[1:4]), flattened(samples[4:])]
+    items = sum((batch["labels"] != IGNORED).sum() for batch in micro_batches)
+    sequences = sum(count_sequences(batch) for batch in micro_batches)
+    named = {"num_sequences_in_batch": sequences} if average == "sequence" else {}
+    with patched(model, loss_average=average):
+        losses = [
+            call(model, batch, num_items_in_batch=items, **named).loss for batch in micro_batches
+        ]
+    loss = torch.stack(losses).sum()
+    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
+def test_a_number_of_tokens_alone_is_refused() -> None:
+    """Divided by it, a sum of sequences' means would be far too small."""
+    model = apply_patch(make_model(), loss_average="sequence")
+    batch = flattened(make_samples(9, 4))
+    with pytest.raises(ValueError, match=r"num_sequences_in_batch .*integrations\.transformers"):
+        call(model, batch, num_items_in_batch=11)
+
+
+@pytest.fixture(scope="module")
+def imported_objects_are_not_collected() -> Iterator[None]:
+    """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+@pytest.mark.parametrize("average", AVERAGES)
+def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Path) -> None:
+    results = []
+    for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
+        model = apply_patch(make_model(), loss_average=average)
+        results.append(weights_after(model, tmp_path, per_device, accumulated))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+@pytest.mark.parametrize("average", AVERAGES)
+def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -> None:
+    model = apply_patch(make_model(), loss_average=average)
+    expected = weights_after(model, tmp_path, per_device=4, accumulated=1)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "distributed_trainer.py"), average, str(tmp_path)],
+            env=os.environ | group | paths | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    for rank in range(2):
+        weights = torch.load(tmp_path / f"weights{rank}.pt")
+        torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+def test_other_models_train_as_with_transformers_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    eager = weights_after(make_model(), tmp_path, 2, 2, trainer_class=Trainer)
+    torch.testing.assert_close(weights_after(make_model(), tmp_path, 2, 2), eager)
+    torch.testing.assert_close(weights_after(apply_patch(make_model()), tmp_path, 2, 2), eager)
+
+
+class Toy(torch.nn.Module):
+    """No model of Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> dict[str, Tensor]:
+        return {"loss": (self.scale * input_ids - labels.clamp(min=0)).abs().mean()}
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+def test_a_model_that_is_not_of_transformers_trains_too(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    toys: list[Any] = [Toy(), Toy()]
+    expected = weights_after(toys[0], tmp_path, 2, 2, trainer_class=Trainer)
+    assert expected["scale"] != 1
+    torch.testing.assert_close(weights_after(toys[1], tmp_path, 2, 2), expected)
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        weights_after(model, tmp_path, 2, 2, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("number", ["3", -1, 0, 2.5])
+def test_a_number_of_sequences_that_is_none_is_an_error(number: Any) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=f"num_sequences_in_batch must be .* got {number!r}"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
+
+
+def test_a_number_of_sequences_for_means_of_tokens_is_an_error() -> None:
+    model = apply_patch(make_model())
+    with pytest.raises(ValueError, match="num_sequences_in_batch is for means of sequences"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=2)
+
+
+def weights_after(
+    model: PreTrainedModel,
+    folder: Path,
+    per_device: int,
+    accumulated: int,
+    *,
+    trainer_class: Any = None,
+    **how: Any,
+) -> Step:
+    """Of two steps of four sequences, the sequences of each forward pass in one row."""
+    from transformers import TrainingArguments
+
+    if trainer_class is None:
+        from liger_patch.integrations.transformers import Trainer as trainer_class
+
+    samples: Any = make_samples(9, 4, 13, 6, 5, 7, 3, 11, prompts=False)
+    collate: Any = flattened
+    trainer: Any = trainer_class(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=2,
+            per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=accumulated,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=1e9,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **how,
+        ),
+        data_collator=collate,
+        train_dataset=samples,
+        eval_dataset=samples,
+    )
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+    with Float64():
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] > 0
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
