@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+LEAST_SHARED_BYTES = 64 * 1024  # of a program, of the GPUs that run Triton: sm_75's, and AMD's
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
 
 
@@ -35,3 +36,12 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have on a device that runs Triton's kernels."""
+    if device.type == "cpu":  # Triton's interpreter
+        return LEAST_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.backend import processors
+from liger_patch.kernels.backend import processors, shared_bytes
 
-TILE = 4096  # elements that a program holds at a time, or one row
+TILE, MAX_ROWS = 4096, 32  # elements of a program at a time, at least, and its rows, at most
 PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part of dweight
+TWO_BLOCKS = 1024  # rows of so many columns may be two blocks in the backward pass
 STAGES = 3  # tiles of dy and x on their way at a time
-STAGES_BYTES = 48 * 1024  # of shared memory for them, at most; else one stage
+STAGES_BYTES = 96 * 1024  # of shared memory for them, at most
+SCRATCH_BYTES = 2 * 1024  # of shared memory for sums
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 16, 8  # a tile of the parts of dweight
 
 
@@ -52,6 +54,22 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def _backward_part(dy_ptr, x_ptr, offsets, mask, scale, rstd):
+    """Of some columns: the gradient of the normed x, the normed x, and what dweight sums."""
+    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    normed = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * rstd[:, None]
+    return dy * scale[None, :], normed, dy * normed
+
+
+@triton.jit
+def _scale(weight_ptr, offset, column, mask, BLOCK: tl.constexpr):
+    scale = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    if weight_ptr is not None:
+        scale = offset + tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    return scale
+
+
+@triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr,  # (R, H)
     x_ptr,  # (R, H)
@@ -64,34 +82,48 @@ def _rms_norm_backward_kernel(
     offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # of the columns behind BLOCK_H of them; 0 where there are none
     STAGES: tl.constexpr,
 ):
     """Each program walks tiles of rows, a grid apart, and sums their part of dweight."""
     column = tl.arange(0, BLOCK_H)
     is_column = column < hidden_size
-    scale = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
-    if weight_ptr is not None:
-        scale = offset + tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    scale = _scale(weight_ptr, offset, column, is_column, BLOCK_H)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_H), dtype=tl.float32)
+    if BLOCK_REST > 0:
+        other = BLOCK_H + tl.arange(0, BLOCK_REST)
+        is_other = other < hidden_size
+        other_scale = _scale(weight_ptr, offset, other, is_other, BLOCK_REST)
+        other_dweight = tl.zeros((BLOCK_ROWS, BLOCK_REST), dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_ROWS)
-        mask = (row < rows)[:, None] & is_column[None, :]
-        offsets = row[:, None] * hidden_size + column[None, :]
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        normed = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-        normed *= rstd[:, None]
-        dweight += dy * normed
-        dy *= scale[None, :]
-        mean = tl.sum(dy * normed, axis=1) / hidden_size
-        dx = (dy - normed * mean[:, None]) * rstd[:, None]
-        tl.store(dx_ptr + offsets, dx, mask=mask)
+        is_row = row < rows
+        rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
+        places = row[:, None] * hidden_size + column[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        dnormed, normed, summed = _backward_part(dy_ptr, x_ptr, places, mask, scale, rstd)
+        dweight += summed
+        total = tl.sum(dnormed * normed, axis=1)
+        if BLOCK_REST > 0:
+            others = row[:, None] * hidden_size + other[None, :]
+            other_mask = is_row[:, None] & is_other[None, :]
+            other_dnormed, other_normed, summed = _backward_part(
+                dy_ptr, x_ptr, others, other_mask, other_scale, rstd
+            )
+            other_dweight += summed
+            total += tl.sum(other_dnormed * other_normed, axis=1)
+        mean = (total / hidden_size)[:, None]
+        tl.store(dx_ptr + places, (dnormed - normed * mean) * rstd[:, None], mask=mask)
+        if BLOCK_REST > 0:
+            dx = (other_dnormed - other_normed * mean) * rstd[:, None]
+            tl.store(dx_ptr + others, dx, mask=other_mask)
     if dweight_ptr is not None:
-        total = tl.sum(dweight, axis=0)
         dweight_ptr += tl.program_id(0) * hidden_size
-        tl.store(dweight_ptr + column, total, mask=is_column)
+        tl.store(dweight_ptr + column, tl.sum(dweight, axis=0), mask=is_column)
+        if BLOCK_REST > 0:
+            tl.store(dweight_ptr + other, tl.sum(other_dweight, axis=0), mask=is_other)
 
 
 @triton.jit
@@ -153,7 +185,9 @@ def rms_norm_backward(
 ) -> None:
     """Write dx and, where there is one, dweight."""
     rows, hidden_size = x.shape
-    blocks, num_warps = tile(hidden_size)
+    blocks, num_warps = backward_tile(
+        hidden_size, x.element_size() + dy.element_size(), shared_bytes(x.device)
+    )
     tiles = -(-rows // blocks["BLOCK_ROWS"])
     programs = min(tiles, PROGRAMS * processors(x.device))
     parts = None
@@ -172,7 +206,6 @@ def rms_norm_backward(
                 hidden_size,
                 offset,
                 **blocks,
-                STAGES=stages(blocks, x.element_size() + dy.element_size()),
                 num_warps=num_warps,  # pyright: ignore[reportCallIssue]
             )
         if dweight is not None:
@@ -189,16 +222,51 @@ def rms_norm_backward(
 
 @functools.cache
 def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
-    """Constants of the kernels for rows of this size, and the warps of a program."""
-    block_h = triton.next_power_of_2(hidden_size)
-    block_rows = max(1, min(32, TILE // block_h))
-    return {
+    """Constants of the forward kernel for rows of this size, and the warps of a program."""
+    block_h = _power_of_2(hidden_size)
+    return {"BLOCK_ROWS": _block_rows(block_h), "BLOCK_H": block_h}, _warps(block_h)
+
+
+@functools.cache
+def backward_tile(
+    hidden_size: int, element_bytes: int, shared_bytes: int
+) -> tuple[dict[str, Any], int]:
+    """Constants of the backward kernel, and the warps of a program.
+
+    A tile has a second block of columns where one block would have more than 3/8 of its lanes idle.
+
+    Args:
+        hidden_size: H.
+        element_bytes: of an element of dy and of x together.
+        shared_bytes: of the shared memory that a program can have.
+    """
+    block_h, block_rest = _power_of_2(hidden_size), 0
+    half = block_h // 2
+    rest = _power_of_2(max(1, hidden_size - half))
+    if hidden_size >= TWO_BLOCKS and rest <= half // 4:
+        block_h, block_rest = half, rest
+    width = block_h + block_rest
+    block_rows = _block_rows(width)
+    tile_bytes = block_rows * width * element_bytes
+    fitting = min(STAGES_BYTES, shared_bytes - SCRATCH_BYTES) // tile_bytes
+    wanted = STAGES + (4 * hidden_size <= 3 * width)  # what is idle is no load on its way
+    blocks = {
         "BLOCK_ROWS": block_rows,
         "BLOCK_H": block_h,
-    }, 4 if block_h <= 4096 else 8 if block_h <= 8192 else 16
+        "BLOCK_REST": block_rest,
+        "STAGES": min(wanted, fitting) if fitting >= STAGES else 1,  # 2 are slower than 1
+    }
+    return blocks, _warps(width)
 
 
-def stages(blocks: dict[str, Any], row_bytes: int) -> int:
-    """How many tiles can be on their way; ``row_bytes``: of an element of each tensor in a row."""
-    tile_bytes = blocks["BLOCK_ROWS"] * blocks["BLOCK_H"] * row_bytes
-    return STAGES if STAGES * tile_bytes <= STAGES_BYTES else 1
+def _block_rows(width: int) -> int:
+    return min(MAX_ROWS, _power_of_2(-(-TILE // width)))
+
+
+def _power_of_2(number: int) -> int:
+    """The next one, or the number itself."""
+    return 1 << (number - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 5120 else 8 if width <= 8192 else 16

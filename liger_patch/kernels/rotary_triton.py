@@ -8,11 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The best of those tried on an H200: heads of 64 to 256, 4 to 32 of them
-MAX_BLOCK_HEADS = 8  # that a program holds at a time
-PAIRS = 1024  # of queries that a program turns, at least
-WIDE_PAIRS, WIDE_TOKENS = 128, 4  # heads of so many pairs: tokens of a program
-WARPS, PARTLY_WARPS = 2, 4  # where all features are turned, and where some are copied
+# The best of those tried on an H200, of heads of 64 to 256: one warp turns these at a time
+MAX_BLOCK_HEADS, PAIRS, WARPS = 8, 1024, 1
 
 
 @triton.jit
@@ -214,15 +211,12 @@ def rotary(
 @functools.cache
 def tile(q_heads: int, k_heads: int, size: int, turned: int) -> tuple[dict[str, Any], int]:
     """Constants of the kernel for heads of this number and size, and the warps of a program."""
-    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
-    tokens: Any = 1
-    if turned == size:
-        tokens = triton.next_power_of_2(triton.cdiv(PAIRS, max(1, q_heads) * pairs))
-        tokens = WIDE_TOKENS if pairs >= WIDE_PAIRS else tokens
+    pairs = triton.next_power_of_2(max(1, turned // 2))
+    block_heads = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads)))
     return {
-        "BLOCK_TOKENS": tokens,
-        "BLOCK_Q_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads))),
+        "BLOCK_TOKENS": triton.next_power_of_2(triton.cdiv(PAIRS, block_heads * pairs)),
+        "BLOCK_Q_HEADS": block_heads,
         "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads)),
         "BLOCK_PAIRS": pairs,
         "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
-    }, WARPS if turned == size else PARTLY_WARPS
+    }, WARPS
