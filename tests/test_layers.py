@@ -425,6 +425,20 @@ def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
     assert linears[0] == linears[1]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_compiled_with_dynamic_numbers(model_type: str) -> None:
+    """With ``dynamic=True`` the epsilons of norms are symbols too."""
+    model = make_model(model_type)
+    batch = tiny_batch(model)
+    truth, eager = step(widened(model), batch), step(model, batch)
+    apply_patch(model, layers=True)
+    torch._dynamo.reset()
+    model.model.forward = torch.compile(model.model.forward, backend="aot_eager", dynamic=True)
+    ours = step(model, batch)
+    torch._dynamo.reset()
+    assert_no_worse(*joined(ours, eager, truth), torch.float32)
+
+
 def test_what_is_compiled_calls_the_operators() -> None:
     model = apply_patch(make_model(), layers=True)
     names: set[str] = set()

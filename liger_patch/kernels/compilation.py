@@ -5,8 +5,17 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 Function = TypeVar("Function", bound=Callable)
+GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
+
+
+def constant(number: float) -> float:
+    """The number as operators take it: with ``dynamic=True`` torch.compile traces the floats that
+    modules hold as symbols, which no operator within an autograd function takes.
+    """
+    return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
 
 
 def runs_eagerly(function: Function) -> Function:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.compilation import operator
+from liger_patch.kernels.compilation import constant, operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
 from liger_patch.kernels.rows import empty_in_order, in_rows, memory_order
@@ -132,7 +132,7 @@ def rms_norm(
         raise ValueError(f"weight must be on {x.device} as x is, got {weight.device}")
     if not eps >= 0:
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
-    return _RmsNorm.apply(x, weight, eps, offset, dtype or x.dtype)
+    return _RmsNorm.apply(x, weight, constant(eps), constant(offset), dtype or x.dtype)
 
 
 def _serves(x: Tensor, weight: Tensor | None) -> bool:
