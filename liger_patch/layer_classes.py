@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from transformers.activations import ACT2FN
 
 from liger_patch.instance_class import derived_class
 from liger_patch.kernels.gated import gated
+from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
@@ -88,6 +95,7 @@ class Gate(NamedTuple):
 
     products: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]  # of x: gate and up
     activation: str = "act_fn"  # the attribute
+    projections: str = "gate_proj up_proj"  # whose products gate and up are; "" if they are not
 
 
 def _two_products(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -112,8 +120,12 @@ GATES = {  # by the names in the code of forward
     for names, gate in {
         "act_fn down_proj gate_proj up_proj": Gate(_two_products),
         "activation_fn down_proj gate_proj up_proj": Gate(_two_products, "activation_fn"),
-        "activation_fn chunk down_proj gate_up_proj": Gate(_one_product, "activation_fn"),
-        "_gaussian_topk act_fn activation_sparsity down_proj gate_proj up_proj": Gate(_sparse_gate),
+        "activation_fn chunk down_proj gate_up_proj": Gate(
+            _one_product, "activation_fn", "gate_up_proj"
+        ),
+        "_gaussian_topk act_fn activation_sparsity down_proj gate_proj up_proj": Gate(
+            _sparse_gate, projections=""
+        ),
     }.items()
 }
 
@@ -127,25 +139,42 @@ def mlp_class(module: Any) -> Any:
         return None
     if type(getattr(module, gate.activation, None)) not in ACTIVATIONS:
         return None
-    return gated_mlp(type(module))
+    return gated_layer(type(module))
 
 
 @functools.cache
-def gated_mlp(original: Any) -> type[nn.Module]:
-    """A feed-forward layer whose activation is computed with the product behind it."""
-    products, activation = GATES[_names(original)]
+def gated_layer(original: Any) -> type[nn.Module]:
+    """A feed-forward layer that is one call where its projections are plain, else one whose
+    activation is computed with the product behind it.
+    """
+    products, activation, projections = GATES[_names(original)]
 
     def forward(self, x: Tensor) -> Tensor:
         act = getattr(self, activation)
         kind = ACTIVATIONS.get(type(act))
         if kind is None or _has_hooks(act) or _is_transformed():
             return original.forward(self, x)
+        modules = [getattr(self, name) for name in projections.split()]
+        if modules and all(_is_plain(module) for module in (*modules, self.down_proj)):
+            gate_weight, up_weight = [*(m.weight for m in modules), None][:2]
+            weights = (gate_weight, up_weight, self.down_proj.weight)
+            return gated_mlp(x, *weights, activation=kind)
         gate, up = products(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
             return self.down_proj(act(gate) * up)
         return self.down_proj(gated(gate, up, activation=kind))
 
-    return derived_class(original, gated_mlp, forward=forward, _liger_patch_layer="gated")
+    return derived_class(original, gated_layer, forward=forward, _liger_patch_layer="gated")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is the product with its weight, and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and not _has_hooks(module)
+    )
 
 
 def _turned_by_sections(
@@ -266,9 +295,13 @@ def _is_transformed() -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its forward."""
+    """Whether a call of the module does more than its class's forward."""
     return bool(
-        module._forward_hooks
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

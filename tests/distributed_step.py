@@ -24,7 +24,7 @@ def main(wrapper: str, file: str) -> None:
     loss = expected(**batch).loss
     loss.backward()
 
-    apply_patch(model)
+    apply_patch(model, layers=True)
     wrapped = wrap(model, wrapper)
     reads = []
     compute = HeadCall.logits

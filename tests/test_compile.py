@@ -28,7 +28,9 @@ IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
 
 
 class Graphs:
-    """A backend that keeps the number of ``linear`` calls in each graph, and runs the graphs."""
+    """A backend that keeps the number of ``linear`` calls in each graph, those within autograd
+    functions too, and runs the graphs.
+    """
 
     def __init__(self, backend: str = "eager") -> None:
         self.linears: list[int] = []
@@ -38,7 +40,9 @@ class Graphs:
         self.linears.append(
             sum(
                 "linear" in str(node.target)
-                for node in graph.graph.nodes
+                for part in graph.modules()
+                if isinstance(part, GraphModule)
+                for node in part.graph.nodes
                 if node.op == "call_function"
             )
         )

@@ -23,16 +23,20 @@ def runs_eagerly(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
-def operator(results: Callable[..., object]) -> Callable[[Function], Function]:
+def operator(
+    results: Callable[..., object], *, mutates: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
     """Decorator: ``_name`` is the operator ``liger_patch::name``, which torch.compile calls without
     looking into it. Elsewhere the function runs as it is, without the dispatcher's microseconds.
 
-    ``results``: of the same arguments, without values, for torch.compile.
+    Args:
+        results: of the same arguments, without values, for torch.compile.
+        mutates: the arguments that it writes to.
     """
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         torch.library.define(f"liger_patch::{name}", schema)
         torch.library.impl(f"liger_patch::{name}", ("cpu", "cuda"))(function)
         torch.library.register_fake(f"liger_patch::{name}")(results)

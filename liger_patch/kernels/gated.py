@@ -48,24 +48,39 @@ def _gated_backward_results(
 def _gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
+    return _gradients(dy.contiguous(), gate, up, activation, replaces_dy=False)
+
+
+@operator(_gated_backward_results, mutates=("dy",))
+def _gated_backward_and_result(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients; ``dy``, contiguous, becomes ``act(gate) * up``."""
+    return _gradients(dy, gate, up, activation, replaces_dy=True)
+
+
+def _gradients(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, *, replaces_dy: bool
+) -> tuple[Tensor, Tensor]:
     dgate, dup = results = _gated_backward_results(dy, gate, up, activation)
     if serves_triton(gate):
         from liger_patch.kernels import gated_triton
 
-        inputs = (dy.contiguous(), gate.contiguous(), _contiguous(up))
-        gated_triton.gated_backward(*inputs, dgate, None if up is None else dup, activation)
+        tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup)
+        gated_triton.gated_backward(*tensors, activation, replaces_dy=replaces_dy)
         return results
     dgate, dup = _parts(dgate, None if up is None else dup)
     gate, up = _parts(gate, up)
     dtype = accumulation_dtype(gate.dtype)
-    wide = gate.to(dtype)
-    upstream = dy.to(dtype)
-    dup.copy_(upstream * _activated(wide, activation))
-    upstream = upstream * up.to(dtype)
+    wide, wide_up, upstream = gate.to(dtype), up.to(dtype), dy.to(dtype)
+    activated = _activated(wide, activation)
+    dup.copy_(upstream * activated)
     if activation == "silu":
-        dgate.copy_(torch.ops.aten.silu_backward(upstream, wide))
+        dgate.copy_(torch.ops.aten.silu_backward(upstream * wide_up, wide))
     else:
-        dgate.copy_(torch.ops.aten.gelu_backward(upstream, wide, approximate="tanh"))
+        dgate.copy_(torch.ops.aten.gelu_backward(upstream * wide_up, wide, approximate="tanh"))
+    if replaces_dy:
+        dy.copy_(activated * wide_up)
     return results
 
 

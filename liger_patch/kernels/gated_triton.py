@@ -77,18 +77,22 @@ def _gated_backward_kernel(
     dgate_ptr,  # of gate's shape
     dup_ptr,  # of up's shape
     columns,  # rows that are not halves are one
+    REPLACES_DY: tl.constexpr,
     IS_SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row."""
+    """One program per block of a row. dy may become ``act(gate) * up``."""
     second_ptr = gate_ptr + columns if up_ptr is None else up_ptr
     dsecond_ptr = dgate_ptr + columns if up_ptr is None else dup_ptr
     place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
     dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dsecond_ptr + gate_place, dy * _activated(gate, IS_SILU), mask=mask)
+    activated = _activated(gate, IS_SILU)
+    tl.store(dsecond_ptr + gate_place, dy * activated, mask=mask)
     tl.store(dgate_ptr + gate_place, dy * up * _slope(gate, IS_SILU), mask=mask)
+    if REPLACES_DY:
+        tl.store(dy_ptr + place, activated * up, mask=mask)
 
 
 def gated(
@@ -109,11 +113,14 @@ def gated_backward(
     dgate: Tensor,  # of gate's shape
     dup: Tensor | None,  # of up's shape
     activation: str,
+    *,
+    replaces_dy: bool,
 ) -> None:
-    """Write dgate and dup; all contiguous."""
+    """Write dgate and dup, and ``act(gate) * up`` in dy's place if asked to; all contiguous."""
     columns = dy.numel() if up is not None else dy.shape[-1]
     tensors = (dy, gate, up, dgate, dup)
-    _launch(_gated_backward_kernel, tensors, dy.numel(), columns, activation, BACKWARD_BLOCK)
+    how = {"REPLACES_DY": replaces_dy}
+    _launch(_gated_backward_kernel, tensors, dy.numel(), columns, activation, BACKWARD_BLOCK, **how)
 
 
 def _launch(
@@ -123,11 +130,11 @@ def _launch(
     columns: int,
     activation: str,
     block: int,
+    **constants: bool,
 ) -> None:
     if not size:
         return
     programs = size // columns * -(-columns // block)
+    constants["IS_SILU"] = activation == "silu"
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](
-            *tensors, columns, IS_SILU=activation == "silu", BLOCK=block, num_warps=WARPS
-        )
+        kernel[(programs,)](*tensors, columns, **constants, BLOCK=block, num_warps=WARPS)

@@ -442,8 +442,11 @@ def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
         pointers = dict.fromkeys(names, dtype)
         if halves:
             pointers |= {"up_ptr": None, "dup_ptr": None}
-        others = {"columns": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BACKWARD_BLOCK}
-        yield f"{dtype[1:]}-{is_silu}-{halves}", pointers | others, kernels.WARPS
+        for replaces_dy in (False, True):
+            others = {"columns": "i32", "REPLACES_DY": replaces_dy, "IS_SILU": is_silu}
+            others["BLOCK"] = kernels.BACKWARD_BLOCK
+            name = f"{dtype[1:]}-{is_silu}-{halves}-{replaces_dy}"
+            yield name, pointers | others, kernels.WARPS
 
 
 def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:

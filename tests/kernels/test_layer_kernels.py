@@ -5,14 +5,13 @@ what the models compute in the same dtype.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
-from exactness import assert_no_worse
+from layer_checks import ACTIVATIONS, check
 from three_ways import LOW_DTYPES
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.rms_norm import rms_norm
@@ -24,42 +23,10 @@ ROWS = {
     "aligned": (64, 128),
     "unaligned": (13, 37),
     "heads": (2, 3, 5, 16),
+    "two blocks": (5, 1100),
     "long": (3, 5000),
     "none": (0, 8),
 }
-
-
-def results_and_gradients(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Mapping[str, Tensor]
-) -> dict[str, Tensor | None]:
-    """By name, of upstream gradients that are the same for all of one shape."""
-    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-    results = function(**leaves)
-    results = (results,) if isinstance(results, Tensor) else results
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
-    gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
-    named = {f"result {i}": r.detach() for i, r in enumerate(results)}
-    return named | dict(zip(leaves, gradients, strict=True))
-
-
-def check(
-    ours: Callable[..., Tensor | tuple[Tensor, ...]],
-    eager: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Mapping[str, Tensor],
-) -> None:
-    """Hold ours to the rule; the truth is what eager computes in float64."""
-    dtype = next(iter(inputs.values())).dtype
-    our = results_and_gradients(ours, inputs)
-    plain = results_and_gradients(eager, inputs)
-    truth = results_and_gradients(eager, {k: v.double() for k, v in inputs.items()})
-    for name, value in plain.items():
-        got = our[name]
-        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
-    if dtype == torch.float64:
-        torch.testing.assert_close(our, truth)
-    else:
-        assert_no_worse(our, plain, truth, dtype)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -147,12 +114,6 @@ def test_rms_norm_gives_only_the_gradients_that_are_wanted(device):
         assert (a.grad is not None, b.grad is not None) == (wants_x, wants_weight)
     with torch.no_grad():
         assert not rms_norm(a, b, EPS).requires_grad
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

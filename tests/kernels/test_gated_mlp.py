@@ -1,0 +1,188 @@
+"""A gated feed-forward layer in one function: results and every gradient against float64, no worse
+than three linear layers, and what it keeps for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_checks import ACTIVATIONS, check
+from three_ways import LOW_DTYPES
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_patch.kernels.gated_mlp import gated_mlp
+
+HIDDEN, SIZE = 24, 40
+SHAPES = {"row": (HIDDEN,), "rows": (7, HIDDEN), "batch": (2, 3, HIDDEN), "none": (0, HIDDEN)}
+
+
+def eager(activation: str) -> Callable[..., Tensor]:
+    """As the models of Transformers have it."""
+    act = ACTIVATIONS[activation]
+
+    def layer(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+        return linear(act(linear(x, gate_weight)) * linear(x, up_weight), down_weight)
+
+    return layer
+
+
+def made(shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    sizes = {
+        "x": shape,
+        "gate_weight": (SIZE, HIDDEN),
+        "up_weight": (SIZE, HIDDEN),
+        "down_weight": (HIDDEN, SIZE),
+    }
+    return {n: (torch.randn(size) / 2).to(device, dtype) for n, size in sizes.items()}
+
+
+def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().requires_grad_() for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_mlp(activation, shape, dtype, device):
+    inputs = made(shape, device, dtype)
+    check(lambda **each: gated_mlp(**each, activation=activation), eager(activation), inputs)
+
+
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_mlp_of_one_product(dtype, device):
+    inputs = made(SHAPES["batch"], device, dtype)
+    both = torch.cat((inputs.pop("gate_weight"), inputs.pop("up_weight")))
+
+    def ours(x: Tensor, down_weight: Tensor, both: Tensor) -> Tensor:
+        return gated_mlp(x, both, None, down_weight)
+
+    def plain(x: Tensor, down_weight: Tensor, both: Tensor) -> Tensor:
+        return eager("silu")(x, *both.chunk(2), down_weight)
+
+    check(ours, plain, inputs | {"both": both})
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "sliced"])
+def test_gated_mlp_of_any_strides(view, device):
+    """Of x, of what comes back, and of the weights."""
+    inputs = made((4, 6, 2 * HIDDEN), device, torch.float32)
+    inputs["down_weight"] = inputs["down_weight"].t().contiguous()
+    of = {
+        "transposed": lambda x: x[..., :HIDDEN].transpose(0, 1),
+        "expanded": lambda x: x[:, :1, :HIDDEN].expand(4, 6, HIDDEN),
+        "sliced": lambda x: x[..., ::2],
+    }[view]
+
+    def way(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+            return of(layer(of(x), gate_weight, up_weight, down_weight.t()).repeat(1, 1, 2))
+
+        return call
+
+    check(way(gated_mlp), way(eager("silu")), inputs)
+
+
+def test_the_activation_is_not_kept(device):
+    inputs = trainable(made(SHAPES["rows"], device, torch.float32))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = gated_mlp(**inputs)
+    given = {each.data_ptr() for each in inputs.values()}
+    others = [each.shape for each in saved if each.data_ptr() not in given]
+    assert others == [(7, SIZE), (7, SIZE)]  # gate and up
+    y.sum().backward()
+    assert all(each.grad is not None for each in inputs.values())
+
+
+def test_two_backward_passes_are_the_same(device):
+    """The first writes over none of what is kept."""
+    inputs = trainable(made(SHAPES["rows"], device, torch.float32))
+    y = gated_mlp(**inputs)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, list(inputs.values()), dy, retain_graph=True)
+    kept = dy.clone()
+    second = torch.autograd.grad(y, list(inputs.values()), dy)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert torch.equal(dy, kept)
+
+
+@pytest.mark.parametrize("wanted", ["x", "gate_weight", "up_weight", "down_weight"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_only_the_gradients_that_are_wanted(wanted, alone, device):
+    inputs = made(SHAPES["rows"], device, torch.float64)
+    for name, value in inputs.items():
+        value.requires_grad_((name == wanted) == alone)
+    y = gated_mlp(**inputs)
+    truth = eager("silu")(**inputs)
+    leaves = [value for value in inputs.values() if value.requires_grad]
+    dy = torch.randn_like(y)
+    ours, expected = (torch.autograd.grad(each, leaves, dy) for each in (y, truth))
+    torch.testing.assert_close(ours, expected)
+    y = gated_mlp(**inputs)
+    y.sum().backward()
+    assert {n for n, v in inputs.items() if v.grad is not None} == {
+        n for n, v in inputs.items() if v.requires_grad
+    }
+    with torch.no_grad():
+        assert not gated_mlp(**inputs).requires_grad
+
+
+def test_a_device_without_autocast_and_memory():
+    inputs = made(SHAPES["rows"], "meta", torch.bfloat16)
+    assert gated_mlp(**inputs).shape == (7, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_under_autocast_products_run_in_its_dtype(dtype, device):
+    inputs = made(SHAPES["batch"], device, dtype)
+    if dtype == torch.float32:
+        inputs["x"] = inputs["x"].bfloat16()  # of a layer that ran under autocast too
+    device_type = torch.device(device).type
+
+    def under_autocast(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(**each: Tensor) -> Tensor:
+            halves = each["x"].dtype in (torch.bfloat16, torch.float32)
+            with torch.autocast(device_type, dtype=torch.bfloat16, enabled=halves):
+                return layer(**each)
+
+        return call
+
+    check(under_autocast(gated_mlp), under_autocast(eager("silu")), inputs)
+
+
+def test_a_second_derivative_is_refused(device):
+    inputs = trainable(made(SHAPES["rows"], device, torch.float32))
+    with pytest.raises(RuntimeError, match="gated_mlp has no second derivative"):
+        torch.autograd.grad(gated_mlp(**inputs).sum(), inputs["x"], create_graph=True)
+
+
+X, G, D = torch.zeros(2, 8), torch.zeros(6, 8), torch.zeros(8, 6)
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "activation": (lambda: gated_mlp(X, G, G, D, activation="relu"), "activation must be one of"),
+    "x": (lambda: gated_mlp(X.long(), G, G, D), "x must be floating point"),
+    "gate": (lambda: gated_mlp(X, G[:3], G, D), r"gate_weight must have shape \(6, 8\), got \(3,"),
+    "halves": (lambda: gated_mlp(X, G, None, D), r"gate_weight must have shape \(12, 8\)"),
+    "up": (lambda: gated_mlp(X, G, D, D), r"up_weight must have shape \(6, 8\), got \(8, 6\)"),
+    "down": (lambda: gated_mlp(X, G, G, D[:3]), r"down_weight must have shape \(8, 6\)"),
+    "no matrix": (lambda: gated_mlp(X, G, G, D[0, 0]), r"down_weight must have shape"),
+    "device": (lambda: gated_mlp(X, G.to("meta"), G, D), "gate_weight must be on cpu"),
+    "dtype": (lambda: gated_mlp(X, G, G.half(), D), "up_weight must be torch.float32"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_operator_is_what_torch_says_an_operator_is(device):
+    dy, gate, up = torch.randn(3, 2, 8, device=device)
+    overload = torch.ops.liger_patch.gated_backward_and_result.default
+    checks = ("test_schema", "test_faketensor")
+    for arguments in ((dy, gate, up, "silu"), (dy[:, :4].contiguous(), gate, None, "gelu_tanh")):
+        torch.library.opcheck(overload, arguments, test_utils=checks)

@@ -1,0 +1,48 @@
+"""Layers held to the rule: results and every gradient against float64, no worse than eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from exactness import assert_no_worse
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+def results_and_gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """By name, of upstream gradients that are the same for all of one shape."""
+    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    results = function(**leaves)
+    results = (results,) if isinstance(results, Tensor) else results
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
+    gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
+    named = {f"result {i}": r.detach() for i, r in enumerate(results)}
+    return named | dict(zip(leaves, gradients, strict=True))
+
+
+def check(
+    ours: Callable[..., Tensor | tuple[Tensor, ...]],
+    eager: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor],
+) -> None:
+    """Hold ours to the rule; the truth is what eager computes in float64."""
+    dtype = next(iter(inputs.values())).dtype
+    our = results_and_gradients(ours, inputs)
+    plain = results_and_gradients(eager, inputs)
+    truth = results_and_gradients(eager, {k: v.double() for k, v in inputs.items()})
+    for name, value in plain.items():
+        got = our[name]
+        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+    if dtype == torch.float64:
+        torch.testing.assert_close(our, truth)
+    else:
+        assert_no_worse(our, plain, truth, dtype)

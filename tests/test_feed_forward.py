@@ -1,0 +1,183 @@
+"""Feed-forward layers on kernels: one function where their projections are plain, and the modules'
+own calls wherever something else hangs on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import step, tell_apart
+
+from liger_patch import apply_patch, layer_classes, registry, revert_patch
+
+ROWS = {row.model_type: row for row in registry.available()}
+
+
+def make_model(model_type: str = "llama") -> Any:
+    return tiny_model(ROWS[model_type])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each feed-forward layer that ran as one function."""
+    found: list[Any] = []
+    function = layer_classes.gated_mlp
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        found.append(arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(layer_classes, "gated_mlp", counted)
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4"])
+def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -> None:
+    model = apply_patch(make_model(model_type), layers=True)
+    model(**tiny_batch(model))
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_the_activation_is_not_kept(model_type: str) -> None:
+    """Of a layer, gate and up: three tensors of their size where the model keeps five."""
+    model = make_model(model_type)
+    batch = tiny_batch(model)
+    size = batch["input_ids"].numel() * model.config.intermediate_size
+    kept = {}
+    for layers in (False, True):
+        apply_patch(model, layers=layers)
+        saved: dict[int, Tensor] = {}
+
+        def save(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            outputs = model(**batch)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept[layers] = sum(
+            t.untyped_storage().nbytes() // t.element_size()
+            for place, t in saved.items()
+            if place not in weights and t.numel() in (size, 2 * size)
+        )
+        assert outputs.loss.isfinite()
+    assert kept == {False: 4 * size * 2, True: 2 * size * 2}  # of two layers
+
+
+def hooked(name: str, register: str) -> Callable[[nn.Module, list[int]], Any]:
+    def hang(mlp: Any, ran: list[int]) -> None:
+        getattr(getattr(mlp, name), register)(lambda *_: ran.append(1))
+
+    return hang
+
+
+def biased(mlp: Any, ran: list[int]) -> None:
+    mlp.up_proj.bias = nn.Parameter(torch.ones(mlp.up_proj.out_features))
+    ran.append(1)
+
+
+def subclassed(mlp: Any, ran: list[int]) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            ran.append(1)
+            return 2 * super().forward(input)
+
+    mlp.down_proj.__class__ = Doubled
+
+
+def replaced(mlp: Any, ran: list[int]) -> None:
+    forward = mlp.gate_proj.forward
+    mlp.gate_proj.forward = lambda x: ran.append(1) or 2 * forward(x)
+
+
+def another_tensor(mlp: Any, ran: list[int]) -> None:
+    class Quantised(nn.Parameter):
+        pass
+
+    mlp.up_proj.weight = Quantised(mlp.up_proj.weight.detach())
+    ran.append(1)
+
+
+NOT_PLAIN: dict[str, Callable[[Any, list[int]], Any]] = {
+    "hook": hooked("up_proj", "register_forward_hook"),
+    "pre-hook": hooked("down_proj", "register_forward_pre_hook"),
+    "backward hook": hooked("gate_proj", "register_full_backward_hook"),
+    "bias": biased,
+    "subclass": subclassed,
+    "forward of its own": replaced,
+    "another tensor": another_tensor,
+}
+
+
+@pytest.mark.parametrize("hang", NOT_PLAIN.values(), ids=NOT_PLAIN)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_hangs_on_a_projection_runs(
+    hang: Callable[[Any, list[int]], Any], when: str, calls: list[Any]
+) -> None:
+    model, ran = make_model().double(), []
+    batch = tiny_batch(model)
+    if when == "after":
+        apply_patch(model, layers=True)
+    hang(model.model.layers[0].mlp.double(), ran)
+    model.double()
+    apply_patch(model, layers=True)
+    ours = step(model, batch)
+    assert ran
+    assert len(calls) == model.config.num_hidden_layers - 1
+    truth = step(revert_patch(model), batch)
+    ours, truth = tell_apart(ours, truth)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.fixture
+def hook_of_all_modules() -> Iterator[list[str]]:
+    ran: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, *_: ran.append(type(module).__name__)
+    )
+    yield ran
+    handle.remove()
+
+
+def test_a_hook_of_all_modules_sees_every_projection(
+    hook_of_all_modules: list[str], calls: list[Any]
+) -> None:
+    model = apply_patch(make_model(), layers=True)
+    before = len(hook_of_all_modules)
+    model(**tiny_batch(model))
+    linears = sum(type(m) is nn.Linear for m in model.model.modules())
+    assert hook_of_all_modules[before:].count("Linear") >= linears
+    assert not calls
+
+
+def test_adapters_on_some_projections_leave_the_others_layers_alone(calls: list[Any]) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = apply_patch(peft.get_peft_model(model, config), layers=True)
+    model(**tiny_batch(model.get_base_model())).loss.backward()
+    assert len(calls) == 2
+    calls.clear()
+    config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    model = apply_patch(peft.get_peft_model(make_model(), config), layers=True)
+    model(**tiny_batch(model.get_base_model())).loss.backward()
+    assert not calls
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj", "mlp", "layers.0"])
+def test_frozen_weights_get_no_gradient(frozen: str) -> None:
+    model = make_model().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    ours, truth = tell_apart(step(apply_patch(model, layers=True), batch), truth)
+    assert ours.keys() == truth.keys()
+    assert_no_worse(ours, truth, truth, torch.float32)
