@@ -165,6 +165,7 @@ Case = Norm | Gate | Rotation
 CASES: tuple[Case, ...] = (
     Norm("Llama-3.2-1B", 16384, 2048),
     Norm("Qwen3-8B", 8192, 4096),
+    Norm("Qwen3-14B", 8192, 5120),
     Norm("Gemma-2-2B", 8192, 2304, offset=1.0),
     Norm("Gemma-3-270M", 16384, 640, offset=1.0),
     Norm("heads of Qwen3-0.6B", 16384 * (16 + 8), 128),

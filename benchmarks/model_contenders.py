@@ -23,7 +23,6 @@ from liger_patch import apply_patch
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
-SMALL_BUDGET_MIB = 128  # with which our peak is no higher than Liger-Kernel's
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
@@ -38,9 +37,6 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
     found["liger_patch"] = partial(_ours, model)
     layers = partial(_ours, model, layers=True)
     found["liger_patch, layers"] = layers
-    found[f"liger_patch, layers, {SMALL_BUDGET_MIB} MiB"] = partial(
-        layers, chunk_mib=SMALL_BUDGET_MIB
-    )
     if compiled:
         found["liger_patch, layers, compiled"] = partial(layers, compiled=_whole)
         found["liger_patch, layers, compiled by layer"] = partial(layers, compiled=_by_layer)
@@ -48,13 +44,16 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
 
 
 def some_contenders(
-    parts: Sequence[str] | None, model: nn.Module, *, compiled: bool
+    names: Sequence[str] | None, model: nn.Module, *, compiled: bool
 ) -> dict[str, Callable[[], Loss]]:
-    """Eager, and of the others those whose name has one of the parts in it."""
+    """Eager, and of the others those of these names."""
     found = contenders(model, compiled=compiled)
-    if parts is None:
+    if names is None:
         return found
-    return {n: f for n, f in found.items() if n == "eager" or any(part in n for part in parts)}
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ValueError(f"contenders must be some of {list(found)}, got {unknown}")
+    return {name: make for name, make in found.items() if name in ("eager", *names)}
 
 
 def shared_copy(model: nn.Module) -> Any:
@@ -76,11 +75,10 @@ def _ours(
     model: nn.Module,
     *,
     layers: bool = False,
-    chunk_mib: float | None = None,
     compiled: Callable[[Any], Any] | None = None,
 ) -> Loss:
     own = shared_copy(model)
-    apply_patch(own, layers=layers, chunk_mib=chunk_mib)
+    apply_patch(own, layers=layers)
     if compiled is None:
         return partial(_loss, own)
     torch.compiler.reset()

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--contender",
         action="append",
-        help="only eager and the contenders whose name contains this, or another",
+        help="only eager and the contender of this name, or another",
     )
     parser.add_argument(
         "--rounds", type=int, default=8, help="timed steps of each contender (default 8)"
