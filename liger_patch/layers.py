@@ -1,8 +1,8 @@
 """The layers of one model on the kernels of this package: norms, rotary embeddings, gates.
 
-Only the classes of these instances change: norms and feed-forward layers get a forward that is one
-call, and an attention's forward is its own code with another function under the name of its rotary
-embedding, ``apply_rotary_pos_emb``.
+Only the classes of these instances change: a norm gets a forward that is one call, and so does a
+feed-forward layer where its projections are plain; an attention's forward is its own code with
+another function under the name of its rotary embedding, ``apply_rotary_pos_emb``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import types
 
 from torch import nn
 
+from liger_patch.feed_forward_classes import mlp_class
 from liger_patch.instance_class import ORIGINAL
-from liger_patch.layer_classes import attention_class, mlp_class, norm_class
+from liger_patch.layer_classes import attention_class, norm_class
 from liger_patch.registry import Architecture
 
 CLASSES = {"rms_norm": norm_class, "rotary": attention_class, "gated": mlp_class}

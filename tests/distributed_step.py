@@ -16,7 +16,7 @@ from liger_patch.head_call import HeadCall
 from liger_patch.registry import available
 
 
-def main(wrapper: str, file: str) -> None:
+def main(wrapper: str, file: str, layers: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     (row,) = (row for row in available() if row.model_type == "llama")
     model, expected = tiny_model(row), tiny_model(row)
@@ -24,7 +24,7 @@ def main(wrapper: str, file: str) -> None:
     loss = expected(**batch).loss
     loss.backward()
 
-    apply_patch(model, layers=True)
+    apply_patch(model, layers=layers == "layers")
     wrapped = wrap(model, wrapper)
     reads = []
     compute = HeadCall.logits

@@ -19,9 +19,11 @@ on_the_cpu = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "ddp_unused", pytest.param("fsdp2", marks=on_the_cpu)])
-def test_a_step_is_eagers_and_computes_no_logits(wrapper: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", ["layers", "loss"])
+def test_a_step_is_eagers_and_computes_no_logits(wrapper: str, layers: str, tmp_path: Path) -> None:
+    arguments = [wrapper, str(tmp_path / "group"), layers]
     finished = subprocess.run(
-        [sys.executable, str(TESTS / "distributed_step.py"), wrapper, str(tmp_path / "group")],
+        [sys.executable, str(TESTS / "distributed_step.py"), *arguments],
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
         capture_output=True,
         text=True,

@@ -12,9 +12,10 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import step, tell_apart
 
-from liger_patch import apply_patch, layer_classes, registry, revert_patch
+from liger_patch import apply_patch, feed_forward_classes, registry, revert_patch
 
 ROWS = {row.model_type: row for row in registry.available()}
 
@@ -27,13 +28,13 @@ def make_model(model_type: str = "llama") -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each feed-forward layer that ran as one function."""
     found: list[Any] = []
-    function = layer_classes.gated_mlp
+    function = feed_forward_classes.gated_mlp
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
         found.append(arguments)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(layer_classes, "gated_mlp", counted)
+    monkeypatch.setattr(feed_forward_classes, "gated_mlp", counted)
     return found
 
 
@@ -44,31 +45,84 @@ def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -
     assert len(calls) == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
-def test_the_activation_is_not_kept(model_type: str) -> None:
-    """Of a layer, gate and up: three tensors of their size where the model keeps five."""
-    model = make_model(model_type)
+def test_a_gate_that_keeps_the_largest_values_is_no_one_function(calls: list[Any]) -> None:
+    model = make_model("gemma3n_text").double()
+    layers = [m for m in model.modules() if hasattr(m, "_gaussian_topk")]
+    layers[0].activation_sparsity = 0.5
     batch = tiny_batch(model)
-    size = batch["input_ids"].numel() * model.config.intermediate_size
-    kept = {}
+    truth = step(model, batch)
+    ours, truth = tell_apart(step(apply_patch(model, layers=True), batch), truth)
+    assert_no_worse(ours, truth, truth, torch.float32)
+    assert len(calls) == len(layers) - 1
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_no_more_products_than_eager(reentrant: bool) -> None:
+    """It stops where everything is there again that was kept: in front of the last product."""
+    products = []
     for layers in (False, True):
-        apply_patch(model, layers=layers)
-        saved: dict[int, Tensor] = {}
+        model = apply_patch(make_model().train(), layers=layers)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with Products() as counted:
+            model(**tiny_batch(model)).loss.backward()
+        products.append(counted.number)
+    eager, ours = products
+    blind = torch.__version__.startswith("2.6") and not reentrant  # it does not tell of hooks
+    assert ours <= eager + (model.config.num_hidden_layers if blind else 0)
 
-        def save(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            outputs = model(**batch)
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept[layers] = sum(
-            t.untyped_storage().nbytes() // t.element_size()
-            for place, t in saved.items()
-            if place not in weights and t.numel() in (size, 2 * size)
-        )
-        assert outputs.loss.isfinite()
-    assert kept == {False: 4 * size * 2, True: 2 * size * 2}  # of two layers
+class Products(TorchDispatchMode):
+    """Counts them."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += "mm" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_a_backward_pass_autocast_holds_the_weights_it_has_cast(calls: list[Any]) -> None:
+    model = apply_patch(make_model(), layers=True).eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**tiny_batch(model))
+    assert not calls
+
+
+def bytes_kept(model: Any, batch: dict[str, Tensor]) -> int:
+    """For the backward pass, weights aside."""
+    loss = model(**batch).loss
+    nodes, seen, kept = [loss.grad_fn], set(), {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes.extend(function for function, _ in node.next_functions)
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        for tensor in (*saved, *getattr(node, "saved_tensors", ())):
+            if isinstance(tensor, Tensor):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_activation_is_not_kept(
+    model_type: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor anything else that three calls of modules would not keep."""
+    model = apply_patch(make_model(model_type), layers=["gated"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and "mlp" in name))
+    batch = tiny_batch(model)
+    ours = bytes_kept(model, batch)
+    monkeypatch.setattr(feed_forward_classes, "_is_plain", lambda module: False)
+    of_modules = bytes_kept(model, batch)
+    activations = 2 * batch["input_ids"].numel() * model.config.intermediate_size  # of two layers
+    assert ours == of_modules - (0 if frozen else 4 * activations)
 
 
 def hooked(name: str, register: str) -> Callable[[nn.Module, list[int]], Any]:
@@ -80,7 +134,7 @@ def hooked(name: str, register: str) -> Callable[[nn.Module, list[int]], Any]:
 
 def biased(mlp: Any, ran: list[int]) -> None:
     mlp.up_proj.bias = nn.Parameter(torch.ones(mlp.up_proj.out_features))
-    ran.append(1)
+    mlp.up_proj.bias.register_hook(lambda gradient: ran.append(1))
 
 
 def subclassed(mlp: Any, ran: list[int]) -> None:
@@ -102,7 +156,7 @@ def another_tensor(mlp: Any, ran: list[int]) -> None:
         pass
 
     mlp.up_proj.weight = Quantised(mlp.up_proj.weight.detach())
-    ran.append(1)
+    mlp.up_proj.weight.register_hook(lambda gradient: ran.append(1))
 
 
 NOT_PLAIN: dict[str, Callable[[Any, list[int]], Any]] = {
@@ -121,13 +175,14 @@ NOT_PLAIN: dict[str, Callable[[Any, list[int]], Any]] = {
 def test_what_hangs_on_a_projection_runs(
     hang: Callable[[Any, list[int]], Any], when: str, calls: list[Any]
 ) -> None:
-    model, ran = make_model().double(), []
+    model, ran = make_model(), []
     batch = tiny_batch(model)
     if when == "after":
         apply_patch(model, layers=True)
-    hang(model.model.layers[0].mlp.double(), ran)
+    hang(model.model.layers[0].mlp, ran)
+    if when == "before":
+        apply_patch(model, layers=True)
     model.double()
-    apply_patch(model, layers=True)
     ours = step(model, batch)
     assert ran
     assert len(calls) == model.config.num_hidden_layers - 1
@@ -154,6 +209,15 @@ def test_a_hook_of_all_modules_sees_every_projection(
     model(**tiny_batch(model))
     linears = sum(type(m) is nn.Linear for m in model.model.modules())
     assert hook_of_all_modules[before:].count("Linear") >= linears
+    assert not calls
+
+
+def test_a_replaced_linear_layer_runs(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = apply_patch(make_model(), layers=True), []
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: ran.append(1) or forward(self, x))
+    model(**tiny_batch(model))
+    assert len(ran) >= sum(type(m) is nn.Linear for m in model.model.modules())
     assert not calls
 
 

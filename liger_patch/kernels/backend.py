@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-LEAST_SHARED_BYTES = 64 * 1024  # of a program, of the GPUs that run Triton: sm_75's, and AMD's
+LEAST_SHARED_BYTES = 64 * 1024  # of a program: sm_75's and gfx942's
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
 
 

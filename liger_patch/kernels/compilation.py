@@ -12,8 +12,8 @@ GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph a
 
 
 def constant(number: float) -> float:
-    """The number as operators take it: with ``dynamic=True`` torch.compile traces the floats that
-    modules hold as symbols, which no operator within an autograd function takes.
+    """The number as an autograd function takes it: with ``dynamic=True`` torch.compile traces the
+    floats that modules hold as symbols, which are an error among its arguments.
     """
     return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
 

@@ -25,7 +25,8 @@ def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 
 @operator(_gated_result)
-def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """``act(gate) * up``, which records nothing for a backward pass."""
     y = _gated_result(gate, up, activation)
     if serves_triton(gate):
         from liger_patch.kernels import gated_triton
@@ -45,29 +46,30 @@ def _gated_backward_results(
 
 
 @operator(_gated_backward_results)
-def _gated_backward(
+def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    return _gradients(dy.contiguous(), gate, up, activation, replaces_dy=False)
+    """The gradients of gate and up."""
+    return _gradients(dy.contiguous(), gate, up, None, activation)
 
 
 @operator(_gated_backward_results, mutates=("dy",))
-def _gated_backward_and_result(
+def gated_backward_(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients; ``dy``, contiguous, becomes ``act(gate) * up``."""
-    return _gradients(dy, gate, up, activation, replaces_dy=True)
+    """The gradients of gate and up; ``dy``, which is contiguous, becomes ``act(gate) * up``."""
+    return _gradients(dy, gate, up, dy, activation)
 
 
 def _gradients(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, *, replaces_dy: bool
+    dy: Tensor, gate: Tensor, up: Tensor | None, y: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = results = _gated_backward_results(dy, gate, up, activation)
     if serves_triton(gate):
         from liger_patch.kernels import gated_triton
 
-        tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup)
-        gated_triton.gated_backward(*tensors, activation, replaces_dy=replaces_dy)
+        tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup, y)
+        gated_triton.gated_backward(*tensors, activation)
         return results
     dgate, dup = _parts(dgate, None if up is None else dup)
     gate, up = _parts(gate, up)
@@ -79,8 +81,8 @@ def _gradients(
         dgate.copy_(torch.ops.aten.silu_backward(upstream * wide_up, wide))
     else:
         dgate.copy_(torch.ops.aten.gelu_backward(upstream * wide_up, wide, approximate="tanh"))
-    if replaces_dy:
-        dy.copy_(activated * wide_up)
+    if y is not None:
+        y.copy_(activated * wide_up)
     return results
 
 
@@ -106,13 +108,13 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return _gated(gate, up, activation)
+        return gated_forward(gate, up, activation)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         refuse_second_derivative("gated", LAYER_ADVICE)
         gate, up = ctx.saved_tensors
-        dgate, dup = _gated_backward(dy, gate, up, ctx.activation)
+        dgate, dup = gated_backward(dy, gate, up, ctx.activation)
         return dgate, None if up is None else dup, None
 
 

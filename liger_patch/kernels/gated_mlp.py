@@ -1,4 +1,5 @@
-"""A gated feed-forward layer that computes its activation again instead of keeping it.
+"""A gated feed-forward layer (arXiv:2002.05202) that computes its activation again instead of
+keeping it.
 
     gate = x Wg'        up = x Wu'        a = act(gate) * up        y = a Wd'
 
@@ -10,17 +11,20 @@ The kernel that makes dgate and dup of da has gate and up at hand, and leaves a 
 second product of dx is added to the first within the product: one rounding and one pass less than a
 sum of two.
 
-H: hidden size, I: intermediate size. Saved for the backward pass, in bytes a token in bf16: gate
-and up, 4 I, and x, 2 H, which its maker mostly holds too; layer by layer it is 6 I, for a. Extra
-memory of the backward pass: 6 I a token, as layer by layer where a is kept: da, dgate and dup.
+H: hidden size, I: intermediate size, O: size of y, mostly H. Saved for the backward pass, in bytes
+a token in bf16: gate and up, 4 I, and x, 2 H, where a weight of the first two products trains;
+three linear layers save a too, 2 I, where Wd trains. Extra memory of the backward pass: da, dgate
+and dup, 6 I a token, and the gradients of all three weights at once, 6 H I.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
-from liger_patch.kernels.gated import ACTIVATIONS, _gated, _gated_backward_and_result
+from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -30,35 +34,60 @@ class _GatedMlp(torch.autograd.Function):
         x: Tensor,  # (..., H)
         gate_weight: Tensor,  # (I, H), or (2 I, H) with that of up behind it
         up_weight: Tensor | None,  # (I, H)
-        down_weight: Tensor,  # (H, I)
+        down_weight: Tensor,  # (O, I)
         activation: str,
     ) -> Tensor:
         gate = linear(x, gate_weight)
         up = None if up_weight is None else linear(x, up_weight)
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
+        weights = (gate_weight, up_weight) if wants_x else (None, None)
+        ctx.save_for_backward(
+            x if wants_gate or wants_up else None, gate, up, *weights, down_weight
+        )
         ctx.activation = activation
-        return linear(_gated(gate, up, activation), down_weight)
+        return linear(gated_forward(gate, up, activation), down_weight)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         refuse_second_derivative("gated_mlp", LAYER_ADVICE)
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        wants_x, wants_gate, wants_up, wants_down, _ = ctx.needs_input_grad
-        rows, dy = _rows(x), _rows(dy)
-        a = dy @ down_weight  # da, until a takes its place
-        gates = _rows(gate), None if up is None else _rows(up)
-        dgate, dup = _gated_backward_and_result(a, *gates, ctx.activation)
-        ddown_weight = dy.t() @ a if wants_down else None
-        del a
-        dx = None
-        if wants_x:
-            dx = dgate @ gate_weight
-            if up is not None:
-                dx.addmm_(dup, up_weight)
-            dx = dx.view(x.shape)
-        dgate_weight = dgate.t() @ rows if wants_gate else None
-        dup_weight = dup.t() @ rows if wants_up else None
-        return dx, dgate_weight, dup_weight, ddown_weight, None
+        gradients = partial(_gradients, dy, *ctx.saved_tensors, ctx.activation)
+        wanted = ctx.needs_input_grad[:4]
+        if dy.device.type == "meta":  # a device without autocast
+            return *gradients(wanted), None
+        with torch.autocast(dy.device.type, enabled=False):
+            return *gradients(wanted), None
+
+
+def _gradients(
+    dy: Tensor,  # (..., O)
+    x: Tensor | None,  # (..., H); None if no weight of the first products trains
+    gate: Tensor,  # (..., I), or (..., 2 I) with up behind it
+    up: Tensor | None,  # (..., I)
+    gate_weight: Tensor | None,  # (I, H), or (2 I, H); None, as up's, if x wants no gradient
+    up_weight: Tensor | None,  # (I, H)
+    down_weight: Tensor,  # (O, I)
+    activation: str,
+    wanted: tuple[bool, bool, bool, bool],  # of x and of each weight
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Of x and of each weight; None where it is not wanted."""
+    _, wants_gate, wants_up, wants_down = wanted
+    shape, dy = dy.shape[:-1], _rows(dy)
+    da = dy @ down_weight
+    backward = gated_backward_ if wants_down else gated_backward
+    dgate, dup = backward(da, _rows(gate), None if up is None else _rows(up), activation)
+    ddown_weight = dy.t() @ da if wants_down else None  # a has taken its place
+    del da
+    dx = dgate_weight = dup_weight = None
+    if gate_weight is not None:
+        dx = dgate @ gate_weight
+        if up_weight is not None:
+            dx.addmm_(dup, up_weight)
+        dx = dx.view(*shape, gate_weight.shape[1])
+    if x is not None:
+        x = _rows(x)
+        dgate_weight = dgate.t() @ x if wants_gate else None
+        dup_weight = dup.t() @ x if wants_up else None
+    return dx, dgate_weight, dup_weight, ddown_weight
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -69,11 +98,11 @@ def gated_mlp(
     x: Tensor,  # (..., H)
     gate_weight: Tensor,  # (I, H), or (2 I, H)
     up_weight: Tensor | None,  # (I, H)
-    down_weight: Tensor,  # (H, I)
+    down_weight: Tensor,  # (O, I)
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """``(act(x Wg') * x Wu') Wd'``, saving ``x`` and the first two products.
+    """``(act(x Wg') * x Wu') Wd'``, saving the first two products and not their activation.
 
     Under autocast the products run in the autocast dtype, as those of
     ``torch.nn.functional.linear`` do.
@@ -82,11 +111,11 @@ def gated_mlp(
         x: (..., H), floating point.
         gate_weight: (I, H); without ``up_weight`` (2 I, H), the rows of the one, then the other's.
         up_weight: (I, H), or None.
-        down_weight: (H, I).
+        down_weight: (O, I); O is mostly H.
         activation: "silu" or "gelu_tanh".
 
     Returns:
-        (..., H).
+        (..., O), of the dtype of ``x``, or autocast's.
 
     Raises:
         ValueError: what does not fit.
@@ -94,33 +123,43 @@ def gated_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
-    hidden_size, size = x.shape[-1], down_weight.shape[-1] if down_weight.dim() else 0
-    _check("down_weight", down_weight, (hidden_size, size), x)
-    _check("gate_weight", gate_weight, ((2 if up_weight is None else 1) * size, hidden_size), x)
-    x, gate_weight, down_weight = (_autocast(each) for each in (x, gate_weight, down_weight))
-    if up_weight is not None:
-        _check("up_weight", up_weight, (size, hidden_size), x)
-        up_weight = _autocast(up_weight)
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    for name, weight in weights.items():
-        if weight is not None and weight.dtype != x.dtype:
-            raise ValueError(f"{name} must be {x.dtype} as x is, got {weight.dtype}")
-    return _GatedMlp.apply(x, *weights.values(), activation)
+    if gate_weight.dim() != 2:
+        raise ValueError(f"gate_weight must be (I, H), got {tuple(gate_weight.shape)}")
+    size, hidden_size = gate_weight.shape
+    if x.dim() == 0 or x.shape[-1] != hidden_size or not x.is_floating_point():
+        expected, given = f"(..., {hidden_size})", f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"x must be floating point {expected}, as gate_weight is, got {given}")
+    if up_weight is None and size % 2:
+        raise ValueError(
+            f"gate_weight without up_weight must be (2 I, H), got {(size, hidden_size)}"
+        )
+    if up_weight is not None and up_weight.shape != gate_weight.shape:
+        expected, given = (size, hidden_size), tuple(up_weight.shape)
+        raise ValueError(f"up_weight must have shape {expected}, got {given}")
+    size = size // 2 if up_weight is None else size
+    if down_weight.dim() != 2 or down_weight.shape[1] != size:
+        raise ValueError(f"down_weight must be (O, {size}), got {tuple(down_weight.shape)}")
+    x = _autocast(x)
+    gate_weight = _beside(x, "gate_weight", gate_weight)
+    up_weight = None if up_weight is None else _beside(x, "up_weight", up_weight)
+    down_weight = _beside(x, "down_weight", down_weight)
+    return _GatedMlp.apply(x, gate_weight, up_weight, down_weight, activation)
 
 
-def _check(name: str, weight: Tensor, shape: tuple[int, int], x: Tensor) -> None:
-    if tuple(weight.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(weight.shape)}")
+def _beside(x: Tensor, name: str, weight: Tensor) -> Tensor:
+    """The weight as a product with ``x``, which is cast already, takes it."""
     if weight.device != x.device:
         raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
+    cast = _autocast(weight)
+    if cast.dtype != x.dtype:
+        raise ValueError(f"{name} must be {x.dtype} as x is, got {weight.dtype}")
+    return cast
 
 
 def _autocast(tensor: Tensor) -> Tensor:
     """In the dtype in which a product would run now."""
     device_type = tensor.device.type
-    if tensor.is_meta or tensor.dtype == torch.float64:  # which autocast does not know, or cast
+    if device_type == "meta" or tensor.dtype == torch.float64:  # autocast casts neither
         return tensor
     if torch.is_autocast_enabled(device_type):
         return tensor.to(torch.get_autocast_dtype(device_type))

@@ -76,12 +76,12 @@ def _gated_backward_kernel(
     up_ptr,  # (rows, columns), None if behind the gate
     dgate_ptr,  # of gate's shape
     dup_ptr,  # of up's shape
+    y_ptr,  # (rows, columns), which may be dy; None if not wanted
     columns,  # rows that are not halves are one
-    REPLACES_DY: tl.constexpr,
     IS_SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row. dy may become ``act(gate) * up``."""
+    """One program per block of a row."""
     second_ptr = gate_ptr + columns if up_ptr is None else up_ptr
     dsecond_ptr = dgate_ptr + columns if up_ptr is None else dup_ptr
     place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
@@ -91,8 +91,9 @@ def _gated_backward_kernel(
     activated = _activated(gate, IS_SILU)
     tl.store(dsecond_ptr + gate_place, dy * activated, mask=mask)
     tl.store(dgate_ptr + gate_place, dy * up * _slope(gate, IS_SILU), mask=mask)
-    if REPLACES_DY:
-        tl.store(dy_ptr + place, activated * up, mask=mask)
+    if y_ptr is not None:
+        tl.debug_barrier()  # another thread may have loaded the dy that this one overwrites
+        tl.store(y_ptr + place, activated * up, mask=mask)
 
 
 def gated(
@@ -112,15 +113,13 @@ def gated_backward(
     up: Tensor | None,  # (..., I), None if behind the gate
     dgate: Tensor,  # of gate's shape
     dup: Tensor | None,  # of up's shape
+    y: Tensor | None,  # (..., I), which may be dy
     activation: str,
-    *,
-    replaces_dy: bool,
 ) -> None:
-    """Write dgate and dup, and ``act(gate) * up`` in dy's place if asked to; all contiguous."""
+    """Write dgate and dup, and ``act(gate) * up`` where y is wanted; all contiguous."""
     columns = dy.numel() if up is not None else dy.shape[-1]
-    tensors = (dy, gate, up, dgate, dup)
-    how = {"REPLACES_DY": replaces_dy}
-    _launch(_gated_backward_kernel, tensors, dy.numel(), columns, activation, BACKWARD_BLOCK, **how)
+    tensors = (dy, gate, up, dgate, dup, y)
+    _launch(_gated_backward_kernel, tensors, dy.numel(), columns, activation, BACKWARD_BLOCK)
 
 
 def _launch(
@@ -130,11 +129,11 @@ def _launch(
     columns: int,
     activation: str,
     block: int,
-    **constants: bool,
 ) -> None:
     if not size:
         return
     programs = size // columns * -(-columns // block)
-    constants["IS_SILU"] = activation == "silu"
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*tensors, columns, **constants, BLOCK=block, num_warps=WARPS)
+        kernel[(programs,)](
+            *tensors, columns, IS_SILU=activation == "silu", BLOCK=block, num_warps=WARPS
+        )

@@ -2,7 +2,7 @@
 
 Tiles of whole rows: several short ones (heads) at a time, or one long one. Extra memory of the
 backward pass: (P, H) floats of the weight's gradient, summed in a fixed order. The constants are
-the best of those tried on an H200, for rows of 128 to 4096.
+the best of those tried on an H200, for rows of 128 to 8192.
 """
 
 import functools
@@ -18,8 +18,8 @@ from liger_patch.kernels.backend import processors, shared_bytes
 TILE, MAX_ROWS = 4096, 32  # elements of a program at a time, at least, and its rows, at most
 PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part of dweight
 TWO_BLOCKS = 1024  # rows of so many columns may be two blocks in the backward pass
-STAGES = 3  # tiles of dy and x on their way at a time
-STAGES_BYTES = 96 * 1024  # of shared memory for them, at most
+STAGES = 3  # of the loop over tiles: all but one of them are on their way, in shared memory
+STAGES_BYTES = 80 * 1024  # of shared memory for them, at most
 SCRATCH_BYTES = 2 * 1024  # of shared memory for sums
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 16, 8  # a tile of the parts of dweight
 
@@ -54,19 +54,10 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _backward_part(dy_ptr, x_ptr, offsets, mask, scale, rstd):
-    """Of some columns: the gradient of the normed x, the normed x, and what dweight sums."""
-    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    normed = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * rstd[:, None]
+def _backward_terms(dy, x, scale, rstd):
+    """The gradient of the normed x, the normed x, and what dweight sums."""
+    normed = x * rstd[:, None]
     return dy * scale[None, :], normed, dy * normed
-
-
-@triton.jit
-def _scale(weight_ptr, offset, column, mask, BLOCK: tl.constexpr):
-    scale = tl.full((BLOCK,), 1.0, dtype=tl.float32)
-    if weight_ptr is not None:
-        scale = offset + tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    return scale
 
 
 @triton.jit
@@ -88,42 +79,49 @@ def _rms_norm_backward_kernel(
     """Each program walks tiles of rows, a grid apart, and sums their part of dweight."""
     column = tl.arange(0, BLOCK_H)
     is_column = column < hidden_size
-    scale = _scale(weight_ptr, offset, column, is_column, BLOCK_H)
+    scale = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
+    if weight_ptr is not None:
+        scale = offset + tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_H), dtype=tl.float32)
     if BLOCK_REST > 0:
-        other = BLOCK_H + tl.arange(0, BLOCK_REST)
-        is_other = other < hidden_size
-        other_scale = _scale(weight_ptr, offset, other, is_other, BLOCK_REST)
-        other_dweight = tl.zeros((BLOCK_ROWS, BLOCK_REST), dtype=tl.float32)
+        rest = BLOCK_H + tl.arange(0, BLOCK_REST)
+        is_rest = rest < hidden_size
+        rest_scale = tl.full((BLOCK_REST,), 1.0, dtype=tl.float32)
+        if weight_ptr is not None:
+            rest_scale = offset + tl.load(weight_ptr + rest, mask=is_rest, other=0.0).to(tl.float32)
+        rest_dweight = tl.zeros((BLOCK_ROWS, BLOCK_REST), dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_ROWS)
         is_row = row < rows
         rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
-        places = row[:, None] * hidden_size + column[None, :]
+        offsets = row[:, None] * hidden_size + column[None, :]
         mask = is_row[:, None] & is_column[None, :]
-        dnormed, normed, summed = _backward_part(dy_ptr, x_ptr, places, mask, scale, rstd)
-        dweight += summed
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dnormed, normed, dscale = _backward_terms(dy, x, scale, rstd)
+        dweight += dscale
         total = tl.sum(dnormed * normed, axis=1)
         if BLOCK_REST > 0:
-            others = row[:, None] * hidden_size + other[None, :]
-            other_mask = is_row[:, None] & is_other[None, :]
-            other_dnormed, other_normed, summed = _backward_part(
-                dy_ptr, x_ptr, others, other_mask, other_scale, rstd
-            )
-            other_dweight += summed
-            total += tl.sum(other_dnormed * other_normed, axis=1)
+            rest_offsets = row[:, None] * hidden_size + rest[None, :]
+            rest_mask = is_row[:, None] & is_rest[None, :]
+            dy = tl.load(dy_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
+            rest_dnormed, rest_normed, dscale = _backward_terms(dy, x, rest_scale, rstd)
+            rest_dweight += dscale
+            total += tl.sum(rest_dnormed * rest_normed, axis=1)
         mean = (total / hidden_size)[:, None]
-        tl.store(dx_ptr + places, (dnormed - normed * mean) * rstd[:, None], mask=mask)
+        dx = (dnormed - normed * mean) * rstd[:, None]
+        tl.store(dx_ptr + offsets, dx, mask=mask)
         if BLOCK_REST > 0:
-            dx = (other_dnormed - other_normed * mean) * rstd[:, None]
-            tl.store(dx_ptr + others, dx, mask=other_mask)
+            dx = (rest_dnormed - rest_normed * mean) * rstd[:, None]
+            tl.store(dx_ptr + rest_offsets, dx, mask=rest_mask)
     if dweight_ptr is not None:
         dweight_ptr += tl.program_id(0) * hidden_size
         tl.store(dweight_ptr + column, tl.sum(dweight, axis=0), mask=is_column)
         if BLOCK_REST > 0:
-            tl.store(dweight_ptr + other, tl.sum(other_dweight, axis=0), mask=is_other)
+            tl.store(dweight_ptr + rest, tl.sum(rest_dweight, axis=0), mask=is_rest)
 
 
 @triton.jit
@@ -223,49 +221,48 @@ def rms_norm_backward(
 @functools.cache
 def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
     """Constants of the forward kernel for rows of this size, and the warps of a program."""
-    block_h = _power_of_2(hidden_size)
+    block_h: Any = triton.next_power_of_2(hidden_size)
     return {"BLOCK_ROWS": _block_rows(block_h), "BLOCK_H": block_h}, _warps(block_h)
 
 
 @functools.cache
 def backward_tile(
-    hidden_size: int, element_bytes: int, shared_bytes: int
+    hidden_size: int, element_bytes: int, most_bytes: int
 ) -> tuple[dict[str, Any], int]:
     """Constants of the backward kernel, and the warps of a program.
 
-    A tile has a second block of columns where one block would have more than 3/8 of its lanes idle.
+    From TWO_BLOCKS columns on, a tile has a second block of columns where one block would have 3/8
+    of its lanes idle, or more.
 
     Args:
         hidden_size: H.
         element_bytes: of an element of dy and of x together.
-        shared_bytes: of the shared memory that a program can have.
+        most_bytes: of the shared memory that a program can have.
     """
-    block_h, block_rest = _power_of_2(hidden_size), 0
+    block_h: Any = triton.next_power_of_2(hidden_size)
+    block_rest: Any = 0
     half = block_h // 2
-    rest = _power_of_2(max(1, hidden_size - half))
+    rest: Any = triton.next_power_of_2(hidden_size - half)
     if hidden_size >= TWO_BLOCKS and rest <= half // 4:
         block_h, block_rest = half, rest
     width = block_h + block_rest
     block_rows = _block_rows(width)
+    quarter_idle = 4 * hidden_size <= 3 * width  # idle lanes are no loads on their way
+    stages = STAGES + 1 if quarter_idle else STAGES
     tile_bytes = block_rows * width * element_bytes
-    fitting = min(STAGES_BYTES, shared_bytes - SCRATCH_BYTES) // tile_bytes
-    wanted = STAGES + (4 * hidden_size <= 3 * width)  # what is idle is no load on its way
+    fitting = 1 + min(STAGES_BYTES, most_bytes - SCRATCH_BYTES) // tile_bytes
     blocks = {
         "BLOCK_ROWS": block_rows,
         "BLOCK_H": block_h,
         "BLOCK_REST": block_rest,
-        "STAGES": min(wanted, fitting) if fitting >= STAGES else 1,  # 2 are slower than 1
+        "STAGES": min(stages, fitting) if fitting >= STAGES else 1,  # 2 were slower than 1
     }
     return blocks, _warps(width)
 
 
 def _block_rows(width: int) -> int:
-    return min(MAX_ROWS, _power_of_2(-(-TILE // width)))
-
-
-def _power_of_2(number: int) -> int:
-    """The next one, or the number itself."""
-    return 1 << (number - 1).bit_length()
+    rows: Any = triton.next_power_of_2(-(-TILE // width))
+    return min(MAX_ROWS, rows)
 
 
 def _warps(width: int) -> int:

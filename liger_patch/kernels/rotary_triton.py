@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The best of those tried on an H200, of heads of 64 to 256: one warp turns these at a time
-MAX_BLOCK_HEADS, PAIRS, WARPS = 8, 1024, 1
+# The best of those tried on an H200, for heads of 64 to 256 and for a quarter or a half of one
+MAX_BLOCK_HEADS = 8  # that a program holds at a time
+PAIRS = 1024  # that a program turns at a time, at least
+WARPS, PARTLY_WARPS = 1, 2  # where all features are turned, and where some are copied, of one token
 
 
 @triton.jit
@@ -211,12 +213,16 @@ def rotary(
 @functools.cache
 def tile(q_heads: int, k_heads: int, size: int, turned: int) -> tuple[dict[str, Any], int]:
     """Constants of the kernel for heads of this number and size, and the warps of a program."""
-    pairs = triton.next_power_of_2(max(1, turned // 2))
-    block_heads = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads)))
+    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
+    q_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads)))
+    k_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads))
+    tokens: Any = 1
+    if turned == size:
+        tokens = triton.next_power_of_2(-(-PAIRS // (max(q_block, k_block) * pairs)))
     return {
-        "BLOCK_TOKENS": triton.next_power_of_2(triton.cdiv(PAIRS, block_heads * pairs)),
-        "BLOCK_Q_HEADS": block_heads,
-        "BLOCK_K_HEADS": min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads)),
+        "BLOCK_TOKENS": tokens,
+        "BLOCK_Q_HEADS": q_block,
+        "BLOCK_K_HEADS": k_block,
         "BLOCK_PAIRS": pairs,
         "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
-    }, WARPS
+    }, WARPS if turned == size else PARTLY_WARPS

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_no_worse
 from layer_checks import ACTIVATIONS, check
 from three_ways import LOW_DTYPES
 from torch import Tensor
@@ -52,6 +53,12 @@ def test_gated_mlp(activation, shape, dtype, device):
     check(lambda **each: gated_mlp(**each, activation=activation), eager(activation), inputs)
 
 
+def test_gated_mlp_to_another_size(device):
+    inputs = made(SHAPES["batch"], device, torch.float64)
+    inputs["down_weight"] = inputs["down_weight"][:5]
+    check(gated_mlp, eager("silu"), inputs)
+
+
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
 def test_gated_mlp_of_one_product(dtype, device):
     inputs = made(SHAPES["batch"], device, dtype)
@@ -91,7 +98,7 @@ def test_the_activation_is_not_kept(device):
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = gated_mlp(**inputs)
-    given = {each.data_ptr() for each in inputs.values()}
+    given = {each.data_ptr() for each in inputs.values()}  # x and the weights
     others = [each.shape for each in saved if each.data_ptr() not in given]
     assert others == [(7, SIZE), (7, SIZE)]  # gate and up
     y.sum().backward()
@@ -137,21 +144,39 @@ def test_a_device_without_autocast_and_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_under_autocast_products_run_in_its_dtype(dtype, device):
-    inputs = made(SHAPES["batch"], device, dtype)
-    if dtype == torch.float32:
-        inputs["x"] = inputs["x"].bfloat16()  # of a layer that ran under autocast too
-    device_type = torch.device(device).type
+@pytest.mark.parametrize("where", ["forward", "both"])
+def test_under_autocast_products_run_in_its_dtype(where, dtype, device):
+    """But those of float64, which autocast leaves alone."""
+    inputs = trainable(made(SHAPES["batch"], device, dtype))
+    autocast = torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    results = []
+    for layer in (gated_mlp, eager("silu")):
+        with autocast:
+            y = layer(**inputs)
+            if where == "both":
+                gradients = torch.autograd.grad(y.sum(), list(inputs.values()))
+        if where == "forward":
+            gradients = torch.autograd.grad(y.sum(), list(inputs.values()))
+        results.append(dict(zip(("y", *inputs), (y.detach(), *gradients), strict=True)))
+    ours, plain = results
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in plain.items()}
+    wide = trainable({name: value.double() for name, value in inputs.items()})
+    y = eager("silu")(**wide)
+    gradients = torch.autograd.grad(y.sum(), list(wide.values()))
+    truth = dict(zip(("y", *inputs), (y.detach(), *gradients), strict=True))
+    if dtype == torch.float64:
+        torch.testing.assert_close(ours, truth)
+    else:
+        assert_no_worse(ours, plain, truth, torch.bfloat16)
 
-    def under_autocast(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(**each: Tensor) -> Tensor:
-            halves = each["x"].dtype in (torch.bfloat16, torch.float32)
-            with torch.autocast(device_type, dtype=torch.bfloat16, enabled=halves):
-                return layer(**each)
 
-        return call
-
-    check(under_autocast(gated_mlp), under_autocast(eager("silu")), inputs)
+def test_a_backward_pass_under_autocast_computes_in_the_dtype_of_the_forward_pass(device):
+    inputs = trainable(made(SHAPES["rows"], device, torch.float32))
+    expected = torch.autograd.grad(gated_mlp(**inputs).sum(), list(inputs.values()))
+    y = gated_mlp(**inputs).sum()
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        gradients = torch.autograd.grad(y, list(inputs.values()))
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
 
 
 def test_a_second_derivative_is_refused(device):
@@ -163,14 +188,15 @@ def test_a_second_derivative_is_refused(device):
 X, G, D = torch.zeros(2, 8), torch.zeros(6, 8), torch.zeros(8, 6)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "activation": (lambda: gated_mlp(X, G, G, D, activation="relu"), "activation must be one of"),
-    "x": (lambda: gated_mlp(X.long(), G, G, D), "x must be floating point"),
-    "gate": (lambda: gated_mlp(X, G[:3], G, D), r"gate_weight must have shape \(6, 8\), got \(3,"),
-    "halves": (lambda: gated_mlp(X, G, None, D), r"gate_weight must have shape \(12, 8\)"),
+    "integers": (lambda: gated_mlp(X.long(), G, G, D), r"x must be floating point \(..., 8\)"),
+    "x": (lambda: gated_mlp(X[:, :7], G, G, D), r"x must be floating point \(..., 8\), as gate_we"),
+    "no matrix": (lambda: gated_mlp(X, G[0], G, D), r"gate_weight must be \(I, H\), got \(8,\)"),
+    "halves": (lambda: gated_mlp(X, G[:5], None, D), r"must be \(2 I, H\), got \(5, 8\)"),
     "up": (lambda: gated_mlp(X, G, D, D), r"up_weight must have shape \(6, 8\), got \(8, 6\)"),
-    "down": (lambda: gated_mlp(X, G, G, D[:3]), r"down_weight must have shape \(8, 6\)"),
-    "no matrix": (lambda: gated_mlp(X, G, G, D[0, 0]), r"down_weight must have shape"),
+    "down": (lambda: gated_mlp(X, G, G, D[:, :3]), r"down_weight must be \(O, 6\), got \(8, 3\)"),
+    "half": (lambda: gated_mlp(X, G, None, D), r"down_weight must be \(O, 3\), got \(8, 6\)"),
     "device": (lambda: gated_mlp(X, G.to("meta"), G, D), "gate_weight must be on cpu"),
-    "dtype": (lambda: gated_mlp(X, G, G.half(), D), "up_weight must be torch.float32"),
+    "dtype": (lambda: gated_mlp(X, G, G.half(), D), "up_weight must be torch.float32 as x is, got"),
 }
 
 
@@ -182,7 +208,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(call, message):
 
 def test_the_operator_is_what_torch_says_an_operator_is(device):
     dy, gate, up = torch.randn(3, 2, 8, device=device)
-    overload = torch.ops.liger_patch.gated_backward_and_result.default
+    overload = torch.ops.liger_patch.gated_backward_.default
     checks = ("test_schema", "test_faketensor")
     for arguments in ((dy, gate, up, "silu"), (dy[:, :4].contiguous(), gate, None, "gelu_tanh")):
         torch.library.opcheck(overload, arguments, test_utils=checks)

@@ -356,8 +356,8 @@ def test_operators_are_what_torch_says_an_operator_is(operator, device):
             ("rms_norm_backward", (x, x, None, rstd, 1.0, True)),
         ],
         "gated": [
-            ("gated", (x, x, "silu")),
-            ("gated", (x, None, "silu")),
+            ("gated_forward", (x, x, "silu")),
+            ("gated_forward", (x, None, "silu")),
             ("gated_backward", (x, x, x, "gelu_tanh")),
             ("gated_backward", (x[..., :4], x, None, "gelu_tanh")),
         ],

@@ -1,0 +1,139 @@
+"""The classes of gated feed-forward layers on kernels, each made of a layer's own class.
+
+What must be known of a class stands in GATES.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from liger_patch.instance_class import derived_class
+from liger_patch.kernels.gated import gated
+from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.layer_code import (
+    has_hooks,
+    is_transformed,
+    is_transformers,
+    names_of,
+    packs_saved_tensors,
+)
+
+LINEAR_FORWARD = nn.Linear.forward  # which others replace
+# what the classes of activations compute
+ACTIVATIONS = {type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh"}
+
+
+class Gate(NamedTuple):
+    """How a class computes ``down_proj(act(gate) * up)``."""
+
+    products: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]  # of x: gate and up
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")  # the attributes: these products'
+    activation: str = "act_fn"
+
+
+def _two_products(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return self.gate_proj(x), self.up_proj(x)
+
+
+def _one_product(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Phi-3's and GLM-4's: gate and up are halves of it."""
+    return self.gate_up_proj(x), None
+
+
+def _sparse_gate(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gemma 3n's: some layers keep the largest gates."""
+    gate = self.gate_proj(x)
+    if self.activation_sparsity > 0.0:
+        gate = self._gaussian_topk(gate)
+    return gate, self.up_proj(x)
+
+
+GATES = {  # by the names in the code of forward
+    frozenset(names.split()): gate
+    for names, gate in {
+        "act_fn down_proj gate_proj up_proj": Gate(_two_products),
+        "activation_fn down_proj gate_proj up_proj": Gate(
+            _two_products, activation="activation_fn"
+        ),
+        "activation_fn chunk down_proj gate_up_proj": Gate(
+            _one_product, ("gate_up_proj",), "activation_fn"
+        ),
+        "_gaussian_topk act_fn activation_sparsity down_proj gate_proj up_proj": Gate(_sparse_gate),
+    }.items()
+}
+
+
+def mlp_class(module: Any) -> Any:
+    """The class of a feed-forward layer whose gate is on a kernel; None where it has another form,
+    or an activation that has no kernel, or is not Transformers'.
+    """
+    gate = GATES.get(names_of(type(module)))
+    if gate is None or not is_transformers(type(module).forward):
+        return None
+    if type(getattr(module, gate.activation, None)) not in ACTIVATIONS:
+        return None
+    return gated_layer(type(module))
+
+
+@functools.cache
+def gated_layer(original: Any) -> type[nn.Module]:
+    """A feed-forward layer that is one function where its projections are plain, else one whose
+    activation and its product with up are one kernel.
+    """
+    products, projections, activation = GATES[names_of(original)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = getattr(self, activation)
+        kind = ACTIVATIONS.get(type(act))
+        if kind is None or has_hooks(act) or is_transformed():
+            return original.forward(self, x)
+        if _keeps_tensors():
+            weights = _plain_weights(self, projections)
+            if weights is not None:
+                return gated_mlp(x, *weights, activation=kind)
+        gate, up = products(self, x)
+        if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
+            return self.down_proj(act(gate) * up)
+        return self.down_proj(gated(gate, up, activation=kind))
+
+    return derived_class(original, gated_layer, forward=forward, _liger_patch_layer="gated")
+
+
+def _keeps_tensors() -> bool:
+    """Whether what is kept for the backward pass stays until then.
+
+    Without a backward pass nothing is, and autocast holds the weights that it has cast. Gradient
+    checkpointing keeps nothing either, and computes again only as far as the last thing kept: down
+    to the last product of modules, behind that of one function.
+    """
+    return torch.is_grad_enabled() and not packs_saved_tensors()
+
+
+def _plain_weights(
+    layer: Any, projections: tuple[str, ...]
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """Of gate, up and down, where the layer does nothing but multiply with them; else None."""
+    if getattr(layer, "activation_sparsity", 0.0) > 0.0:
+        return None
+    modules = [getattr(layer, name) for name in (*projections, "down_proj")]
+    if not all(_is_plain(module) for module in modules):
+        return None
+    gate, *up, down = (module.weight for module in modules)
+    return gate, up[0] if up else None, down
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is the product with its weight, and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and nn.Linear.forward is LINEAR_FORWARD
+        and module.bias is None
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and not has_hooks(module)
+    )
