@@ -26,8 +26,9 @@ def runs_eagerly(function: Function) -> Function:
 def operator(
     results: Callable[..., object], *, mutates: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: ``_name`` is the operator ``liger_patch::name``, which torch.compile calls without
-    looking into it. Elsewhere the function runs as it is, without the dispatcher's microseconds.
+    """Decorator: ``name`` or ``_name`` is the operator ``liger_patch::name``, which torch.compile
+    calls without looking into it. Elsewhere the function runs as it is, without the dispatcher's
+    microseconds.
 
     Args:
         results: of the same arguments, without values, for torch.compile.

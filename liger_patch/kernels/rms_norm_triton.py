@@ -20,7 +20,7 @@ PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part o
 TWO_BLOCKS = 1024  # rows of so many columns may be two blocks in the backward pass
 STAGES = 3  # of the loop over tiles: all but one of them are on their way, in shared memory
 STAGES_BYTES = 80 * 1024  # of shared memory for them, at most
-SCRATCH_BYTES = 2 * 1024  # of shared memory for sums
+SCRATCH_BYTES = 6 * 1024  # of shared memory for sums, and for dy and x of two dtypes
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 16, 8  # a tile of the parts of dweight
 
 

@@ -377,6 +377,7 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
     for dtype, hidden_size, has_weight, shared_kib in (
         ("*bf16", 4096, 1, 64),
         ("*bf16", 2304, 1, 64),
+        ("*bf16", 5120, 1, 64),
         ("*bf16", 640, 1, 227),
         ("*bf16", 5120, 1, 227),
         ("*bf16", 8192, 1, 99),
