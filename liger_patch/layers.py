@@ -11,9 +11,10 @@ import types
 
 from torch import nn
 
+from liger_patch.attention_classes import attention_class
 from liger_patch.feed_forward_classes import mlp_class
 from liger_patch.instance_class import ORIGINAL
-from liger_patch.layer_classes import attention_class, norm_class
+from liger_patch.norm_classes import norm_class
 from liger_patch.registry import Architecture
 
 CLASSES = {"rms_norm": norm_class, "rotary": attention_class, "gated": mlp_class}

@@ -1,6 +1,6 @@
-"""The classes of norms and attentions on kernels, each made of a layer's own class.
+"""The classes of attentions whose rotary embedding is on a kernel, each made of an attention's own.
 
-What the kernels must know of a class stands in tables: NORMS, ROTATIONS and ATTENTIONS.
+What the kernel must know of a class stands in two tables: ROTATIONS and ATTENTIONS.
 """
 
 from __future__ import annotations
@@ -8,74 +8,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_patch.instance_class import derived_class
-from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layer_code import is_transformed, is_transformers, names_of
-
-
-class Norm(NamedTuple):
-    """How a class computes its norm. One without a weight (or ``with_scale``) scales nothing."""
-
-    eps: str = "variance_epsilon"  # the attribute
-    offset: float = 0.0  # added to the weight
-    promotes: bool = False  # the weight's dtype takes part in the result's
-
-
-LLAMA_NORM = Norm(promotes=True)
-GEMMA_NORM = Norm("eps", offset=1.0)
-UNSHIFTED_GEMMA_NORM = Norm("eps")
-NORMS = {  # of the classes that are not like Llama's
-    "Gemma2RMSNorm": GEMMA_NORM,
-    "Gemma3RMSNorm": GEMMA_NORM,
-    "Gemma3nRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "Gemma4RMSNorm": UNSHIFTED_GEMMA_NORM,
-    "Gemma4UnifiedRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "GemmaRMSNorm": GEMMA_NORM,
-    "Llama4TextL2Norm": Norm("eps"),
-    "Llama4TextRMSNorm": Norm("eps", promotes=True),
-    "Olmo2RMSNorm": Norm(),
-    "Olmo3RMSNorm": Norm(),
-    "Qwen3NextRMSNorm": GEMMA_NORM,
-    "Qwen3_5MoeRMSNorm": GEMMA_NORM,
-    "Qwen3_5RMSNorm": GEMMA_NORM,
-    "Qwen4ExpTextRMSNorm": GEMMA_NORM,
-    "RecurrentGemmaRMSNorm": GEMMA_NORM,
-    "VaultGemmaRMSNorm": GEMMA_NORM,
-}
-
-
-def norm_class(module: Any) -> Any:
-    """The class of a norm on a kernel; None where it norms groups of features, or is not
-    Transformers'.
-    """
-    norms_groups = getattr(module, "group_size", None) is not None
-    if norms_groups or not is_transformers(type(module).forward):
-        return None
-    return norm(type(module))
-
-
-@functools.cache
-def norm(original: Any) -> type[nn.Module]:
-    """A norm that is one call."""
-    eps, offset, promotes = NORMS.get(original.__name__, LLAMA_NORM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if is_transformed():
-            return original.forward(self, x)
-        weight, dtype = getattr(self, "weight", None), x.dtype
-        if not getattr(self, "with_scale", True):
-            weight = None
-        if weight is not None and promotes:
-            dtype = torch.promote_types(dtype, weight.dtype)
-        return rms_norm(x, weight, getattr(self, eps), offset=offset, dtype=dtype)
-
-    return derived_class(original, norm, forward=forward, _liger_patch_layer="rms_norm")
 
 
 def _turned_by_sections(

@@ -1,0 +1,115 @@
+"""Layers on kernels under torch.compile: the same graphs, the operators in them, and the models'
+own results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from functorch.compile import make_boxed_func
+from test_compile import Graphs
+from tiny_models import tiny_batch, tiny_model
+from torch._dynamo.backends.common import aot_autograd
+from training_step import joined, step, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, registry
+from liger_patch.layers import LAYERS
+
+ROWS = {row.model_type: row for row in registry.available()}
+
+
+# What torch says of its own tracing; pyproject.toml makes every warning an error.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+]
+
+
+def make_model(model_type: str = "llama") -> PreTrainedModel:
+    return tiny_model(ROWS[model_type])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "gemma3n_text", "phi3"])
+def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
+    model = make_model(model_type).double()
+    ids = tiny_batch(model)["input_ids"]
+
+    def backbone(ids: torch.Tensor) -> torch.Tensor:
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    parameters = [p for p in model.model.parameters() if p.requires_grad]
+    linears = []
+    for layers in (False, True):
+        apply_patch(model, layers=layers)
+        eager = backbone(ids)
+        truth = torch.autograd.grad(eager.sum(), parameters)
+        torch._dynamo.reset()
+        graphs = Graphs("aot_eager")
+        compiled = torch.compile(backbone, backend=graphs)(ids)
+        torch._dynamo.reset()
+        linears.append(graphs.linears)
+        torch.testing.assert_close(compiled, eager)
+        torch.testing.assert_close(torch.autograd.grad(compiled.sum(), parameters), truth)
+    assert linears[0] == linears[1]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_compiled_with_dynamic_numbers(model_type: str) -> None:
+    """With ``dynamic=True`` the epsilons of norms are symbols too."""
+    model = make_model(model_type)
+    batch = tiny_batch(model)
+    truth, eager = step(widened(model), batch), step(model, batch)
+    apply_patch(model, layers=True)
+    torch._dynamo.reset()
+    model.model.forward = torch.compile(model.model.forward, backend="aot_eager", dynamic=True)
+    ours = step(model, batch)
+    torch._dynamo.reset()
+    assert_no_worse(*joined(ours, eager, truth), torch.float32)
+
+
+def test_what_is_compiled_calls_the_operators() -> None:
+    model = apply_patch(make_model(), layers=True)
+    called: list[set[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        called.append({str(each) for node in nodes for each in (node.target, *node.args)})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    torch._dynamo.reset()
+    model.model.forward = torch.compile(model.model.forward, backend=backend)
+    hidden = model.model(tiny_batch(model)["input_ids"], use_cache=False).last_hidden_state
+    hidden.sum().backward()
+    torch._dynamo.reset()
+    operators = ["rms_norm", "rotary", "gated_forward", "rms_norm_backward", "gated_backward_"]
+    for name in operators:  # torch 2.6 breaks Transformers' own code into several graphs
+        assert any(f"liger_patch.{name}.default" in graph for graph in called), name
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="torch 2.6 does not compile it")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_torch_func_within_torch_compile_takes_the_models_own_way(layer: str) -> None:
+    model = make_model().double()
+    ids = tiny_batch(model)["input_ids"]
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+
+    def differentiated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            arguments = {"input_ids": ids, "use_cache": False}
+            outputs = torch.func.functional_call(model.model, weights, (), arguments)
+            return outputs.last_hidden_state.square().mean()
+
+        return torch.func.grad(loss)(weights)
+
+    weights = {n.removeprefix("model."): w for n, w in weights.items() if n.startswith("model.")}
+    expected = differentiated(weights)
+    apply_patch(model, layers=[layer])
+    torch._dynamo.reset()
+    compiled = torch.compile(differentiated, backend="eager")(weights)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled, expected)
