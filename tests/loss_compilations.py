@@ -1,0 +1,323 @@
+"""The compilations of the losses' kernels: what their arguments are, and how many warps.
+
+sm_90 gets the full product of logits' dtypes and flags (48 compilations of the cross entropy), but
+of those with statistics rows in which every pair of two flags' values occurs. The other targets get
+all flags off, all flags on, and such rows, for each dtype in turn.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from compile_targets import DTYPES, FULL
+from triton.backends.compiler import GPUTarget
+
+FLAGS = (  # softcap, class weight, label smoothing, gradient
+    (0, 0, 0, 0),
+    (1, 1, 1, 1),
+    (1, 0, 0, 1),
+    (0, 1, 0, 1),
+    (0, 0, 1, 1),
+    (1, 1, 1, 0),
+)
+
+
+def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(id, arguments: a type or a value, warps) of each compilation for the target."""
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    everything = itertools.product(DTYPES, itertools.product((0, 1), repeat=4), (MAX_BLOCK_V,))
+    rotated = ((DTYPES[i % 3], flags, MAX_BLOCK_V) for i, flags in enumerate(FLAGS * 2))
+    ends = itertools.product(DTYPES, FLAGS[:2], (MAX_BLOCK_V,))
+    small = [("*bf16", FLAGS[1], 131), ("*fp32", FLAGS[1], 2)]
+    cases = {*everything, *small} if target == FULL else {*rotated, *ends, *small}
+    for dtype, flags, vocab_size in sorted(cases):
+        softcap, class_weight, smoothing, gradient = flags
+        block_v, warps = block_and_warps(vocab_size, target.warp_size)
+        yield (
+            f"{dtype[1:]}-V{vocab_size}-" + "".join(map(str, flags)),
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "dlogits_ptr": dtype if gradient else None,
+                "dlogits_stride": "i32",
+                "labels_ptr": "*i64",
+                "row_scale_ptr": "*fp32" if gradient else None,
+                # class weights come in the model's dtype or in float32
+                "class_weight_ptr": (dtype if smoothing else "*fp32") if class_weight else None,
+                "loss_ptr": "*fp32",
+                "vocab_size": "i32",
+                "ignore_index": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "label_smoothing": ("fp32", 0.1 * smoothing),
+                "z_loss": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
+
+
+def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.scale_triton import BLOCK
+
+    for dtype, size in itertools.product(DTYPES, ("i32", "i64")):
+        yield (
+            f"{dtype[1:]}-{size}",
+            {
+                "first_ptr": dtype,
+                "first_size": size,
+                "second_ptr": dtype if size == "i64" else None,
+                "second_size": size,
+                "factor_ptr": "*fp32",
+                "stride": "i32",
+                "BLOCK": BLOCK,
+            },
+            8,
+        )
+
+
+def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.scale_triton import ROW_BLOCK
+
+    # float32 products to gradients, and hidden states to scaled ones
+    for values, out, rows in (("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*bf16", "*bf16", 0)):
+        yield (
+            f"{values[1:]}-{out[1:]}-{rows}",
+            {
+                "values_ptr": values,
+                "values_stride": "i32",
+                "factors_ptr": "*fp32",
+                "out_ptr": out,
+                "out_stride": "i32",
+                "rows_ptr": "*i64" if rows else None,
+                "labels_ptr": "*i64" if values == "*fp32" else None,
+                "label_gradients_ptr": "*fp32" if values == "*fp32" else None,
+                "weight_ptr": "*bf16" if values == "*fp32" else None,
+                "weight_stride": "i32" if values == "*fp32" else None,
+                "columns": "i32",
+                "BLOCK": ROW_BLOCK,
+            },
+            4,
+        )
+
+
+ODDS_CONSTANTS = ("GROUPED_TILES", "TILE_ROWS", "TILE_V", "TILE_H", "PARTS")
+ODDS_WITH_STATISTICS = (  # softcap, writes, again, rank, sums: every pair of two flags' values
+    (0, 0, 0, 0, 3),
+    (1, 1, 1, 0, 3),
+    (0, 1, 1, 16, 3),
+    (1, 0, 0, 16, 3),
+    (1, 0, 1, 64, 3),
+    (0, 1, 0, 64, 3),
+)
+
+
+def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Only what it serves: bf16 on Hopper."""
+    from liger_patch.kernels import odds_head as kernels
+
+    if target != FULL or kernels.TensorDescriptor is None:
+        return
+    everything = itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64), (2,))
+    for softcap, writes, again, rank, sums in [*everything, *ODDS_WITH_STATISTICS]:
+        constants = kernels.tile_constants(4096, rank)
+        part = kernels.TILE_V // constants["PARTS"]
+        low_rank = [f"tensordesc<bf16[{n},{rank}]>" for n in (kernels.TILE_ROWS, kernels.TILE_V)]
+        yield (
+            f"{softcap}{writes}{again}-{rank}-{sums}",
+            {
+                "low_rank": low_rank[0] if rank else None,
+                "low_rank_weight": low_rank[1] if rank else None,
+                "x": f"tensordesc<bf16[{kernels.TILE_ROWS},{kernels.TILE_H}]>",
+                "weight": f"tensordesc<bf16[{kernels.TILE_V},{kernels.TILE_H}]>",
+                "odds": f"tensordesc<bf16[{kernels.TILE_ROWS},{part}]>" if writes else None,
+                "labels_ptr": "*i64",
+                "reference_ptr": "*fp32",
+                "partial_ptr": "*fp32",
+                "overflow_ptr": "*i32",
+                "counts_ptr": "*i64",
+                "start": "i32",
+                "rows": "i32",
+                "hidden_size": "i32",
+                "vocab_size": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                "SUMS": sums,
+                "ONLY_ON_OVERFLOW": bool(again),
+                **{name: constants[name] for name in ODDS_CONSTANTS},
+            },
+            constants["num_warps"],
+        )
+
+
+def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import odds_head as kernels
+
+    for softcap, rank in itertools.product((0, 1), repeat=2):
+        yield (
+            f"{softcap}{rank}",
+            {
+                "low_rank_ptr": "*bf16" if rank else None,
+                "low_rank_stride": "i32" if rank else None,
+                "low_rank_weight_ptr": "*bf16" if rank else None,
+                "low_rank_weight_stride": "i32" if rank else None,
+                "rank": "i32" if rank else None,
+                "x_ptr": "*bf16",
+                "x_stride": "i32",
+                "rows_ptr": "*i64",
+                "weight_ptr": "*bf16",
+                "weight_stride": "i32",
+                "labels_ptr": "*i64",
+                "counts_ptr": "*i64",
+                "label_logit_ptr": "*fp32",
+                "label_z_ptr": "*fp32",
+                "reference_ptr": "*fp32",
+                "hidden_size": "i32",
+                "vocab_size": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                **kernels.DOT,
+            },
+            4,
+        )
+
+
+def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import odds_head as kernels
+
+    for softcap, class_weight, writes, again, statistics in itertools.product((0, 1), repeat=5):
+        if class_weight and statistics:  # losses have the one, log-probabilities the other
+            continue
+        if target != FULL and {softcap, writes, again} != {statistics}:  # odds are not served there
+            continue
+        yield (
+            f"{softcap}{class_weight}{writes}{again}{statistics}",
+            {
+                "partial_ptr": "*fp32",
+                "labels_ptr": "*i64",
+                "label_logit_ptr": "*fp32",
+                "label_z_ptr": "*fp32",
+                "reference_ptr": "*fp32",
+                "row_scale_ptr": "*fp32" if writes else None,
+                "class_weight_ptr": ("*bf16" if softcap else "*fp32") if class_weight else None,
+                "loss_ptr": "*fp32",
+                "factor_ptr": "*fp32",
+                "label_gradient_ptr": "*fp32",
+                "entropy_ptr": "*fp32" if statistics else None,
+                "lse_ptr": "*fp32" if statistics else None,
+                "is_top1_ptr": "*i1" if statistics else None,
+                "overflow_ptr": "*i32",
+                "counts_ptr": "*i64",
+                "start": "i32",
+                "rows": "i32",
+                "v_tiles": "i32",
+                "vocab_size": "i32",
+                "softcap": "fp32" if softcap else None,
+                "logit_scale": "fp32",
+                "z_loss": "fp32",
+                "TILE_V": kernels.TILE_V,
+                "ONLY_ON_OVERFLOW": bool(again),
+                **kernels.FINISHED,
+            },
+            4,
+        )
+
+
+def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import supervised_triton as kernels
+
+    for labels in ("*i64", "*i32", "*i16", "*i8", "*u8"):
+        yield (
+            labels[1:],
+            {
+                "given_ptr": labels,
+                "labels_ptr": "*i64",
+                "rows_ptr": "*i64",
+                "counts_ptr": "*i64",
+                "tokens": "i32",
+                "vocab_size": "i32",
+                "ignore_index": "i32",
+                "BLOCK": kernels.BLOCK,
+            },
+            kernels.WARPS,
+        )
+
+
+def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels import label_rows_triton as kernels
+
+    for dweight, rows in itertools.product(("*bf16", "*fp32"), (0, 1)):
+        yield (
+            f"{dweight[1:]}-{rows}",
+            {
+                "labels_ptr": "*i32",
+                "order_ptr": "*i64",
+                "label_gradients_ptr": "*fp32",
+                "x_ptr": "*bf16",
+                "x_stride": "i32",
+                "rows_ptr": "*i64" if rows else None,
+                "dweight_ptr": dweight,
+                "dweight_stride": "i32",
+                "tokens": "i32",
+                "hidden_size": "i32",
+                **kernels.BLOCKS,
+            },
+            kernels.WARPS,
+        )
+
+
+def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    everything = [*itertools.product(DTYPES, (0, 1), (MAX_BLOCK_V,)), ("*bf16", 1, 131)]
+    rotated = [("*bf16", 1, MAX_BLOCK_V), ("*fp16", 0, MAX_BLOCK_V), ("*fp32", 1, 131)]
+    for dtype, softcap, vocab_size in everything if target == FULL else rotated:
+        block_v, warps = block_and_warps(vocab_size, target.warp_size)
+        yield (
+            f"{dtype[1:]}-V{vocab_size}-{softcap}",
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "labels_ptr": "*i64",
+                "entropy_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "is_top1_ptr": "*i1",
+                "mean_logits_ptr": "*fp32",
+                "log_sum_sq_probs_ptr": "*fp32",
+                "vocab_size": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
+
+
+def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+
+    # of log_probs, entropy, lse; without the last two, the cross entropy's kernel has the gradient
+    some = [flags for flags in itertools.product((0, 1), repeat=3) if any(flags[1:])]
+    cases = [(DTYPES[(i + s) % 3], s, flags) for s in (0, 1) for i, flags in enumerate(some)]
+    if target != FULL:
+        cases = [("*bf16", 1, (1, 1, 1)), ("*fp16", 0, (0, 1, 0)), ("*fp32", 1, (1, 0, 1))]
+    block_v, warps = block_and_warps(MAX_BLOCK_V, target.warp_size)
+    for dtype, softcap, flags in cases:
+        of_log_probs, of_entropy, of_lse = flags
+        yield (
+            f"{dtype[1:]}-{softcap}{of_log_probs}{of_entropy}{of_lse}",
+            {
+                "logits_ptr": dtype,
+                "logits_stride": "i32",
+                "labels_ptr": "*i64",
+                "dlog_probs_ptr": "*fp32" if of_log_probs else None,
+                "dentropy_ptr": "*fp32" if of_entropy else None,
+                "dlse_ptr": "*fp32" if of_lse else None,
+                "vocab_size": "i32",
+                "softcap": ("fp32", 30.0 * softcap),
+                "logit_scale": "fp32",
+                "BLOCK_V": block_v,
+            },
+            warps,
+        )
