@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,15 +82,15 @@ def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Pa
 def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -> None:
     model = apply_patch(make_model(), loss_average=average)
     expected = weights_after(model, tmp_path, per_device=4, accumulated=1)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    shared = {
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, str(TESTS / "distributed_trainer.py"), average, str(tmp_path)],
-            env=os.environ | group | paths | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
