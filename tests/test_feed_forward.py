@@ -51,7 +51,7 @@ def test_a_gate_that_keeps_the_largest_values_is_no_one_function(calls: list[Any
     layers[0].activation_sparsity = 0.5
     batch = tiny_batch(model)
     truth = step(model, batch)
-    ours, truth = tell_apart(step(apply_patch(model, layers=True), batch), truth)
+    truth, ours = tell_apart(truth, step(apply_patch(model, layers=True), batch))
     assert_no_worse(ours, truth, truth, torch.float32)
     assert len(calls) == len(layers) - 1
 
@@ -187,7 +187,7 @@ def test_what_hangs_on_a_projection_runs(
     assert ran
     assert len(calls) == model.config.num_hidden_layers - 1
     truth = step(revert_patch(model), batch)
-    ours, truth = tell_apart(ours, truth)
+    truth, ours = tell_apart(truth, ours)
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
@@ -242,6 +242,6 @@ def test_frozen_weights_get_no_gradient(frozen: str) -> None:
         parameter.requires_grad_(frozen not in name)
     batch = tiny_batch(model)
     truth = step(model, batch)
-    ours, truth = tell_apart(step(apply_patch(model, layers=True), batch), truth)
+    truth, ours = tell_apart(truth, step(apply_patch(model, layers=True), batch))
     assert ours.keys() == truth.keys()
     assert_no_worse(ours, truth, truth, torch.float32)

@@ -68,7 +68,8 @@ def test_compiled_with_dynamic_numbers(model_type: str) -> None:
     model.model.forward = torch.compile(model.model.forward, backend="aot_eager", dynamic=True)
     ours = step(model, batch)
     torch._dynamo.reset()
-    assert_no_worse(*joined(ours, eager, truth), torch.float32)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
 
 
 def test_what_is_compiled_calls_the_operators() -> None:

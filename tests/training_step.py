@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, revert_patch
 
 Step = dict[str, Tensor | None]
-ROUNDING = (
-    1e-12  # of the largest gradient: in float64, a gradient below it is zero but for rounding
-)
+# of the largest gradient: below it is what is zero but for rounding
+ROUNDING = 1e-12  # in float64
+ROUNDING_OF_OTHERS = 0.02  # in bfloat16 too
 
 # Transformers 5.0 collects no router logits, or other tensors, for these and fails on their loss.
 FAIL_ON_ROUTERS = ("granitemoe", "qwen3_next", "qwen3_omni_moe_thinker")
@@ -94,13 +94,23 @@ def step(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Ste
 def tell_apart(truth: Step, *others: Step) -> list[Step]:
     """All of them without the gradients that are zero but for rounding.
 
-    Such are those of a key's bias: it shifts all scores of a softmax alike.
+    Such are those of a key's bias: it shifts all scores of a softmax alike. They are to be zero but
+    for rounding in the others too.
     """
-    sizes = {n: t.abs().max().item() for n, t in truth.items() if t is not None and t.numel()}
-    largest = max((size for name, size in sizes.items() if name != "loss"), default=0.0)
+    sizes, largest = _sizes(truth)
     kept = [n for n in truth if n == "loss" or n not in sizes or sizes[n] >= ROUNDING * largest]
     assert len(kept) > len(truth) / 2
+    for other in others:
+        sizes, largest = _sizes(other)
+        for name in sizes.keys() - set(kept):
+            assert sizes[name] <= ROUNDING_OF_OTHERS * largest, name
     return [{name: results[name] for name in kept} for results in (truth, *others)]
+
+
+def _sizes(values: Step) -> tuple[dict[str, float], float]:
+    """{name: its largest number}, and that of all gradients."""
+    sizes = {n: t.abs().max().item() for n, t in values.items() if t is not None and t.numel()}
+    return sizes, max((size for name, size in sizes.items() if name != "loss"), default=0.0)
 
 
 def joined(truth: Step, *others: Step) -> list[Step]:
