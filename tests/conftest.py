@@ -90,6 +90,14 @@ def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_is_compiled() -> Iterator[None]:
+    """Neither before the test nor, whatever becomes of it, behind it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The deferred logits that somebody has read."""
     from liger_patch.deferred import DeferredLogits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from liger_patch.deferred import DeferredLogits
 ROWS = {row.model_type: row for row in registry.available()}
 # What torch says of its own tracing; pyproject.toml makes every warning an error.
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_compiled"),
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
 ]
@@ -47,13 +48,6 @@ class Graphs:
             )
         )
         return self.run(graph, inputs)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:

@@ -24,6 +24,7 @@ ROWS = {row.model_type: row for row in registry.available()}
 
 # What torch says of its own tracing; pyproject.toml makes every warning an error.
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_compiled"),
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
 ]
@@ -50,7 +51,6 @@ def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
         torch._dynamo.reset()
         graphs = Graphs("aot_eager")
         compiled = torch.compile(backbone, backend=graphs)(ids)
-        torch._dynamo.reset()
         linears.append(graphs.linears)
         torch.testing.assert_close(compiled, eager)
         torch.testing.assert_close(torch.autograd.grad(compiled.sum(), parameters), truth)
@@ -64,10 +64,8 @@ def test_compiled_with_dynamic_numbers(model_type: str) -> None:
     batch = tiny_batch(model)
     truth, eager = step(widened(model), batch), step(model, batch)
     apply_patch(model, layers=True)
-    torch._dynamo.reset()
     model.model.forward = torch.compile(model.model.forward, backend="aot_eager", dynamic=True)
     ours = step(model, batch)
-    torch._dynamo.reset()
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 
@@ -82,11 +80,9 @@ def test_what_is_compiled_calls_the_operators() -> None:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
-    torch._dynamo.reset()
     model.model.forward = torch.compile(model.model.forward, backend=backend)
     hidden = model.model(tiny_batch(model)["input_ids"], use_cache=False).last_hidden_state
     hidden.sum().backward()
-    torch._dynamo.reset()
     operators = ["rms_norm", "rotary", "gated_forward", "rms_norm_backward", "gated_backward_"]
     for name in operators:  # torch 2.6 breaks Transformers' own code into several graphs
         assert any(f"liger_patch.{name}.default" in graph for graph in called), name
@@ -110,7 +106,5 @@ def test_torch_func_within_torch_compile_takes_the_models_own_way(layer: str) ->
     weights = {n.removeprefix("model."): w for n, w in weights.items() if n.startswith("model.")}
     expected = differentiated(weights)
     apply_patch(model, layers=[layer])
-    torch._dynamo.reset()
     compiled = torch.compile(differentiated, backend="eager")(weights)
-    torch._dynamo.reset()
     torch.testing.assert_close(compiled, expected)
