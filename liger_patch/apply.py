@@ -40,10 +40,10 @@ def apply_patch(
     """Make this one model compute its loss without holding its logits; change nothing else.
 
     A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed when they are first looked at. Where position ids,
-    ``cu_seq_lens_q`` or ``seq_idx`` say that rows hold several sequences, no token predicts the
-    first of the next one. But for ``layers``, a call without labels is not touched. Patching a
-    patched model again replaces all options.
+    and ``outputs.logits`` are computed when they are first looked at. Where position ids that
+    restart, ``cu_seq_lens_q`` or ``seq_idx`` say that rows hold several sequences, no token
+    predicts the first of the next one. But for ``layers``, a call without labels is not touched.
+    Patching a patched model again replaces all options.
 
     Args:
         model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around

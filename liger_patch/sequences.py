@@ -19,24 +19,19 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     """(B, T) bool, True at the first token of each sequence, for labels of this shape; None where
     no argument says that rows hold several.
 
-    A sequence begins where position ids do not rise, unless an attention mask (B, T) says what is
-    padding; where ``seq_idx`` (B, T) changes; and at ``cu_seq_lens_q`` (sequences + 1,), which
-    count along all rows. Position ids (4, B, T) hold those of the text first; other forms of them
-    say nothing.
+    A sequence begins where position ids do not rise from one token to the next, of those that an
+    attention mask (B, T) keeps; where ``seq_idx`` (B, T) changes; and at ``cu_seq_lens_q``
+    (sequences + 1,), which count along all rows. Position ids (4, B, T) hold those of the text
+    first; other forms of them say nothing.
 
     Raises:
         ValueError: ``seq_idx`` or ``cu_seq_lens_q`` of another form.
     """
     if len(shape) != 2:
         return None
-    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    restarts = _restarts(arguments.get("position_ids"), arguments.get("attention_mask"), shape)
     index, ends = arguments.get("seq_idx"), arguments.get("cu_seq_lens_q")
-    found = []
-    if isinstance(positions, Tensor) and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        if positions.dim() == 3 and len(positions) == 4:
-            positions = positions[0]
-        if _fits(positions, shape):
-            found.append(_after_first(positions[:, 1:] <= positions[:, :-1]))
+    found = [] if restarts is None else [restarts]
     if index is not None:
         if not isinstance(index, Tensor) or not _fits(index, shape):
             raise ValueError(f"seq_idx must be a tensor {tuple(shape)}, got {_form(index)}")
@@ -96,6 +91,23 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     if targets is None:
         targets = next_labels(within_sequences(labels, starts, IGNORE_INDEX), IGNORE_INDEX)
     return sequence_weights(starts, targets != IGNORE_INDEX)[1]
+
+
+def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
+    """(B, T) where position ids do not rise between two tokens that the mask keeps; None where they
+    say nothing.
+    """
+    if isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == 4:
+        positions = positions[0]
+    if not isinstance(positions, Tensor) or not _fits(positions, shape):
+        return None
+    begins = positions[:, 1:] <= positions[:, :-1]
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if not _fits(mask, shape):
+            return None
+        kept = mask.to(begins.device).bool()
+        begins = begins & kept[:, 1:] & kept[:, :-1]
+    return _after_first(begins)
 
 
 def _form(value: object) -> str:

@@ -169,6 +169,7 @@ def test_a_loss_function_of_the_users_sees_no_label_of_another_sequence() -> Non
     assert seen[0].eq(IGNORED).nonzero().tolist() == [[0, 0], [0, 9]]
 
 
+@pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_a_compiled_model_packs_too() -> None:
     model, samples = make_model().float(), make_samples(9, 4, 13, 6)
@@ -177,7 +178,6 @@ def test_a_compiled_model_packs_too() -> None:
         compiled: Any = torch.compile(model, backend="eager", dynamic=False)
         loss = compiled(**positions_only(samples)).loss
     torch.testing.assert_close(loss, expected)
-    torch.compiler.reset()
 
 
 # --- what says where sequences begin --------------------------------------------------------------
@@ -189,6 +189,8 @@ def starts_of(length: int, **arguments: Any) -> list[int] | None:
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0]])
+RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 1, 0]])
+LEFT_POSITIONS = torch.tensor([[1, 0, 1, 2, 3, 4]])  # as Transformers counts them from a mask
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,10 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0]])
         ({"position_ids": torch.arange(6)[None]}, [0]),
         ({"position_ids": POSITIONS}, [0, 3, 5]),
         ({"position_ids": POSITIONS + 2}, [0, 3, 5]),
-        ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 6)}, None),
+        ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 6)}, [0, 3, 5]),
+        ({"position_ids": POSITIONS, "attention_mask": RIGHT_PADDED}, [0, 3]),
+        ({"position_ids": LEFT_POSITIONS, "attention_mask": RIGHT_PADDED.flip(1)}, [0]),
+        ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 8)}, None),
         ({"position_ids": POSITIONS, "attention_mask": torch.zeros(1, 1, 6, 6)}, [0, 3, 5]),
         ({"position_ids": POSITIONS.expand(3, 1, 6)}, None),
         ({"position_ids": torch.stack([POSITIONS, *[POSITIONS * 0] * 3])}, [0, 3, 5]),
