@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,11 +101,21 @@ def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int |
             f"{NUM_SEQUENCES} is for means of sequences, but apply_patch was given "
             f"loss_average={record.settings.loss_average!r}"
         )
-    if number is None or isinstance(number, Tensor):
+    if isinstance(number, Tensor):
+        # mixed precision would round one that is floating point
+        is_whole = not (number.is_floating_point() or number.is_complex())
+        if number.numel() != 1 or not is_whole or number.dtype == torch.bool:
+            raise ValueError(
+                f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
+                f"{tuple(number.shape)}"
+            )
         return number
-    if not isinstance(number, int) or number <= 0:
+    if number is None:
+        return None
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not is_whole or number <= 0:
         raise ValueError(f"{NUM_SEQUENCES} must be a tensor or a whole number > 0, got {number!r}")
-    return number
+    return int(number)
 
 
 def _forward_with_loss(

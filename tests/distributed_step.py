@@ -6,6 +6,7 @@ Exits with an error unless loss and gradients are eager's and no logits are comp
 import sys
 
 import torch
+from gloo_group import join, leave
 from tiny_models import tiny_batch, tiny_model
 from torch import distributed as dist
 from torch import nn
@@ -17,7 +18,7 @@ from liger_patch.registry import available
 
 
 def main(wrapper: str, file: str, layers: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    join(file, rank=0, processes=1)
     (row,) = (row for row in available() if row.model_type == "llama")
     model, expected = tiny_model(row), tiny_model(row)
     batch = tiny_batch(model)
@@ -41,7 +42,7 @@ def main(wrapper: str, file: str, layers: str) -> None:
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         torch.testing.assert_close(gradient, eager.grad, msg=name)
     assert outputs.logits.shape == (*batch["input_ids"].shape, model.config.vocab_size)
-    dist.destroy_process_group()
+    leave()
 
 
 def wrap(model: nn.Module, wrapper: str) -> nn.Module:

@@ -27,5 +27,6 @@ def test_a_step_is_eagers_and_computes_no_logits(wrapper: str, layers: str, tmp_
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr

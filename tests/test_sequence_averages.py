@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packed_samples import (
@@ -21,9 +22,9 @@ from packed_samples import (
     make_samples,
     truth_of,
 )
+from packed_trainer import weights_after
 from torch import Tensor
-from training_step import Float64, Step, call, gradients, patched
-from transformers import PreTrainedModel
+from training_step import call, gradients, patched
 
 from liger_patch import apply_patch
 from liger_patch.sequences import count_sequences
@@ -96,7 +97,11 @@ def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -
         )
         for rank in range(2)
     ]
-    errors = [process.communicate()[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     for rank in range(2):
         weights = torch.load(tmp_path / f"weights{rank}.pt")
@@ -133,67 +138,42 @@ def test_a_model_that_is_not_of_transformers_trains_too(tmp_path: Path) -> None:
     torch.testing.assert_close(weights_after(toys[1], tmp_path, 2, 2), expected)
 
 
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
+@pytest.mark.usefixtures("imported_objects_are_not_collected", "nothing_is_compiled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_outside_the_model_is_refused(compiled: bool, tmp_path: Path) -> None:
+    model: Any = apply_patch(make_model(), loss_average="sequence")
+    if compiled:  # which does not say what columns it takes
+        model = torch.compile(model, backend="eager")
+    how = {"label_smoothing_factor": 0.1, "remove_unused_columns": not compiled}
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
-        weights_after(model, tmp_path, 2, 2, label_smoothing_factor=0.1)
+        weights_after(model, tmp_path, 2, 2, **how)
 
 
-@pytest.mark.parametrize("number", ["3", -1, 0, 2.5])
+@pytest.mark.parametrize("number", ["3", -1, 0, 2.5, True])
 def test_a_number_of_sequences_that_is_none_is_an_error(number: Any) -> None:
     model = apply_patch(make_model(), loss_average="sequence")
     with pytest.raises(ValueError, match=f"num_sequences_in_batch must be .* got {number!r}"):
         call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
 
 
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor([2, 2]), torch.tensor(True)])
+def test_a_tensor_of_sequences_holds_one_whole_number(number: Tensor) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=f"num_sequences_in_batch .* got {number.dtype}"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
+
+
+def test_a_number_of_sequences_of_any_kind_is_the_same() -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    batch = flattened(make_samples(9, 4))
+    losses = [
+        call(model, batch, num_sequences_in_batch=kind(4)).loss
+        for kind in (int, np.int64, torch.tensor)
+    ]
+    assert losses[0] == losses[1] == losses[2]
+
+
 def test_a_number_of_sequences_for_means_of_tokens_is_an_error() -> None:
     model = apply_patch(make_model())
     with pytest.raises(ValueError, match="num_sequences_in_batch is for means of sequences"):
         call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=2)
-
-
-def weights_after(
-    model: PreTrainedModel,
-    folder: Path,
-    per_device: int,
-    accumulated: int,
-    *,
-    trainer_class: Any = None,
-    **how: Any,
-) -> Step:
-    """Of two steps of four sequences, the sequences of each forward pass in one row."""
-    from transformers import TrainingArguments
-
-    if trainer_class is None:
-        from liger_patch.integrations.transformers import Trainer as trainer_class
-
-    samples: Any = make_samples(9, 4, 13, 6, 5, 7, 3, 11, prompts=False)
-    collate: Any = flattened
-    trainer: Any = trainer_class(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=2,
-            per_device_train_batch_size=per_device,
-            gradient_accumulation_steps=accumulated,
-            optim="sgd",
-            learning_rate=0.1,
-            max_grad_norm=1e9,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **how,
-        ),
-        data_collator=collate,
-        train_dataset=samples,
-        eval_dataset=samples,
-    )
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
-    with Float64():
-        trainer.train()
-        assert trainer.evaluate()["eval_loss"] > 0
-    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -41,7 +41,8 @@ class Trainer(transformers.Trainer):
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 # as num_items_in_batch: devices that share a batch count it once
                 gathered: Any = self.accelerator.gather(count)
-                count = gathered.sum() / self.get_tp_size()
+                # a whole number: mixed precision casts arguments that are floating point
+                count = gathered.sum() // self.get_tp_size()
             for batch in batches:
                 batch[NUM_SEQUENCES] = count
         return batches, num_items
@@ -61,7 +62,8 @@ class Trainer(transformers.Trainer):
     def _averages_sequences(self) -> bool:
         model: Any = self.model
         try:
-            record = record_of(transformers_model(self.accelerator.unwrap_model(model)))
+            model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+            record = record_of(transformers_model(model))
         except TypeError:  # no model of Transformers
             return False
         if record is None or record.settings.loss_average != "sequence":
