@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -93,10 +94,19 @@ def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
 
 @contextmanager
 def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context, the forward of this one module."""
+    """Within this context, the forward of this one module where this thread calls it."""
     missing = object()
     before = vars(module).get("forward", missing)
-    module.forward = forward
+    original = module.forward
+    thread = None if torch.compiler.is_compiling() else threading.get_ident()
+
+    def forward_of_thread(*args, **kwargs):
+        knows_threads = thread is not None and not torch.compiler.is_compiling()  # Dynamo: none
+        if knows_threads and threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    module.forward = forward_of_thread
     try:
         yield
     finally:

@@ -153,6 +153,40 @@ def test_one_model_in_several_threads_is_left_as_it_was() -> None:
     assert "_loss_function" not in vars(model)
 
 
+def test_a_call_without_labels_in_another_thread_is_not_deferred() -> None:
+    model = llama()
+    batch = tiny_batch(model)
+    expected = model(input_ids=batch["input_ids"]).logits
+    seen: list[Tensor] = []
+
+    def run() -> None:
+        seen.append(model(input_ids=batch["input_ids"]).logits)
+
+    def meanwhile(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    model.model.register_forward_hook(meanwhile)
+    model(**batch)
+    assert type(seen[0]) is Tensor
+    torch.testing.assert_close(seen[0], expected)
+    assert patch_status(model).fused
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+@pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
+def test_shapes_on_the_meta_device(average: str) -> None:
+    model = apply_patch(llama(patched=False), layers=True, loss_average=average).to("meta")
+    batch = {name: tiny_batch(model)[name].to("meta") for name in ("input_ids", "labels")}
+    outputs = model(**batch)
+    outputs.loss.backward()
+    assert outputs.loss.shape == ()
+    assert outputs.logits.shape == (*batch["labels"].shape, model.config.vocab_size)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen: bool, value: float) -> None:
