@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-IGNORE_INDEX = -100  # of Transformers' collators
+IGNORE_INDEX = -100  # of Transformers' and TRL's collators
 NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: of all calls of a step
 
 

@@ -31,9 +31,9 @@ from liger_patch.layers import count_layers
 from liger_patch.loss import LossSettings, PatchRecord
 from liger_patch.parts import Parts
 from liger_patch.patched_model import deferring, leads_to_patch, patched_class, record_of
+from liger_patch.sequences import IGNORE_INDEX, next_labels
 
 SUPPORTED = "trl 1.15 and 1.16"
-IGNORE_INDEX = -100  # of TRL
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
 
 try:
@@ -229,7 +229,7 @@ class _LogProbsCall:
         logits: Tensor = outputs.logits
         labels = own["shift_labels"]
         if labels is None:
-            labels = nn.functional.pad(own["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
+            labels = next_labels(own["labels"], IGNORE_INDEX)
         labels = labels.to(logits.device)
         parts = forward_pass.fusable(
             logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
