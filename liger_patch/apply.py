@@ -68,6 +68,7 @@ def apply_patch(
         ValueError: the architecture has no row in the registry (the message lists those that have),
             or an option is out of range.
         TypeError: not a Transformers model.
+        RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
@@ -89,7 +90,8 @@ def apply_patch(
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel: none of Transformers' own, of a class that {row.model_type} "
-            f"names ({row.layers}), whose forward no hook of accelerate holds"
+            f"names ({row.layers}), whose forward no hook of accelerate holds (and whose "
+            "activation, where it is gated, is silu or gelu_pytorch_tanh)"
         )
     if record is not None:
         record.settings = settings

@@ -25,8 +25,12 @@ from liger_patch.layer_code import (
 )
 
 LINEAR_FORWARD = nn.Linear.forward  # which others replace
-# what the classes of activations compute
-ACTIVATIONS = {type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh"}
+# what the forwards of activations compute; another one in their place is not known
+ACTIVATIONS = {
+    type(ACT2FN["silu"]).forward: "silu",
+    nn.SiLU.forward: "silu",  # ACT2FN["swish"]
+    type(ACT2FN["gelu_pytorch_tanh"]).forward: "gelu_tanh",
+}
 
 
 class Gate(NamedTuple):
@@ -76,7 +80,7 @@ def mlp_class(module: Any) -> Any:
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
         return None
-    if type(getattr(module, gate.activation, None)) not in ACTIVATIONS:
+    if _activation(getattr(module, gate.activation)) is None:
         return None
     return gated_layer(type(module))
 
@@ -90,7 +94,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
 
     def forward(self, x: Tensor) -> Tensor:
         act = getattr(self, activation)
-        kind = ACTIVATIONS.get(type(act))
+        kind = _activation(act)
         if kind is None or has_hooks(act) or is_transformed():
             return original.forward(self, x)
         if _keeps_tensors():
@@ -103,6 +107,10 @@ def gated_layer(original: Any) -> type[nn.Module]:
         return self.down_proj(gated(gate, up, activation=kind))
 
     return derived_class(original, gated_layer, forward=forward, _liger_patch_layer="gated")
+
+
+def _activation(act: Any) -> str | None:
+    return ACTIVATIONS.get(getattr(type(act), "forward", None))
 
 
 def _keeps_tensors() -> bool:

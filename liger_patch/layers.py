@@ -53,19 +53,25 @@ def _layer(class_name: str, prefixes: list[str]) -> str | None:
 
 
 def restore_layers(model: nn.Module) -> None:
-    """Give every layer its own class back."""
-    for module in list(model.modules()):
-        if LAYER_NAME in vars(type(module)):
+    """Give every layer its own class back.
+
+    Raises:
+        RuntimeError: a layer has been given another class since; then none has changed.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        if hasattr(type(module), LAYER_NAME) and LAYER_NAME not in vars(type(module)):
+            raise RuntimeError(
+                f"{type(module).__name__} was given another class after apply_patch "
+                f"({type(module).__mro__[1]}): undo that before apply_patch or revert_patch"
+            )
+    for module in modules:
+        if hasattr(type(module), LAYER_NAME):
             replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
             module.__class__ = original
             for name in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
                 if getattr(vars(module).get(name), "__func__", None) is replaced:
                     setattr(module, name, types.MethodType(original.forward, module))
-        elif hasattr(type(module), LAYER_NAME):
-            raise RuntimeError(
-                f"{type(module).__name__} was given another class after apply_patch "
-                f"({type(module).__mro__[1]}): undo that before revert_patch"
-            )
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:

@@ -1,11 +1,14 @@
 """The classes of norms on kernels, each made of a norm's own class.
 
-What the kernel must know of a class stands in NORMS.
+What the kernel must know of a class stands in NORMS, and is tried on a few numbers before a norm is
+replaced: another version of Transformers may compute something else under the same name.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ class Norm(NamedTuple):
     promotes: bool = False  # the weight's dtype takes part in the result's
 
 
+PROBED = 8  # features of the input that a norm is tried on
 LLAMA_NORM = Norm(promotes=True)
 GEMMA_NORM = Norm("eps", offset=1.0)
 UNSHIFTED_GEMMA_NORM = Norm("eps")
@@ -48,13 +52,35 @@ NORMS = {  # of the classes that are not like Llama's
 
 
 def norm_class(module: Any) -> Any:
-    """The class of a norm on a kernel; None where it norms groups of features, or is not
-    Transformers'.
+    """The class of a norm on a kernel; None where it norms groups of features, computes anything
+    else than NORMS says, or is not Transformers'.
     """
     norms_groups = getattr(module, "group_size", None) is not None
     if norms_groups or not is_transformers(type(module).forward):
         return None
-    return norm(type(module))
+    replacement = norm(type(module))
+    return replacement if _agree(module, replacement) else None
+
+
+@torch.no_grad()
+def _agree(module: Any, replacement: Any) -> bool:
+    """Whether both classes make the same of a small input, on the CPU."""
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and x
+        return False
+    probe = copy.copy(module)
+    weight = torch.linspace(0.5, 2.0, PROBED, device="cpu", dtype=torch.float32)
+    probe._parameters = {
+        name: None if parameter is None else nn.Parameter(weight)
+        for name, parameter in module._parameters.items()
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        # so small that epsilon counts
+        x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, device="cpu", dtype=torch.float32).to(dtype)
+        with torch.autocast("cpu", enabled=False):
+            expected, found = type(module).forward(probe, x), replacement.forward(probe, x)
+        if expected.dtype != found.dtype or not torch.allclose(expected, found, rtol=2e-2):
+            return False
+    return True
 
 
 @functools.cache

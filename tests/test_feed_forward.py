@@ -68,6 +68,7 @@ def test_checkpointing_computes_no_more_products_than_eager(reentrant: bool) -> 
             model(**tiny_batch(model)).loss.backward()
         products.append(counted.number)
     eager, ours = products
+    assert eager > 0
     blind = torch.__version__.startswith("2.6") and not reentrant  # it does not tell of hooks
     assert ours <= eager + (model.config.num_hidden_layers if blind else 0)
 

@@ -26,10 +26,18 @@ from training_step import (
     widened,
 )
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
-from liger_patch import apply_patch, norm_classes, patch_status, registry, revert_patch
+from liger_patch import (
+    apply_patch,
+    attention_classes,
+    feed_forward_classes,
+    norm_classes,
+    patch_status,
+    registry,
+    revert_patch,
+)
 from liger_patch.attention_classes import ATTENTIONS, ROTATIONS
-from liger_patch.kernels import rms_norm as rms_norm_kernel
 from liger_patch.layers import ENDINGS, LAYERS, count_layers
 from liger_patch.norm_classes import NORMS
 
@@ -210,7 +218,9 @@ def test_a_forward_that_is_no_function_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("way_back", ["revert", "patch_again", "hooks_first"])
-def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(way_back: str) -> None:
+def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
+    way_back: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model, calls = make_model(), []
     apply_patch(model, layers=True)
@@ -222,12 +232,15 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(way_back: str) -> No
         apply_patch(model)
     else:
         revert_patch(model)
-    original = rms_norm_kernel.rms_norm
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            norm_classes, "rms_norm", lambda *a, **k: calls.append(1) or original(*a, **k)
-        )
-        model(**tiny_batch(model))
+    kernels: list[tuple[Any, str]] = [
+        (norm_classes, "rms_norm"),
+        (attention_classes, "rotary"),
+        (feed_forward_classes, "gated"),
+        (feed_forward_classes, "gated_mlp"),
+    ]
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, lambda *_, **__: calls.append(1))
+    model(**tiny_batch(model))
     assert not calls
 
 
@@ -241,10 +254,13 @@ def test_a_failed_choice_of_layers_leaves_the_model_as_it_was() -> None:
 
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
     model = apply_patch(make_model(), layers=True)
-    norm = model.model.norm
+    counts, norm = count_layers(model), model.model.norm
     norm.__class__ = type("Sharded", (type(norm),), {})
-    with pytest.raises(RuntimeError, match="was given another class after apply_patch"):
-        revert_patch(model)
+    for change in (revert_patch, apply_patch):
+        with pytest.raises(RuntimeError, match="was given another class after apply_patch"):
+            change(model)
+        assert patch_status(model).patched
+        assert count_layers(model) == counts
 
 
 def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
@@ -255,6 +271,44 @@ def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
     batch = tiny_batch(model)
     truth = model(**batch).loss
     torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
+
+
+def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another version of Transformers might."""
+    model = make_model()
+    norm = type(model.model.norm)
+    original = norm.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return original(self, hidden_states) * 1.1
+
+    forward.__module__ = original.__module__
+    monkeypatch.setattr(norm, "forward", forward)
+    assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu", "relu"])
+def test_activations_that_have_a_kernel(activation: str) -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = ACT2FN[activation]
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    has_none = activation in ("gelu", "relu")
+    if has_none:
+        with pytest.raises(ValueError, match=r"no gated layer .* whose activation"):
+            apply_patch(model, layers=["gated"])
+    counts = count_layers(apply_patch(model, layers=True))
+    assert counts["gated"] == (0 if has_none else 2)
+    torch.testing.assert_close(model(**batch).loss, truth)
+
+
+def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(make_model(), layers=True)
+    activation, calls = type(model.model.layers[0].mlp.act_fn), []
+    monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
+    model(**tiny_batch(model))
+    assert len(calls) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -107,7 +107,7 @@ def rms_norm(
 ) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
-    Saved for the backward pass: ``x``, which the caller holds anyway, and 4 bytes a row.
+    Saved for the backward pass: ``x``, which the caller mostly holds too, and 4 bytes a row.
 
     Args:
         x: (..., H), floating point.
@@ -126,6 +126,8 @@ def rms_norm(
     if x.dim() == 0 or not x.shape[-1] or not x.is_floating_point():
         given = f"{x.dtype} {tuple(x.shape)}"
         raise ValueError(f"x must be floating point (..., H) with H > 0, got {given}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be floating point or None, got {dtype}")
     if weight is not None and tuple(weight.shape) != x.shape[-1:]:
         raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
     if weight is not None and weight.device != x.device:

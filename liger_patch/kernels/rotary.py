@@ -7,7 +7,8 @@ interleaved pairs, the even and the odd ones):
 
 in float32 (float64 for float64), rounded once; features beyond R are copied. cos and sin hold the
 angles of each token, whatever its position: any order, restarts, packed rows. B: sequences, T:
-tokens. Saved for the backward pass: cos and sin, shared by all layers; 0 bytes a token beside.
+tokens. Saved for the backward pass: cos and sin, which most models' layers share; no bytes a token
+beside.
 """
 
 import torch

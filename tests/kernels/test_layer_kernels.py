@@ -314,6 +314,7 @@ Q = torch.zeros(2, 3, 5, 8)
 C = torch.zeros(1, 5, 8)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "x of integers": (lambda: rms_norm(X.long(), None, EPS), r"x must be floating point"),
+    "dtype": (lambda: rms_norm(X, None, EPS, dtype=torch.int32), r"dtype .* got torch.int32"),
     "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
     "device": (lambda: rms_norm(X, X[0].to("meta"), EPS), "weight must be on cpu"),
     "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
