@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_patch.instance_class import derived_class
 from liger_patch.kernels.rms_norm import rms_norm
@@ -62,11 +63,16 @@ def norm_class(module: Any) -> Any:
     return replacement if _agree(module, replacement) else None
 
 
-@torch.no_grad()
 def _agree(module: Any, replacement: Any) -> bool:
-    """Whether both classes make the same of a small input, on the CPU."""
+    """Whether both classes make the same of a small input."""
     if len(inspect.signature(type(module).forward).parameters) != 2:  # self and x
         return False
+    # with real numbers on the CPU, whatever the caller makes (FakeTensorMode)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
+        return _agree_on_numbers(module, replacement)
+
+
+def _agree_on_numbers(module: Any, replacement: Any) -> bool:
     probe = copy.copy(module)
     weight = torch.linspace(0.5, 2.0, PROBED, device="cpu", dtype=torch.float32)
     probe._parameters = {
@@ -76,8 +82,7 @@ def _agree(module: Any, replacement: Any) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         # so small that epsilon counts
         x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, device="cpu", dtype=torch.float32).to(dtype)
-        with torch.autocast("cpu", enabled=False):
-            expected, found = type(module).forward(probe, x), replacement.forward(probe, x)
+        expected, found = type(module).forward(probe, x), replacement.forward(probe, x)
         if expected.dtype != found.dtype or not torch.allclose(expected, found, rtol=2e-2):
             return False
     return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from exactness import assert_no_worse
 from test_architectures import WITH_IMAGES
 from tiny_models import takes_images, tiny_batch, tiny_model, with_image
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_step import (
     call,
     gradients,
@@ -271,6 +273,15 @@ def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
     batch = tiny_batch(model)
     truth = model(**batch).loss
     torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
+    model = make_model()
+    with mode():
+        empty = type(model)(model.config)
+        counts = count_layers(apply_patch(empty, layers=True))
+    assert counts == count_layers(apply_patch(model, layers=True))
 
 
 def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
