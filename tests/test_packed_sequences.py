@@ -115,6 +115,21 @@ def test_labels_that_are_ignored_by_another_number(average: str) -> None:
 
 
 @pytest.mark.parametrize("average", AVERAGES)
+def test_a_mask_of_ones_hides_no_boundary(average: str) -> None:
+    """Transformers' attention looks across them then, but no token predicts across."""
+    model, samples = make_model(), make_samples(9, 4, 13, 6, prompts=False)
+    batch = positions_only(samples)
+    masked = batch | {"attention_mask": torch.ones_like(batch["labels"])}
+    assert count_sequences(masked) == len(samples)
+    with patched(model, loss_average=average):
+        left_in = call(model, masked).loss
+        masked["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
+        torch.testing.assert_close(call(model, masked).loss, left_in)
+    with patched(model):
+        assert (call(model, masked).loss == left_in) == (average == "token")
+
+
+@pytest.mark.parametrize("average", AVERAGES)
 def test_sequences_without_a_supervised_token_do_not_count(average: str) -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6, 1)
     samples[1]["labels"] = [IGNORED] * 4
