@@ -31,7 +31,11 @@ ENDINGS = {  # of the classes' names, after what the registry says
 
 
 def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
-    """Put the layers that the row names on kernels, those of ``names``; the others on their own."""
+    """Put the layers that the row names on kernels, those of ``names``; the others on their own.
+
+    Raises:
+        RuntimeError: a layer has been given another class since; then none has changed.
+    """
     restore_layers(model)
     prefixes = row.layers.split()
     for module in list(model.modules()):

@@ -19,10 +19,10 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     """(B, T) bool, True at the first token of each sequence, for labels of this shape; None where
     no argument says that rows hold several.
 
-    A sequence begins where position ids do not rise from one token to the next, of those that an
-    attention mask (B, T) keeps; where ``seq_idx`` (B, T) changes; and at ``cu_seq_lens_q``
-    (sequences + 1,), which count along all rows. Position ids (4, B, T) hold those of the text
-    first; other forms of them say nothing.
+    A sequence begins where position ids, which rise elsewhere in the row, do not rise from one
+    token to the next, of those that an attention mask (B, T) keeps; where ``seq_idx`` (B, T)
+    changes; and at ``cu_seq_lens_q`` (sequences + 1,), which count along all rows. Position ids
+    (4, B, T) hold those of the text first; other forms of them say nothing.
 
     Raises:
         ValueError: ``seq_idx`` or ``cu_seq_lens_q`` of another form.
@@ -94,19 +94,25 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
-    """(B, T) where position ids do not rise between two tokens that the mask keeps; None where they
-    say nothing.
+    """(B, T) where position ids do not rise from one token that the mask keeps to the next; None
+    where they say nothing. Those of a row that never rise say nothing either.
     """
     if isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == 4:
         positions = positions[0]
     if not isinstance(positions, Tensor) or not _fits(positions, shape):
         return None
-    begins = positions[:, 1:] <= positions[:, :-1]
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if not _fits(mask, shape):
             return None
-        kept = mask.to(begins.device).bool()
-        begins = begins & kept[:, 1:] & kept[:, :-1]
+        kept, positions = torch.broadcast_tensors(mask.to(positions.device).bool(), positions)
+        index = torch.arange(shape[1], device=positions.device)
+        before = index.where(kept, -1).cummax(1).values[:, :-1]  # the last kept token
+        follows = kept[:, 1:] & (before >= 0)
+        rises = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+    else:
+        rises = positions[:, 1:] > positions[:, :-1]
+        follows = torch.ones_like(rises)
+    begins = follows & ~rises & (follows & rises).any(1, keepdim=True)
     return _after_first(begins)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -175,6 +176,9 @@ def test_a_call_without_labels_in_another_thread_is_not_deferred() -> None:
     assert patch_status(model).fused
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.0."), reason="Transformers 5.0 fails on the meta device"
+)
 @pytest.mark.parametrize("average", ["token", "sequence"])
 @pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
 def test_shapes_on_the_meta_device(average: str) -> None:

@@ -29,6 +29,7 @@ from training_step import (
 )
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import (
     apply_patch,
@@ -44,6 +45,7 @@ from liger_patch.layers import ENDINGS, LAYERS, count_layers
 from liger_patch.norm_classes import NORMS
 
 ROWS = {row.model_type: row for row in registry.available()}
+LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
 
 
@@ -284,18 +286,43 @@ def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
     assert counts == count_layers(apply_patch(model, layers=True))
 
 
-def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def another_result(self: Any, x: Tensor) -> Tensor:
+    return self.weight * torch.nn.functional.rms_norm(x, x.shape[-1:], None, 1e-3)
+
+
+def another_dtype(self: Any, x: Tensor) -> Tensor:
+    return LLAMA_NORM_FORWARD(self, x).to(x.dtype)
+
+
+def more_arguments(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return LLAMA_NORM_FORWARD(self, x) * gate
+
+
+def its_own_size(self: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("forward", [another_result, another_dtype, more_arguments, its_own_size])
+def test_a_norm_that_computes_something_else_is_left_alone(
+    forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As another version of Transformers might."""
     model = make_model()
     norm = type(model.model.norm)
-    original = norm.forward
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return original(self, hidden_states) * 1.1
-
-    forward.__module__ = original.__module__
+    monkeypatch.setattr(forward, "__module__", norm.forward.__module__)
     monkeypatch.setattr(norm, "forward", forward)
     assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
+
+
+def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
+    """As FSDP holds it, without use_orig_params."""
+    model = make_model()
+    norm = model.model.norm
+    weight = norm.weight.detach()
+    del norm.weight
+    norm.weight = weight
+    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 5
+    assert norm.weight is weight
 
 
 @pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu", "relu"])

@@ -217,6 +217,13 @@ LEFT_POSITIONS = torch.tensor([[1, 0, 1, 2, 3, 4]])  # as Transformers counts th
         ({"position_ids": POSITIONS + 2}, [0, 3, 5]),
         ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 6)}, [0, 3, 5]),
         ({"position_ids": POSITIONS, "attention_mask": RIGHT_PADDED}, [0, 3]),
+        (
+            {"position_ids": POSITIONS, "attention_mask": torch.tensor([[1, 1, 0, 0, 1, 1]])},
+            [0, 4, 5],
+        ),
+        ({"position_ids": POSITIONS, "attention_mask": torch.zeros(1, 6)}, [0]),
+        ({"position_ids": POSITIONS * 0}, [0]),
+        ({"position_ids": POSITIONS * 0, "attention_mask": torch.ones(1, 6)}, [0]),
         ({"position_ids": LEFT_POSITIONS, "attention_mask": RIGHT_PADDED.flip(1)}, [0]),
         ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 8)}, None),
         ({"position_ids": POSITIONS, "attention_mask": torch.zeros(1, 1, 6, 6)}, [0, 3, 5]),
