@@ -97,20 +97,21 @@ def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | No
     """(B, T) where position ids do not rise from one token that the mask keeps to the next; None
     where they say nothing. Those of a row that never rise say nothing either.
     """
-    if isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == 4:
-        positions = positions[0]
-    if not isinstance(positions, Tensor) or not _fits(positions, shape):
+    if not isinstance(positions, Tensor):
+        return None
+    places = positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
+    if not _fits(places, shape):
         return None
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if not _fits(mask, shape):
             return None
-        kept, positions = torch.broadcast_tensors(mask.to(positions.device).bool(), positions)
-        index = torch.arange(shape[1], device=positions.device)
+        kept, places = torch.broadcast_tensors(mask.to(places.device).bool(), places)
+        index = torch.arange(shape[1], device=places.device)
         before = index.where(kept, -1).cummax(1).values[:, :-1]  # the last kept token
         follows = kept[:, 1:] & (before >= 0)
-        rises = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+        rises = places[:, 1:] > places.gather(1, before.clamp(min=0))
     else:
-        rises = positions[:, 1:] > positions[:, :-1]
+        rises = places[:, 1:] > places[:, :-1]
         follows = torch.ones_like(rises)
     begins = follows & ~rises & (follows & rises).any(1, keepdim=True)
     return _after_first(begins)
