@@ -79,7 +79,8 @@ def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in _quantized_layers(head):
             stack.enter_context(_forward(layer, _quantized_forward(layer, owner)))
-        forward = head.forward
+        # of a head that torch.compile has wrapped, the head: its product is not computed here
+        forward = head._modules.get("_orig_mod") or head.forward
 
         def deferring_forward(*args, **kwargs):
             with _DeferLinear(head, owner):

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from training_step import joined, step, tell_apart
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred import DeferredLogits
 
 ROWS = {row.model_type: row for row in registry.available()}
@@ -239,3 +239,22 @@ def test_trainer_trains_a_compiled_model_as_the_uncompiled_one(tmp_path: Path) -
         assert patch_status(model).fused
     assert runs[0].shape == (3, 2)
     assert_no_worse({"": runs[1]}, {"": runs[0]}, {"": runs[0]}, torch.float32)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_head_that_is_compiled_on_its_own(when: str) -> None:
+    """As accelerate's regional compilation leaves it."""
+    model: Any = make_model(patch=False)
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    if when == "after":
+        apply_patch(model)
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    if when == "before":
+        apply_patch(model)
+    ours = {name.replace("_orig_mod.", ""): value for name, value in step(model, batch).items()}
+    assert patch_status(model).fused
+    truth, ours = tell_apart(truth, ours)
+    torch.testing.assert_close(ours, truth)
+    logits = model(**batch).logits
+    torch.testing.assert_close(logits, revert_patch(model)(**batch).logits)
