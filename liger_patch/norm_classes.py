@@ -87,9 +87,12 @@ def _with_few_features(module: Any) -> Any:
     """The module with another weight on the CPU, whatever holds its own (FSDP: an attribute)."""
     probe = copy.copy(module)
     probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
-    if getattr(module, "weight", None) is not None:
+    own = getattr(module, "weight", None)
+    if own is not None:
         del probe.weight
         weight = torch.linspace(0.5, 2.0, PROBED, device="cpu", dtype=torch.float32)
+        if own.dim() == 0:  # Gemma 3n's 1.0 where there is no scale, in older versions
+            weight = torch.ones((), device="cpu", dtype=torch.float32)
         probe.register_parameter("weight", nn.Parameter(weight))
     return probe
 
