@@ -14,8 +14,10 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import step, tell_apart
+from transformers.activations import ACT2FN
 
 from liger_patch import apply_patch, feed_forward_classes, registry, revert_patch
+from liger_patch.layers import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
 
@@ -246,3 +248,64 @@ def test_frozen_weights_get_no_gradient(frozen: str) -> None:
     truth, ours = tell_apart(truth, step(apply_patch(model, layers=True), batch))
     assert ours.keys() == truth.keys()
     assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda *args: args[2].double())
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu", "relu"])
+def test_activations_that_have_a_kernel(activation: str) -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = ACT2FN[activation]
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    has_none = activation in ("gelu", "relu")
+    if has_none:
+        with pytest.raises(ValueError, match=r"no gated layer .* whose activation"):
+            apply_patch(model, layers=["gated"])
+    counts = count_layers(apply_patch(model, layers=True))
+    assert counts["gated"] == (0 if has_none else 2)
+    torch.testing.assert_close(model(**batch).loss, truth)
+
+
+def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(make_model(), layers=True)
+    activation, calls = type(model.model.layers[0].mlp.act_fn), []
+    monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
+    model(**tiny_batch(model))
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
+def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
+    model, calls = make_model(model_type), []
+    if when == "after":
+        apply_patch(model, layers=True)
+    activation = getattr(model.model.layers[0].mlp, name)
+    activation.register_forward_hook(lambda *_: calls.append(1))
+    if when == "before":
+        apply_patch(model, layers=True)
+    model(**tiny_batch(model))
+    assert calls == [1]
+
+
+def test_an_activation_of_another_class_is_left_alone() -> None:
+    class SiLU(torch.nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = make_model()
+    model.model.layers[0].mlp.act_fn = SiLU()
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
+    torch.testing.assert_close(model(**batch).loss, truth)

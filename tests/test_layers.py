@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from exactness import assert_no_worse
 from test_architectures import WITH_IMAGES
 from tiny_models import takes_images, tiny_batch, tiny_model, with_image
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from training_step import (
     call,
     gradients,
@@ -28,8 +26,6 @@ from training_step import (
     widened,
 )
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import (
     apply_patch,
@@ -45,7 +41,6 @@ from liger_patch.layers import ENDINGS, LAYERS, count_layers
 from liger_patch.norm_classes import NORMS
 
 ROWS = {row.model_type: row for row in registry.available()}
-LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
 
 
@@ -267,115 +262,6 @@ def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
         assert count_layers(model) == counts
 
 
-def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
-    model = make_model()
-    for layer in model.model.layers:
-        layer.mlp.up_proj.register_forward_hook(lambda *args: args[2].double())
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-    batch = tiny_batch(model)
-    truth = model(**batch).loss
-    torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
-
-
-@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
-def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
-    model = make_model()
-    with mode():
-        empty = type(model)(model.config)
-        counts = count_layers(apply_patch(empty, layers=True))
-    assert counts == count_layers(apply_patch(model, layers=True))
-
-
-def another_result(self: Any, x: Tensor) -> Tensor:
-    return self.weight * torch.nn.functional.rms_norm(x, x.shape[-1:], None, 1e-3)
-
-
-def another_dtype(self: Any, x: Tensor) -> Tensor:
-    return LLAMA_NORM_FORWARD(self, x).to(x.dtype)
-
-
-def more_arguments(self: Any, x: Tensor, gate: Tensor) -> Tensor:
-    return LLAMA_NORM_FORWARD(self, x) * gate
-
-
-def its_own_size(self: Any, x: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
-
-
-@pytest.mark.parametrize("forward", [another_result, another_dtype, more_arguments, its_own_size])
-def test_a_norm_that_computes_something_else_is_left_alone(
-    forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As another version of Transformers might."""
-    model = make_model()
-    norm = type(model.model.norm)
-    monkeypatch.setattr(forward, "__module__", norm.forward.__module__)
-    monkeypatch.setattr(norm, "forward", forward)
-    assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
-
-
-def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
-    """As FSDP holds it, without use_orig_params."""
-    model = make_model()
-    norm = model.model.norm
-    weight = norm.weight.detach()
-    del norm.weight
-    norm.weight = weight
-    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 5
-    assert norm.weight is weight
-
-
-@pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu", "relu"])
-def test_activations_that_have_a_kernel(activation: str) -> None:
-    model = make_model()
-    for layer in model.model.layers:
-        layer.mlp.act_fn = ACT2FN[activation]
-    batch = tiny_batch(model)
-    truth = model(**batch).loss
-    has_none = activation in ("gelu", "relu")
-    if has_none:
-        with pytest.raises(ValueError, match=r"no gated layer .* whose activation"):
-            apply_patch(model, layers=["gated"])
-    counts = count_layers(apply_patch(model, layers=True))
-    assert counts["gated"] == (0 if has_none else 2)
-    torch.testing.assert_close(model(**batch).loss, truth)
-
-
-def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(make_model(), layers=True)
-    activation, calls = type(model.model.layers[0].mlp.act_fn), []
-    monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
-    model(**tiny_batch(model))
-    assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
-def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
-    model, calls = make_model(model_type), []
-    if when == "after":
-        apply_patch(model, layers=True)
-    activation = getattr(model.model.layers[0].mlp, name)
-    activation.register_forward_hook(lambda *_: calls.append(1))
-    if when == "before":
-        apply_patch(model, layers=True)
-    model(**tiny_batch(model))
-    assert calls == [1]
-
-
-def test_an_activation_of_another_class_is_left_alone() -> None:
-    class SiLU(torch.nn.SiLU):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    model = make_model()
-    model.model.layers[0].mlp.act_fn = SiLU()
-    batch = tiny_batch(model)
-    truth = model(**batch).loss
-    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
-    torch.testing.assert_close(model(**batch).loss, truth)
-
-
 def test_torch_func_takes_the_models_own_way() -> None:
     model = make_model().double()
     ids = tiny_batch(model)["input_ids"]
@@ -485,14 +371,6 @@ def test_lora_within_the_layers_trains_as_eager() -> None:
 )
 def test_all_layers_of_a_model_are_replaced(model_type: str, counts: dict[str, int]) -> None:
     assert count_layers(apply_patch(make_model(model_type), layers=True)) == counts
-
-
-def test_norms_without_a_weight_are_replaced_too() -> None:
-    model = make_model("gemma3n_text")
-    norms = [m for m in model.modules() if type(m).__name__ == "Gemma3nRMSNorm"]
-    assert not all(m.with_scale for m in norms)
-    counts = {"rms_norm": len(norms), "rotary": 4, "gated": 4}
-    assert count_layers(apply_patch(model, layers=True)) == counts
 
 
 def test_generation_is_the_same() -> None:

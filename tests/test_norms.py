@@ -1,0 +1,79 @@
+"""Which norms are replaced: those that compute what the kernel of their class does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from liger_patch import apply_patch, registry
+from liger_patch.layers import count_layers
+
+ROWS = {row.model_type: row for row in registry.available()}
+LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
+
+
+def make_model(model_type: str = "llama") -> Any:
+    return tiny_model(ROWS[model_type])
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
+    model = make_model()
+    with mode():
+        empty = type(model)(model.config)
+        counts = count_layers(apply_patch(empty, layers=True))
+    assert counts == count_layers(apply_patch(model, layers=True))
+
+
+def another_result(self: Any, x: Tensor) -> Tensor:
+    return self.weight * torch.nn.functional.rms_norm(x, x.shape[-1:], None, 1e-3)
+
+
+def another_dtype(self: Any, x: Tensor) -> Tensor:
+    return LLAMA_NORM_FORWARD(self, x).to(x.dtype)
+
+
+def more_arguments(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return LLAMA_NORM_FORWARD(self, x) * gate
+
+
+def its_own_size(self: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("forward", [another_result, another_dtype, more_arguments, its_own_size])
+def test_a_norm_that_computes_something_else_is_left_alone(
+    forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version of Transformers might."""
+    model = make_model()
+    norm = type(model.model.norm)
+    monkeypatch.setattr(forward, "__module__", norm.forward.__module__)
+    monkeypatch.setattr(norm, "forward", forward)
+    assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
+
+
+def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
+    """As FSDP holds it, without use_orig_params."""
+    model = make_model()
+    norm = model.model.norm
+    weight = norm.weight.detach()
+    del norm.weight
+    norm.weight = weight
+    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 5
+    assert norm.weight is weight
+
+
+def test_norms_without_a_weight_are_replaced_too() -> None:
+    model = make_model("gemma3n_text")
+    norms = [m for m in model.modules() if type(m).__name__ == "Gemma3nRMSNorm"]
+    assert not all(m.with_scale for m in norms)
+    counts = {"rms_norm": len(norms), "rotary": 4, "gated": 4}
+    assert count_layers(apply_patch(model, layers=True)) == counts
