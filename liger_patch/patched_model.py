@@ -109,6 +109,10 @@ def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int |
                 f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
                 f"{tuple(number.shape)}"
             )
+        # of another device, the host would have to wait for it
+        known = number.device.type == "cpu" and not torch.compiler.is_compiling()
+        if known and number <= 0:
+            raise ValueError(f"{NUM_SEQUENCES} must be > 0, got {number!r}")
         return number
     if number is None:
         return None

@@ -10,6 +10,8 @@ from packed_samples import flattened, make_samples
 from training_step import Float64, Step
 from transformers import PreTrainedModel
 
+LENGTHS = (9, 4, 13, 6, 5, 7, 3, 11)
+
 
 def weights_after(
     model: PreTrainedModel,
@@ -18,16 +20,16 @@ def weights_after(
     accumulated: int,
     *,
     trainer_class: Any = None,
+    collate: Any = flattened,
     **how: Any,
 ) -> Step:
-    """Of two steps of four sequences, the sequences of each forward pass in one row."""
+    """Of two steps of four sequences; by default, those of each forward pass are one row."""
     from transformers import TrainingArguments
 
     if trainer_class is None:
         from liger_patch.integrations.transformers import Trainer as trainer_class
 
-    samples: Any = make_samples(9, 4, 13, 6, 5, 7, 3, 11, prompts=False)
-    collate: Any = flattened
+    samples: Any = make_samples(*LENGTHS, prompts=False)
     trainer: Any = trainer_class(
         model=model,
         args=TrainingArguments(

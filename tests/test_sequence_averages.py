@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from packed_samples import (
     AVERAGES,
     IGNORED,
     MODEL_TYPES,
+    ROWS,
+    Sample,
     flattened,
     make_model,
     make_samples,
+    padded,
     truth_of,
 )
-from packed_trainer import weights_after
+from packed_trainer import LENGTHS, weights_after
 from torch import Tensor
 from training_step import call, gradients, patched
 
@@ -30,6 +34,11 @@ from liger_patch import apply_patch
 from liger_patch.sequences import count_sequences
 
 TESTS = Path(__file__).parent
+UNCOUNTED = [
+    model_type
+    for model_type, row in ROWS.items()
+    if not getattr(getattr(transformers, row.class_name), "accepts_loss_kwargs", True)
+]
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -73,6 +82,35 @@ def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Pa
     for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
         model = apply_patch(make_model(), loss_average=average)
         results.append(weights_after(model, tmp_path, per_device, accumulated))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+def padded_with_an_unsupervised_one(samples: list[Sample]) -> dict[str, Tensor]:
+    """So passes of as many sequences have different numbers of those that count."""
+    longest = max(make_samples(*LENGTHS, prompts=False), key=lambda s: len(s["input_ids"]))
+    none = {**longest, "labels": [IGNORED] * len(longest["labels"])}
+    return padded([none if sample == longest else sample for sample in samples])
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+@pytest.mark.parametrize("model_type", UNCOUNTED)
+def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Transformers' Trainer counts nothing for them."""
+    results = []
+    for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
+        model = apply_patch(make_model(model_type), loss_average="sequence")
+        results.append(
+            weights_after(
+                model,
+                tmp_path,
+                per_device,
+                accumulated,
+                collate=padded_with_an_unsupervised_one,
+            )
+        )
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
 
@@ -161,6 +199,13 @@ def test_a_tensor_of_sequences_holds_one_whole_number(number: Tensor) -> None:
     model = apply_patch(make_model(), loss_average="sequence")
     with pytest.raises(ValueError, match=f"num_sequences_in_batch .* got {number.dtype}"):
         call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
+
+
+@pytest.mark.parametrize("number", [0, -2])
+def test_a_tensor_of_no_sequences_is_an_error(number: int) -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    with pytest.raises(ValueError, match=rf"num_sequences_in_batch must be > 0, .*{number}"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=torch.tensor(number))
 
 
 def test_a_number_of_sequences_of_any_kind_is_the_same() -> None:

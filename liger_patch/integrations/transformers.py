@@ -31,6 +31,17 @@ class Trainer(transformers.Trainer):
             (``torch.nn.DataParallel``), or parallelism that splits sequences.
     """
 
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model divides its loss by what is counted in the whole step. With means of
+        sequences it does, also where its class says that it takes no number of tokens.
+        """
+        return self._accepts_loss_kwargs or self._averages_sequences()
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, accepts: bool) -> None:
+        self._accepts_loss_kwargs = accepts
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
