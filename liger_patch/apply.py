@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -110,7 +110,8 @@ def apply_patch(
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
     if isinstance(layers, bool):
         return frozenset(LAYERS if layers else ())
-    names = [layers] if isinstance(layers, str) or not isinstance(layers, Collection) else layers
+    several = isinstance(layers, Collection) and not isinstance(layers, (str, bytes))
+    names: Any = layers if several else (layers,)
     if not all(name in LAYERS for name in names):
         raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
     return frozenset(names)

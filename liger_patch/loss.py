@@ -21,6 +21,8 @@ from liger_patch.fused import fused_loss
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
+from liger_patch.kernels.head_arguments import checked_chunk_bytes
+from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.parts import Parts, parts_of
 from liger_patch.sequences import next_labels, sequence_weights
 from liger_patch.steps import RECORDED, TAKE_KEYWORDS
@@ -51,12 +53,8 @@ class LossSettings:
     loss_average: str = "token"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
-        if not 0.0 <= self.z_loss < float("inf"):
-            raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
-        if self.chunk_mib is not None and not 0 < self.chunk_mib < float("inf"):
-            raise ValueError(f"chunk_mib must be a number of MiB > 0, got {self.chunk_mib}")
+        LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        checked_chunk_bytes(self.chunk_mib, trains_weight=True)
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')
         if self.loss_average not in ("token", "sequence"):

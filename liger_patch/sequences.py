@@ -37,9 +37,11 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
             raise ValueError(f"seq_idx must be a tensor {tuple(shape)}, got {_form(index)}")
         found.append(_after_first(index[:, 1:] != index[:, :-1]))
     if ends is not None:
-        if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.is_floating_point():
+        is_vector = isinstance(ends, Tensor) and ends.dim() == 1 and len(ends) > 1
+        if not is_vector or ends.is_floating_point():
             raise ValueError(
-                f"cu_seq_lens_q must be an integer tensor of one dimension, got {_form(ends)}"
+                "cu_seq_lens_q must be an integer tensor (sequences + 1,), at least (2,), "
+                f"got {_form(ends)}"
             )
         flat = torch.zeros(shape.numel() + 1, dtype=torch.bool, device=ends.device)
         flat.index_fill_(0, ends.to(torch.int64).clamp(0, shape.numel()), True)

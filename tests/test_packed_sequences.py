@@ -248,6 +248,10 @@ def test_where_sequences_start(arguments: dict[str, Any], expected: list[int] | 
     [
         ({"cu_seq_lens_q": [0, 3, 6]}, "cu_seq_lens_q must be .* got list"),
         (
+            {"cu_seq_lens_q": torch.tensor([], dtype=torch.int64)},
+            r"cu_seq_lens_q .* got torch.int64 \(0,\)",
+        ),
+        (
             {"cu_seq_lens_q": torch.tensor([[0, 3, 6]])},
             r"cu_seq_lens_q .* got torch.int64 \(1, 3\)",
         ),

@@ -130,7 +130,14 @@ def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"reduction": "sum"}], ids=str
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 1e-3},
+        {"reduction": "sum"},
+        {"loss_average": "sequence"},
+    ],
+    ids=str,
 )
 def test_options_that_change_the_loss_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     model = apply_patch(make_model(), **options)

@@ -46,8 +46,9 @@ def checked_inputs(
 
 def checked_chunk_bytes(chunk_mib: float | None, *, trains_weight: bool) -> int:
     """Bytes of logits held at once; ValueError unless ``chunk_mib`` is a size or None."""
-    if chunk_mib is not None and not (isinstance(chunk_mib, Real) and 0 < chunk_mib < math.inf):
-        raise ValueError(f"chunk_mib must be a finite number > 0, got {chunk_mib!r}")
+    is_number = isinstance(chunk_mib, Real) and not isinstance(chunk_mib, bool)
+    if chunk_mib is not None and not (is_number and 0 < chunk_mib < math.inf):
+        raise ValueError(f"chunk_mib must be a finite number of MiB > 0 or None, got {chunk_mib!r}")
     return int(min(chunk_mib or default_chunk_mib(trains_weight), MAX_CHUNK_MIB) * MIB)
 
 
