@@ -142,9 +142,12 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
         if gate.dim() == 0 or gate.shape[-1] % 2:
             raise ValueError(f"gate without up must be (..., 2 I), got {tuple(gate.shape)}")
         return _Gated.apply(gate, up, activation)
-    for name in ("shape", "dtype", "device"):
-        if getattr(up, name) != getattr(gate, name):
-            raise ValueError(
-                f"up must have the {name} of gate, {getattr(gate, name)}, got {getattr(up, name)}"
-            )
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}"
+        )
+    if up.dtype != gate.dtype:
+        raise ValueError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
+    if up.device != gate.device:
+        raise ValueError(f"up must have the device of gate, {gate.device}, got {up.device}")
     return _Gated.apply(gate, up, activation)

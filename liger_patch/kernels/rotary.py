@@ -141,6 +141,8 @@ def rotary(
             f"q must be floating point (B, heads, T, D), got {q.dtype} {tuple(q.shape)}"
         )
     batch, _, tokens, size = q.shape
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be floating point or None, got {dtype}")
     if k is None:
         k = q.new_empty(batch, 0, tokens, size)
     if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, tokens, size) or k.dtype != q.dtype:

@@ -7,10 +7,13 @@ from torch import Tensor
 
 
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result of the tensor's shape, in its order where the last dimension is dense."""
-    dense = tensor.stride(-1) == 1
-    kept = torch.preserve_format if dense else torch.contiguous_format
-    return torch.empty_like(tensor, dtype=dtype, memory_format=kept)
+    """Memory for a result of the tensor's shape: rows in its order where they are dense in it."""
+    order = memory_order(tensor) if tensor.stride(-1) == 1 else None
+    if order is None:
+        return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+    # torch.preserve_format takes rows apart where another dimension has a stride of 1 too
+    empty = tensor.new_empty([tensor.shape[d] for d in order], dtype=dtype)
+    return empty.permute([order.index(d) for d in range(len(order))])
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:

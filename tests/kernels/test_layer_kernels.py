@@ -19,7 +19,7 @@ from liger_patch.kernels.rotary import rotary
 
 EPS = 1e-5
 ROWS = {
-    "one": (1, 1),
+    "one": (1, 3),
     "aligned": (64, 128),
     "unaligned": (13, 37),
     "heads": (2, 3, 5, 16),
@@ -53,6 +53,13 @@ def test_rms_norm(shape, dtype, offset, device):
     check(lambda x, weight: rms_norm(x, weight, EPS, offset=offset), eager, inputs)
 
 
+def test_rms_norm_of_one_feature(device):
+    """Whose gradient is nothing but rounding, in eager too."""
+    x, weight = torch.randn(5, 1, device=device), torch.randn(1, device=device)
+    expected = llama_norm(x.double(), weight.double())
+    torch.testing.assert_close(rms_norm(x, weight, EPS), expected.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rms_norm_of_a_wider_weight_has_its_dtype(dtype, device):
     x, weight = torch.randn(7, 24, device=device, dtype=dtype), torch.randn(24, device=device)
@@ -70,16 +77,23 @@ def test_rms_norm_without_a_weight(dtype, device):
     check(lambda x: rms_norm(x, None, EPS), lambda x: llama_norm(x, ones), {"x": x})
 
 
-@pytest.mark.parametrize("made", ["transposed", "columns", "sliced", "expanded"])
+VIEWS = {
+    "transposed": lambda x: x.transpose(1, 2),
+    "columns": lambda x: x.transpose(2, 3),
+    "sliced": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:, :1].expand(2, 6, 5, 16),
+    # where another dimension has a stride of 1 too
+    "windows": lambda x: x.flatten().unfold(0, 16, 1)[:9],
+    "expanded beside one": lambda x: (
+        x.flatten()[:12].view(2, 6, 1, 1).transpose(1, 3).expand(2, 1, 3, 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("made", VIEWS)
 def test_rms_norm_of_any_strides(made, device):
     x = torch.randn(2, 6, 5, 16, device=device, dtype=torch.bfloat16)
-    views = {
-        "transposed": lambda x: x.transpose(1, 2),
-        "columns": lambda x: x.transpose(2, 3),
-        "sliced": lambda x: x[..., ::2],
-        "expanded": lambda x: x[:, :1].expand(2, 6, 5, 16),
-    }
-    view = views[made]
+    view = VIEWS[made]
     weight = torch.randn(view(x).shape[-1], device=device, dtype=torch.bfloat16)
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
@@ -321,10 +335,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
     "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
     "halves": (lambda: gated(X[:, :7]), r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
-    "up": (lambda: gated(X, X[:1]), "up must have the shape of gate"),
+    "up": (lambda: gated(X, X[:1]), r"up must have the shape of gate, \(2, 8\), got \(1, 8\)"),
     "up's dtype": (lambda: gated(X, X.half()), "up must have the dtype of gate"),
     "q": (lambda: rotary(X, Q, C, C), "q must be floating point"),
     "k": (lambda: rotary(Q, Q[:, :, :2], C, C), "k must be"),
+    "rotary's dtype": (lambda: rotary(Q, Q, C, C, dtype=torch.int32), "dtype .* got torch.int32"),
     "cos": (lambda: rotary(Q, Q, C[:, :2], C), "cos must have shape"),
     "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
     "too many": (lambda: rotary(Q[..., :4], Q[..., :4], C, C), "cos must have an even R"),
