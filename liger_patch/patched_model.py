@@ -109,10 +109,10 @@ def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int |
                 f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
                 f"{tuple(number.shape)}"
             )
-        # of another device, the host would have to wait for it
+        # of another device, the host would have to wait for it; 0 is a step without a label
         known = number.device.type == "cpu" and not torch.compiler.is_compiling()
-        if known and number <= 0:
-            raise ValueError(f"{NUM_SEQUENCES} must be > 0, got {number!r}")
+        if known and number < 0:
+            raise ValueError(f"{NUM_SEQUENCES} must not be negative, got {number!r}")
         return number
     if number is None:
         return None
@@ -139,7 +139,11 @@ def _forward_with_loss(
         # whatever loss the model computes, no token predicts the first of the next sequence
         ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
         labels = within_sequences(named["labels"], starts, ignore_index)
-        args, kwargs = (), {**named, "labels": labels}
+        place = list(named).index("labels")  # positional arguments come first
+        if place < len(args):
+            args = (*args[:place], labels, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "labels": labels}
     with deferring(model, record) as forward_pass, ExitStack() as stack:
         forward_pass.starts, forward_pass.num_sequences = starts, num_sequences
         transformed = torch._C._are_functorch_transforms_active()

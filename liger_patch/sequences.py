@@ -59,7 +59,9 @@ def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -
     """(B, T) labels without those that the last token of another sequence would predict."""
     if starts is None:
         return labels
-    return labels.masked_fill(starts.to(labels.device), ignore_index)
+    behind_another = starts.to(labels.device, copy=True)
+    behind_another[:, :1] = False
+    return labels.masked_fill(behind_another, ignore_index)
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:

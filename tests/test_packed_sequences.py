@@ -4,6 +4,7 @@ boundary, and both averages are those of the unpacked batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -181,7 +182,19 @@ def test_a_loss_function_of_the_users_sees_no_label_of_another_sequence() -> Non
     model.loss_function = loss_function
     with patched(model), pytest.warns(UserWarning, match="a loss of its own"):
         call(model, batch)
-    assert seen[0].eq(IGNORED).nonzero().tolist() == [[0, 0], [0, 9]]
+    assert seen[0].eq(IGNORED).nonzero().tolist() == [[0, 9]]  # a row's first is behind none
+
+
+def test_positional_arguments_are_packed_too_and_surplus_ones_are_the_models_error() -> None:
+    model, batch = make_model(), positions_only(make_samples(9, 4, prompts=False))
+    names = list(inspect.signature(model.forward).parameters)
+    places = names[: names.index("labels") + 1]
+    batch["labels"] = batch["input_ids"]  # one tensor in two places
+    arguments = [batch.get(name) for name in places]
+    with patched(model):
+        torch.testing.assert_close(model(*arguments).loss, call(model, batch).loss)
+        with pytest.raises(TypeError, match="positional arguments"):
+            model(*arguments, *[None] * 9)
 
 
 @pytest.mark.usefixtures("nothing_is_compiled")

@@ -19,14 +19,13 @@ from packed_samples import (
     IGNORED,
     MODEL_TYPES,
     ROWS,
-    Sample,
     flattened,
     make_model,
     make_samples,
     padded,
     truth_of,
 )
-from packed_trainer import LENGTHS, weights_after
+from packed_trainer import weights_after
 from torch import Tensor
 from training_step import call, gradients, patched
 
@@ -86,13 +85,6 @@ def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Pa
     torch.testing.assert_close(results[2], results[0])
 
 
-def padded_with_an_unsupervised_one(samples: list[Sample]) -> dict[str, Tensor]:
-    """So passes of as many sequences have different numbers of those that count."""
-    longest = max(make_samples(*LENGTHS, prompts=False), key=lambda s: len(s["input_ids"]))
-    none = {**longest, "labels": [IGNORED] * len(longest["labels"])}
-    return padded([none if sample == longest else sample for sample in samples])
-
-
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
 @pytest.mark.parametrize("model_type", UNCOUNTED)
 def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
@@ -102,17 +94,22 @@ def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
     results = []
     for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
         model = apply_patch(make_model(model_type), loss_average="sequence")
-        results.append(
-            weights_after(
-                model,
-                tmp_path,
-                per_device,
-                accumulated,
-                collate=padded_with_an_unsupervised_one,
-            )
-        )
+        results.append(weights_after(model, tmp_path, per_device, accumulated, collate=padded))
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+@pytest.mark.parametrize("average", AVERAGES)
+def test_a_step_without_a_label_leaves_the_weights_alone(average: str, tmp_path: Path) -> None:
+    def without_labels(samples: Any) -> dict[str, Any]:
+        batch = flattened(samples)
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+    model = apply_patch(make_model(), loss_average=average)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    after = weights_after(model, tmp_path, 2, 2, collate=without_labels, evaluates=False)
+    torch.testing.assert_close(after, before)
 
 
 @pytest.mark.slow
@@ -201,11 +198,10 @@ def test_a_tensor_of_sequences_holds_one_whole_number(number: Tensor) -> None:
         call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
 
 
-@pytest.mark.parametrize("number", [0, -2])
-def test_a_tensor_of_no_sequences_is_an_error(number: int) -> None:
+def test_a_negative_tensor_of_sequences_is_an_error() -> None:
     model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=rf"num_sequences_in_batch must be > 0, .*{number}"):
-        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=torch.tensor(number))
+    with pytest.raises(ValueError, match=r"num_sequences_in_batch must not be negative.*-2"):
+        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=torch.tensor(-2))
 
 
 def test_a_number_of_sequences_of_any_kind_is_the_same() -> None:
