@@ -5,7 +5,6 @@ What the kernel must know of a class stands in two tables: ROTATIONS and ATTENTI
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.instance_class import derived_class
+from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layer_code import is_transformed, is_transformers, names_of
 
@@ -87,7 +86,7 @@ def attention_class(module: Any) -> Any:
     return rotary_attention(type(module)) if all(is_transformers(own[n]) for n in names) else None
 
 
-@functools.cache
+@once_for_each_class
 def rotary_attention(original: Any) -> type[nn.Module]:
     """An attention whose forward calls another function by the name of its rotary embedding."""
     (name,) = names_of(original) & ROTATIONS.keys()

@@ -1,10 +1,12 @@
 """The classes of gated feed-forward layers on kernels, each made of a layer's own class.
 
-What must be known of a class stands in GATES.
+What must be known of a class stands in GATES, and is tried on a few numbers before a layer is
+replaced: another version of Transformers may compute something else under the same names.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,17 +15,19 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from liger_patch.instance_class import derived_class
+from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layer_code import (
     has_hooks,
     is_transformed,
     is_transformers,
+    make_the_same,
     names_of,
     packs_saved_tensors,
 )
 
+PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of the layer that is tried
 LINEAR_FORWARD = nn.Linear.forward  # which others replace
 # what the forwards of activations compute; another one in their place is not known
 ACTIVATIONS = {
@@ -75,17 +79,60 @@ GATES = {  # by the names in the code of forward
 
 def mlp_class(module: Any) -> Any:
     """The class of a feed-forward layer whose gate is on a kernel; None where it has another form,
-    or an activation that has no kernel, or is not Transformers'.
+    computes something else, has an activation that has no kernel, or is not Transformers'.
     """
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
         return None
     if _activation(getattr(module, gate.activation)) is None:
         return None
-    return gated_layer(type(module))
+    replacement = gated_layer(type(module))
+    return replacement if _agree(module, replacement, gate) else None
 
 
-@functools.cache
+def _agree(module: Any, replacement: Any, gate: Gate) -> bool:
+    """Whether both classes make the same of a small input."""
+
+    def results(forward: Callable[..., Tensor]) -> list[Tensor]:
+        probe = _with_few_features(module, gate)
+        return [forward(probe, _few_numbers(2, PROBED_HIDDEN))]
+
+    return make_the_same(
+        lambda: results(type(module).forward), lambda: results(replacement.forward)
+    )
+
+
+def _with_few_features(module: Any, gate: Gate) -> Any:
+    """The layer with other projections, on the CPU, and without anybody's hooks."""
+    first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
+    shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
+    shapes["down_proj"] = PROBED_HIDDEN, PROBED_SIZE
+    probe = copy.copy(module)
+    probe._modules = dict(module._modules)
+    for name, shape in shapes.items():
+        weight = _few_numbers(*shape) + 0.1 * len(name)  # each name's own
+        probe._modules[name] = functools.partial(torch.nn.functional.linear, weight=weight)
+    probe._modules[gate.activation] = _without_hooks(getattr(module, gate.activation))
+    return probe
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """A copy whose call is its class's forward."""
+    bare = copy.copy(module)
+    hooks = [name for name in vars(bare) if name.endswith("_hooks")]
+    vars(bare).update((name, {}) for name in hooks)
+    vars(bare).pop("forward", None)
+    cls: Any = type(module)
+    bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
+    return bare
+
+
+def _few_numbers(rows: int, columns: int) -> Tensor:
+    count = torch.arange(rows * columns, device="cpu", dtype=torch.float32)
+    return count.mul(0.7).sin().view(rows, columns)
+
+
+@once_for_each_class
 def gated_layer(original: Any) -> type[nn.Module]:
     """A feed-forward layer that is one function where its projections are plain, else one whose
     activation and its product with up are one kernel.

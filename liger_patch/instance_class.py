@@ -6,11 +6,27 @@ the new class in its own right, and no attribute holds a reference back to it.
 
 from __future__ import annotations
 
+import functools
+import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 ORIGINAL = "_liger_patch_original"  # attribute of such a class: the class before
+Derive = TypeVar("Derive", bound=Callable)
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def once_for_each_class(derive: Derive) -> Derive:
+    """Decorator of a function that derives a class: ``functools.cache``, one thread at a time."""
+    cached = functools.cache(derive)
+
+    @functools.wraps(derive)
+    def derived(original: Any) -> Any:
+        with _ONE_AT_A_TIME:
+            return cached(original)
+
+    return cast(Derive, derived)
 
 
 def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any) -> Any:

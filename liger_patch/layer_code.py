@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 # of saved tensors, which torch 2.6 does not tell
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -26,6 +28,17 @@ def names_of(cls: Any) -> frozenset[str]:
 def is_transformers(function: Any) -> bool:
     """Whether a function is Transformers' own: nobody has replaced it by another."""
     return getattr(function, "__module__", "").startswith("transformers.")
+
+
+def make_the_same(*ways: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether two ways to compute the same few tensors, on the CPU, do; not where one fails."""
+    # with real numbers, whatever the caller makes (FakeTensorMode)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
+        try:
+            pairs = list(zip(*(way() for way in ways), strict=True))
+            return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2) for a, b in pairs)
+        except Exception:  # a layer that is called, or holds its numbers, in a way of its own
+            return False
 
 
 def is_transformed() -> bool:

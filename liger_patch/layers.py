@@ -32,15 +32,18 @@ ENDINGS = {  # of the classes' names, after what the registry says
 
 def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
     """Put the layers that the row names on kernels, those of ``names``; the others on their own.
+    Those that are on kernels already stay there: hooks may hold their forwards since.
 
     Raises:
         RuntimeError: a layer has been given another class since; then none has changed.
     """
-    restore_layers(model)
+    restore_layers(model, but=names)
     prefixes = row.layers.split()
     for module in list(model.modules()):
         layer = _layer(type(module).__name__, prefixes)
-        if layer not in names or "forward" in vars(module):
+        if layer not in names or hasattr(type(module), LAYER_NAME):
+            continue
+        if "forward" in vars(module):
             continue  # a hook of accelerate holds the forward of the class that it had
         replacement = CLASSES[layer](module)
         if replacement is not None:
@@ -56,8 +59,8 @@ def _layer(class_name: str, prefixes: list[str]) -> str | None:
     return None
 
 
-def restore_layers(model: nn.Module) -> None:
-    """Give every layer its own class back.
+def restore_layers(model: nn.Module, *, but: frozenset[str] = frozenset()) -> None:
+    """Give every layer, but those of some names, its own class back.
 
     Raises:
         RuntimeError: a layer has been given another class since; then none has changed.
@@ -70,12 +73,13 @@ def restore_layers(model: nn.Module) -> None:
                 f"({type(module).__mro__[1]}): undo that before apply_patch or revert_patch"
             )
     for module in modules:
-        if hasattr(type(module), LAYER_NAME):
+        name = getattr(type(module), LAYER_NAME, None)
+        if name is not None and name not in but:
             replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
             module.__class__ = original
-            for name in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
-                if getattr(vars(module).get(name), "__func__", None) is replaced:
-                    setattr(module, name, types.MethodType(original.forward, module))
+            for held in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
+                if getattr(vars(module).get(held), "__func__", None) is replaced:
+                    setattr(module, held, types.MethodType(original.forward, module))
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:

@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferring_head import deferring_head
-from liger_patch.instance_class import ORIGINAL, derived_class
+from liger_patch.instance_class import ORIGINAL, derived_class, once_for_each_class
 from liger_patch.loss import ForwardPass, PatchRecord
 from liger_patch.sequences import (
     IGNORE_INDEX,
@@ -46,7 +46,7 @@ def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     return getattr(type(model), ORIGINAL)
 
 
-@functools.cache
+@once_for_each_class
 def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of ``original`` for its patched instances: same name, same signature."""
 

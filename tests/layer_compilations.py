@@ -10,14 +10,19 @@ from triton.backends.compiler import GPUTarget
 def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.rms_norm_triton import tile
 
-    for dtype, hidden_size, has_weight in (("*bf16", 4096, 1), ("*fp16", 128, 1), ("*fp32", 33, 0)):
+    for dtype, hidden_size, weight in (
+        ("*bf16", 4096, "*bf16"),
+        ("*bf16", 4096, "*fp32"),  # whose dtype the result has
+        ("*fp16", 128, "*fp16"),
+        ("*fp32", 33, None),
+    ):
         blocks, warps = tile(hidden_size)
         yield (
-            f"{dtype[1:]}-{hidden_size}-{has_weight}",
+            f"{dtype[1:]}-{hidden_size}-{weight}",
             {
                 "x_ptr": dtype,
-                "weight_ptr": dtype if has_weight else None,
-                "y_ptr": dtype,
+                "weight_ptr": weight,
+                "y_ptr": weight or dtype,
                 "rstd_ptr": "*fp32",
                 "rows": "i32",
                 "hidden_size": "i32" if hidden_size % 16 else MULTIPLE,
@@ -32,32 +37,37 @@ def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.rms_norm_triton import backward_tile
 
-    for dtype, hidden_size, has_weight, shared_kib in (
-        ("*bf16", 4096, 1, 64),
-        ("*bf16", 2304, 1, 64),
-        ("*bf16", 5120, 1, 64),
-        ("*bf16", 640, 1, 227),
-        ("*bf16", 5120, 1, 227),
-        ("*bf16", 8192, 1, 99),
-        ("*bf16", 10240, 1, 99),
-        ("*fp16", 128, 1, 64),
-        ("*fp32", 33, 0, 64),
-        ("*fp32", 2304, 0, 227),
-        ("*fp32", 32768, 1, 227),
+    for dtype, hidden_size, weight, shared_kib in (
+        ("*bf16", 4096, "*bf16", 64),
+        ("*bf16", 4096, "*fp32", 64),  # and dy as wide as it
+        ("*bf16", 4096, "frozen", 64),
+        ("*bf16", 2304, "*bf16", 64),
+        ("*bf16", 2304, "*fp32", 64),
+        ("*bf16", 5120, "*bf16", 64),
+        ("*bf16", 640, "*bf16", 227),
+        ("*bf16", 5120, "*bf16", 227),
+        ("*bf16", 5120, "*fp32", 227),
+        ("*bf16", 8192, "*bf16", 99),
+        ("*bf16", 10240, "*bf16", 99),
+        ("*fp16", 128, "*fp16", 64),
+        ("*fp32", 33, None, 64),
+        ("*fp32", 2304, None, 227),
+        ("*fp32", 32768, "*fp32", 227),
     ):
         if target.backend == "hip" and shared_kib > 64:
             continue  # gfx942 has 64
-        element_bytes = 8 if dtype == "*fp32" else 4
+        dy = weight if weight == "*fp32" else dtype
+        element_bytes = sum(4 if each == "*fp32" else 2 for each in (dtype, dy))
         blocks, warps = backward_tile(hidden_size, element_bytes, shared_kib * 1024)
         yield (
-            f"{dtype[1:]}-{hidden_size}-{has_weight}-{shared_kib}",
+            f"{dtype[1:]}-{hidden_size}-{weight}-{shared_kib}",
             {
-                "dy_ptr": dtype,
+                "dy_ptr": dy,
                 "x_ptr": dtype,
-                "weight_ptr": dtype if has_weight else None,
+                "weight_ptr": dtype if weight == "frozen" else weight,
                 "rstd_ptr": "*fp32",
                 "dx_ptr": dtype,
-                "dweight_ptr": "*fp32" if has_weight else None,
+                "dweight_ptr": None if weight in (None, "frozen") else "*fp32",
                 "rows": "i32",
                 "hidden_size": "i32" if hidden_size % 16 else MULTIPLE,
                 "offset": "fp32",
@@ -113,15 +123,18 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels import rotary_triton as kernels
 
     cases = (
-        ("*bf16", True, False, 2, 0),
-        ("*fp16", False, False, 1, 64),
-        ("*fp32", True, False, 0, 8),
-        ("*bf16", False, True, 2, 64),
-        ("*fp32", True, True, 8, 0),
+        ("*bf16", "*bf16", True, False, 2, 0),
+        ("*bf16", "*fp32", True, False, 2, 0),
+        ("*fp16", "*fp16", False, False, 1, 64),
+        ("*fp32", "*fp32", True, False, 0, 8),
+        ("*bf16", "*bf16", False, True, 2, 64),
+        ("*bf16", "*fp32", False, True, 2, 0),
+        ("*fp32", "*fp32", True, True, 8, 0),
     )
-    for dtype, backward, interleaved, k_heads, rest in cases:
+    for dtype, table, backward, interleaved, k_heads, rest in cases:
         blocks, warps = kernels.tile(32, k_heads, 128 + rest, 128)
-        pointers = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
+        pointers = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), dtype)
+        pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), table)
         sizes = [f"{x}_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
         sizes += [f"{x}_{part}_stride" for x in ("cos", "sin") for part in ("batch", "token")]
         sizes += ["tokens", "q_heads", "k_heads", "size", "turned"]
@@ -132,6 +145,6 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
             "INTERLEAVED": interleaved,
             **blocks,
         }
-        arguments = dict.fromkeys(pointers, dtype) | dict.fromkeys(sizes, "i32")
-        name = f"{dtype[1:]}-{backward}-{interleaved}-{k_heads}-{rest}"
+        arguments = pointers | dict.fromkeys(sizes, "i32")
+        name = f"{dtype[1:]}-{table[1:]}-{backward}-{interleaved}-{k_heads}-{rest}"
         yield name, arguments | strides | constants, warps

@@ -298,6 +298,45 @@ def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> No
     assert calls == [1]
 
 
+def swapped(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def another_product(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
+
+
+@pytest.mark.parametrize("forward", [swapped, another_product])
+def test_a_layer_that_computes_something_else_is_left_alone(
+    forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version of Transformers might, of the same names."""
+    model = make_model()
+    layer = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
+    monkeypatch.setattr(layer, "forward", forward)
+    counts = {"rms_norm": 5, "rotary": 2, "gated": 0}
+    assert count_layers(apply_patch(model, layers=True)) == counts
+
+
+def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:
+    model, calls = make_model(), []
+    layer = model.model.layers[0].mlp
+    for module in (layer, *layer.children()):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    try:
+        apply_patch(model, layers=True)
+    finally:
+        hook.remove()
+    assert torch.rand(()) == expected
+    assert count_layers(model)["gated"] == 2
+    assert not calls
+
+
 def test_an_activation_of_another_class_is_left_alone() -> None:
     class SiLU(torch.nn.SiLU):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,11 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from transformers.loss import loss_utils
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred import DeferredLogits
+from liger_patch.instance_class import derived_class, once_for_each_class
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
@@ -410,6 +413,17 @@ def test_a_forward_set_after_the_patch_goes_on_unpatched_after_revert(model: Any
     outputs = call(model, tiny_batch(model))
     assert counted.calls == 1
     assert type(outputs.logits) is Tensor
+
+
+def test_threads_that_patch_one_class_first_get_one_class() -> None:
+    @once_for_each_class
+    def derive(original: type) -> type:
+        time.sleep(0.05)  # the others come in meanwhile
+        return derived_class(original, derive)
+
+    with ThreadPoolExecutor(4) as threads:
+        classes = list(threads.map(derive, [nn.Linear] * 4))
+    assert len(set(classes)) == 1
 
 
 def test_two_models_train_in_two_threads() -> None:

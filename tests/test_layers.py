@@ -253,6 +253,21 @@ def test_a_failed_choice_of_layers_leaves_the_model_as_it_was() -> None:
     assert count_layers(model) == counts
 
 
+@pytest.mark.parametrize("hooked", ["all", "one layer"])
+def test_layers_that_hooks_hold_since_stay_on_kernels(hooked: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = apply_patch(make_model(), layers=True)
+    counts, batch = count_layers(model), tiny_batch(model)
+    expected = model(**batch).loss
+    for module in (model.model if hooked == "all" else model.model.layers[0]).modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    apply_patch(model, layers=True, chunk_mib=1)
+    assert count_layers(model) == counts
+    assert model(**batch).loss == expected
+    apply_patch(model, layers=["rotary"])
+    assert count_layers(model) == dict.fromkeys(counts, 0) | {"rotary": counts["rotary"]}
+
+
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
     model = apply_patch(make_model(), layers=True)
     counts, norm = count_layers(model), model.model.norm

@@ -157,7 +157,8 @@ def test_tiles_on_their_way_fit_the_gpu(target, kernels):
         *_, shared_kib = case.split("-")
         assert compilation.metadata.shared <= int(shared_kib) * 1024, case
         if arguments["STAGES"] > 1 and "constexprs" in inspect.signature(ASTSource).parameters:
-            element_bytes = 8 if arguments["dy_ptr"] == "*fp32" else 4
+            pair = (arguments["dy_ptr"], arguments["x_ptr"])
+            element_bytes = sum(4 if each == "*fp32" else 2 for each in pair)
             tile_bytes = element_bytes * arguments["BLOCK_ROWS"]
             tile_bytes *= arguments["BLOCK_H"] + arguments["BLOCK_REST"]
             on_their_way = arguments["STAGES"] - 1
