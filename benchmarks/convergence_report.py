@@ -50,7 +50,7 @@ def judgement(rows: list[dict]) -> str:
     if wrong:
         ends = f"NOT every patched run ends as near to eager's as seeds do: {'; '.join(wrong)}."
     else:
-        ends = "Every patched run ends nearer to eager's than eager's seeds are apart."
+        ends = "Every patched run ends nearer to eager's than the furthest of its seeds are apart."
     apart: dict[bool, list[float]] = {True: [], False: []}
     for runs in by_model(rows).values():
         eager = runs[0]

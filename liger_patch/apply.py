@@ -86,13 +86,14 @@ def apply_patch(
     if layers is True and len(lacking) < len(names):
         lacking = []
     if lacking:
-        replace_layers(target, row, before)
+        restore_layers(target, names - before)
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel: none of Transformers' own, of a class that {row.model_type} "
             f"names ({row.layers}), whose forward no hook of accelerate holds (and whose "
             "activation, where it is gated, is silu or gelu_pytorch_tanh)"
         )
+    restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
         record.settings = settings
         return model

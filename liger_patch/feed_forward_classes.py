@@ -84,22 +84,22 @@ def mlp_class(module: Any) -> Any:
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
         return None
-    if _activation(getattr(module, gate.activation)) is None:
+    activation = _activation(getattr(module, gate.activation))
+    if activation is None or not _agree(module, gate, activation):
         return None
-    replacement = gated_layer(type(module))
-    return replacement if _agree(module, replacement, gate) else None
+    return gated_layer(type(module))
 
 
-def _agree(module: Any, replacement: Any, gate: Gate) -> bool:
-    """Whether both classes make the same of a small input."""
+def _agree(module: Any, gate: Gate, activation: str) -> bool:
+    """Whether the layer's own forward computes what its gate says, on a small input."""
+
+    def on_kernel(layer: Any, x: Tensor) -> Tensor:
+        return layer.down_proj(gated(*gate.products(layer, x), activation=activation))
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
-        probe = _with_few_features(module, gate)
-        return [forward(probe, _few_numbers(2, PROBED_HIDDEN))]
+        return [forward(_with_few_features(module, gate), _few_numbers(2, PROBED_HIDDEN))]
 
-    return make_the_same(
-        lambda: results(type(module).forward), lambda: results(replacement.forward)
-    )
+    return make_the_same(lambda: results(type(module).forward), lambda: results(on_kernel))
 
 
 def _with_few_features(module: Any, gate: Gate) -> Any:

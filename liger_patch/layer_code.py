@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -32,8 +33,10 @@ def is_transformers(function: Any) -> bool:
 
 def make_the_same(*ways: Callable[[], Sequence[Tensor]]) -> bool:
     """Whether two ways to compute the same few tensors, on the CPU, do; not where one fails."""
-    # with real numbers, whatever the caller makes (FakeTensorMode)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
+        # with real numbers, whatever the caller makes (FakeTensorMode, torch.device("meta"))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.device("cpu"))
         try:
             pairs = list(zip(*(way() for way in ways), strict=True))
             return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2) for a, b in pairs)

@@ -31,20 +31,19 @@ ENDINGS = {  # of the classes' names, after what the registry says
 
 
 def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
-    """Put the layers that the row names on kernels, those of ``names``; the others on their own.
-    Those that are on kernels already stay there: hooks may hold their forwards since.
+    """Put the layers of these names, where the row has them, on kernels; the others stay as they
+    are. So do those whose forwards hooks of accelerate hold, on kernels or not.
 
     Raises:
         RuntimeError: a layer has been given another class since; then none has changed.
     """
-    restore_layers(model, but=names)
+    _check_classes(model)
     prefixes = row.layers.split()
     for module in list(model.modules()):
         layer = _layer(type(module).__name__, prefixes)
-        if layer not in names or hasattr(type(module), LAYER_NAME):
+        if layer not in names or "forward" in vars(module):
             continue
-        if "forward" in vars(module):
-            continue  # a hook of accelerate holds the forward of the class that it had
+        _restore(module)  # and look again: its class's forward may be another since
         replacement = CLASSES[layer](module)
         if replacement is not None:
             module.__class__ = replacement
@@ -59,27 +58,35 @@ def _layer(class_name: str, prefixes: list[str]) -> str | None:
     return None
 
 
-def restore_layers(model: nn.Module, *, but: frozenset[str] = frozenset()) -> None:
-    """Give every layer, but those of some names, its own class back.
+def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) -> None:
+    """Give every layer of these names its own class back.
 
     Raises:
         RuntimeError: a layer has been given another class since; then none has changed.
     """
-    modules = list(model.modules())
-    for module in modules:
+    _check_classes(model)
+    for module in list(model.modules()):
+        if getattr(type(module), LAYER_NAME, None) in names:
+            _restore(module)
+
+
+def _check_classes(model: nn.Module) -> None:
+    for module in model.modules():
         if hasattr(type(module), LAYER_NAME) and LAYER_NAME not in vars(type(module)):
             raise RuntimeError(
                 f"{type(module).__name__} was given another class after apply_patch "
                 f"({type(module).__mro__[1]}): undo that before apply_patch or revert_patch"
             )
-    for module in modules:
-        name = getattr(type(module), LAYER_NAME, None)
-        if name is not None and name not in but:
-            replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
-            module.__class__ = original
-            for held in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
-                if getattr(vars(module).get(held), "__func__", None) is replaced:
-                    setattr(module, held, types.MethodType(original.forward, module))
+
+
+def _restore(module: nn.Module) -> None:
+    if not hasattr(type(module), LAYER_NAME):
+        return
+    replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
+    module.__class__ = original
+    for name in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
+        if getattr(vars(module).get(name), "__func__", None) is replaced:
+            setattr(module, name, types.MethodType(original.forward, module))
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:

@@ -38,7 +38,7 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
         found.append(_after_first(index[:, 1:] != index[:, :-1]))
     if ends is not None:
         is_vector = isinstance(ends, Tensor) and ends.dim() == 1 and len(ends) > 1
-        if not is_vector or ends.is_floating_point():
+        if not is_vector or ends.is_floating_point() or ends.dtype == torch.bool:
             raise ValueError(
                 "cu_seq_lens_q must be an integer tensor (sequences + 1,), at least (2,), "
                 f"got {_form(ends)}"

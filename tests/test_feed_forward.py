@@ -307,16 +307,30 @@ def another_product(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [swapped, another_product])
+@pytest.mark.parametrize("hooked", [False, True])
 def test_a_layer_that_computes_something_else_is_left_alone(
-    forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    hooked: bool, forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another version of Transformers might, of the same names."""
+    if hooked:  # of all modules: then the layers that are replaced take the model's own way
+        hooks = nn.modules.module._global_forward_hooks
+        monkeypatch.setitem(hooks, -1, lambda *_: None)
     model = make_model()
     layer = type(model.model.layers[0].mlp)
     monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
     monkeypatch.setattr(layer, "forward", forward)
     counts = {"rms_norm": 5, "rotary": 2, "gated": 0}
     assert count_layers(apply_patch(model, layers=True)) == counts
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_sparse_gate_is_tried_on_the_cpu(device: str) -> None:
+    model = make_model("gemma3n_text")
+    for layer in model.model.layers:
+        layer.mlp.activation_sparsity = 0.95
+    with torch.device(device):
+        apply_patch(model, layers=True)
+    assert count_layers(model)["gated"] == len(model.model.layers)
 
 
 def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:

@@ -268,6 +268,27 @@ def test_layers_that_hooks_hold_since_stay_on_kernels(hooked: str) -> None:
     assert count_layers(model) == dict.fromkeys(counts, 0) | {"rotary": counts["rotary"]}
 
 
+def test_a_refused_choice_leaves_layers_that_hooks_hold_since_on_kernels() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = apply_patch(make_model(), layers=["rms_norm"])
+    counts = count_layers(model)
+    for module in model.model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    with pytest.raises(ValueError, match="no rotary layer"):
+        apply_patch(model, layers=["rotary"])
+    assert count_layers(model) == counts
+
+
+def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = apply_patch(make_model(), layers=True)
+    original = type(model.model.norm).__mro__[1]
+    monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
+    counts = {"rms_norm": 0, "rotary": 2, "gated": 2}
+    assert count_layers(apply_patch(model, layers=True)) == counts
+
+
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
     model = apply_patch(make_model(), layers=True)
     counts, norm = count_layers(model), model.model.norm

@@ -269,6 +269,7 @@ def test_where_sequences_start(arguments: dict[str, Any], expected: list[int] | 
             r"cu_seq_lens_q .* got torch.int64 \(1, 3\)",
         ),
         ({"cu_seq_lens_q": torch.tensor([0.0, 3.0])}, "cu_seq_lens_q .* got torch.float32"),
+        ({"cu_seq_lens_q": torch.tensor([True, False])}, "cu_seq_lens_q .* got torch.bool"),
         ({"seq_idx": [[0, 0, 1]]}, r"seq_idx must be a tensor \(1, 6\), got list"),
         ({"seq_idx": torch.tensor([0, 0, 1, 1, 1, 1])}, r"seq_idx .* got torch.int64 \(6,\)"),
     ],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from packed_samples import (
     IGNORED,
     MODEL_TYPES,
     ROWS,
+    Sample,
     flattened,
     make_model,
     make_samples,
@@ -27,7 +29,7 @@ from packed_samples import (
 )
 from packed_trainer import weights_after
 from torch import Tensor
-from training_step import call, gradients, patched
+from training_step import Step, call, gradients, patched
 
 from liger_patch import apply_patch
 from liger_patch.sequences import count_sequences
@@ -85,6 +87,19 @@ def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Pa
     torch.testing.assert_close(results[2], results[0])
 
 
+def padded_for(model_type: str) -> Callable[[list[Sample]], dict[str, Tensor]]:
+    """With what models of images ask for in training."""
+    taken = inspect.signature(getattr(transformers, ROWS[model_type].class_name).forward).parameters
+
+    def collate(samples: list[Sample]) -> dict[str, Tensor]:
+        batch = padded(samples)
+        no_image = torch.zeros_like(batch["input_ids"])
+        names = taken.keys() & {"token_type_ids", "mm_token_type_ids"}
+        return {**batch, **dict.fromkeys(names, no_image)}
+
+    return collate
+
+
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
 @pytest.mark.parametrize("model_type", UNCOUNTED)
 def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
@@ -94,7 +109,13 @@ def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
     results = []
     for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
         model = apply_patch(make_model(model_type), loss_average="sequence")
-        results.append(weights_after(model, tmp_path, per_device, accumulated, collate=padded))
+        how: Any = {"collate": padded_for(model_type)}
+        try:
+            results.append(weights_after(model, tmp_path, per_device, accumulated, **how))
+        except ValueError as error:
+            if "cannot reach the loss" not in str(error):
+                raise
+            pytest.skip("computes a loss of its own in this version of Transformers")
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
 
@@ -144,12 +165,17 @@ def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
-def test_other_models_train_as_with_transformers_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", *UNCOUNTED[:1]])
+def test_other_models_train_as_with_transformers_trainer(model_type: str, tmp_path: Path) -> None:
     from transformers import Trainer
 
-    eager = weights_after(make_model(), tmp_path, 2, 2, trainer_class=Trainer)
-    torch.testing.assert_close(weights_after(make_model(), tmp_path, 2, 2), eager)
-    torch.testing.assert_close(weights_after(apply_patch(make_model()), tmp_path, 2, 2), eager)
+    def weights(model: Any, trainer_class: Any = None) -> Step:
+        how: Any = {"collate": padded_for(model_type), "trainer_class": trainer_class}
+        return weights_after(model, tmp_path, 2, 2, **how)
+
+    eager = weights(make_model(model_type), Trainer)
+    torch.testing.assert_close(weights(make_model(model_type)), eager)
+    torch.testing.assert_close(weights(apply_patch(make_model(model_type))), eager)
 
 
 class Toy(torch.nn.Module):
