@@ -103,14 +103,14 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
 
 
 def _with_few_features(module: Any, gate: Gate) -> Any:
-    """The layer with other projections, on the CPU, and without anybody's hooks."""
+    """The layer with other projections, and without anybody's hooks."""
     first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
     shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
     shapes["down_proj"] = PROBED_HIDDEN, PROBED_SIZE
     probe = copy.copy(module)
     probe._modules = dict(module._modules)
     for name, shape in shapes.items():
-        weight = _few_numbers(*shape) + 0.1 * len(name)  # each name's own
+        weight = _few_numbers(*shape) + 0.1 * len(name)  # of gate and up, different numbers
         probe._modules[name] = functools.partial(torch.nn.functional.linear, weight=weight)
     probe._modules[gate.activation] = _without_hooks(getattr(module, gate.activation))
     return probe
@@ -128,7 +128,7 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _few_numbers(rows: int, columns: int) -> Tensor:
-    count = torch.arange(rows * columns, device="cpu", dtype=torch.float32)
+    count = torch.arange(rows * columns, dtype=torch.float32)
     return count.mul(0.7).sin().view(rows, columns)
 
 

@@ -32,7 +32,7 @@ def is_transformers(function: Any) -> bool:
 
 
 def make_the_same(*ways: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether two ways to compute the same few tensors, on the CPU, do; not where one fails."""
+    """Whether two ways to compute the same few tensors do, on the CPU; not where one fails."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
         # with real numbers, whatever the caller makes (FakeTensorMode, torch.device("meta"))
         stack.enter_context(_disable_current_modes())

@@ -67,7 +67,7 @@ def _agree(module: Any, replacement: Any) -> bool:
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         probe = _with_few_features(module)
         # so small that epsilon counts
-        x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, device="cpu", dtype=torch.float32)
+        x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
         return [forward(probe, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
     return make_the_same(
@@ -76,15 +76,15 @@ def _agree(module: Any, replacement: Any) -> bool:
 
 
 def _with_few_features(module: Any) -> Any:
-    """The module with another weight on the CPU, whatever holds its own (FSDP: an attribute)."""
+    """The module with another weight, whatever holds its own (FSDP: an attribute)."""
     probe = copy.copy(module)
     probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
     own = getattr(module, "weight", None)
     if own is not None:
         del probe.weight
-        weight = torch.linspace(0.5, 2.0, PROBED, device="cpu", dtype=torch.float32)
+        weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
         if own.dim() == 0:  # Gemma 3n's 1.0 where there is no scale, in older versions
-            weight = torch.ones((), device="cpu", dtype=torch.float32)
+            weight = torch.ones((), dtype=torch.float32)
         probe.register_parameter("weight", nn.Parameter(weight))
     return probe
 
