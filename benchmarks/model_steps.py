@@ -11,10 +11,14 @@ from functools import partial
 
 import torch
 from attempts import Failure, attempt, release_memory
+from heads import IGNORE_INDEX
 from measure import measure
 from model_contenders import Loss, contenders
 from models import Model
+from report import FLOOR
+from step_products import step_products
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 MAX_LOSS_DIFFERENCE = 0.02  # of eager's loss
 MAX_NORM_DIFFERENCE = 0.05  # of eager's norm of all gradients
@@ -28,7 +32,10 @@ def run_model(
     device: torch.device | str = "cuda",
     of: Callable[..., dict[str, Callable[[], Loss]]] = contenders,
 ) -> list[dict]:
-    """Compare, then time every contender on one model; ``of``: what makes them of it."""
+    """Compare, then time every contender on one model, and the products of eager's step alone.
+
+    ``of``: what makes the contenders of the model.
+    """
     rows = attempt(lambda: _rows(model, rounds, compiled, device, of))
     if compiled:
         torch.compiler.reset()  # it holds on to the model
@@ -58,12 +65,12 @@ def _rows(
             first_steps[name] = attempt(lambda loss=loss: _first_step(loss, built, batch))
     truth = next((first for first in first_steps.values() if isinstance(first, dict)), {})
     right = [name for name, first in first_steps.items() if _agrees(first, truth)]
-    measured = measure(
-        {name: partial(_step, losses[name], built, batch) for name in right},
-        rounds=rounds,
-        device=device,
-    )
-    rows = []
+    steps = {name: partial(_step, losses[name], built, batch) for name in right}
+    floors = {FLOOR: _floor(steps["eager"], built, batch)} if "eager" in steps else {}
+    measured = measure({**floors, **steps}, rounds=rounds, device=device)
+    rows: list[dict] = [
+        {"model": model.name, "contender": name, **asdict(measured[name])} for name in floors
+    ]
     for name, first in first_steps.items():
         row: dict = {"model": model.name, "attention": attention, "contender": name}
         row |= asdict(first) if isinstance(first, Failure) else first
@@ -73,6 +80,17 @@ def _rows(
             row["wrong"] = True
         rows.append(row)
     return rows
+
+
+def _floor(
+    step: Callable[[], None], model: PreTrainedModel, batch: Mapping[str, Tensor]
+) -> Callable[[], None]:
+    return step_products(
+        step,
+        tokens=batch["labels"].numel(),
+        supervised=int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        vocab_size=model.config.vocab_size,
+    )
 
 
 def _step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> None:

@@ -117,6 +117,8 @@ def draw_sweep(report: dict, path: Path) -> None:
 def draw_steps(report: dict, path: Path) -> None:
     """One group of bars a model: time on the left, peak memory on the right."""
     rows = [row for row in report["steps"] if "ms" in row]
+    floors = {row["model"]: row["ms"] for row in rows if row["contender"] == FLOOR}
+    rows = [row for row in rows if row["contender"] != FLOOR]
     models = list(dict.fromkeys(row["model"] for row in rows))
     styles = _styles(report)
     height = 0.8 / len(styles)
@@ -140,6 +142,15 @@ def draw_steps(report: dict, path: Path) -> None:
         panel.set_xlabel(title)
         panel.set_xlim(right=ROOM_FOR_LABELS * max(row[field] / unit for row in rows))
         panel.grid(axis="x", alpha=0.3)
+    places = [models.index(model) for model in floors]
+    axes[0].vlines(
+        list(floors.values()),
+        [place - 0.4 for place in places],
+        [place + 0.4 for place in places],
+        color="C7",
+        linestyle="--",
+        label=FLOOR,
+    )
     axes[0].set_yticks(range(len(models)), models)
     axes[0].invert_yaxis()
     _finish(figure, report, path, "training step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,10 @@ from model_contenders import contenders as model_contenders
 from model_contenders import shared_copy, some_contenders
 from model_steps import run_model
 from models import MODELS, Model
+from report import FLOOR
+from step_products import step_products
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -84,11 +88,35 @@ def test_contenders_of_a_model_share_weights_and_nothing_else(model: Model):
 def test_a_model_is_run_eager_and_patched(model: Model):
     rows = run_model(tiny(model), rounds=1, device="cpu")
     rows = {row["contender"]: row for row in rows}
-    assert next(iter(rows)) == "eager"
+    assert list(rows)[:2] == [FLOOR, "eager"]
+    assert rows[FLOOR]["ms"] > 0
     assert rows["liger_patch"]["loss"] == pytest.approx(rows["eager"]["loss"], rel=1e-3)
     for name in ("eager", "liger_patch", "liger_patch, layers"):
         assert rows[name]["ms"] > 0
         assert rows[name]["gradient_norm"] > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_products_of_a_step_are_as_many_as_eagers(attention: str):
+    """But for those of the head with tokens that are not supervised."""
+    model = tiny(MODELS[0])
+    built, batch = model.build("cpu"), model.batch("cpu")
+    built.set_attn_implementation(attention)
+    tokens, vocab_size = batch["labels"].numel(), model.config.vocab_size
+
+    def step() -> None:
+        built(**batch).loss.backward()
+
+    def operations(function: Callable[[], object]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops()
+
+    sizes = {"tokens": tokens, "vocab_size": vocab_size}
+    all_tokens, some = (step_products(step, supervised=n, **sizes) for n in (tokens, tokens - 5))
+    assert operations(all_tokens) == operations(step) > 0
+    less = 3 * 2 * 5 * model.config.hidden_size * vocab_size
+    assert operations(some) == operations(step) - less
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")

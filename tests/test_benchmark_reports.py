@@ -60,6 +60,7 @@ REPORT = {
 STEPS = {
     **{name: REPORT[name] for name in ("command", "date", "gpu", "versions")},
     "steps": [
+        {"model": "model", "contender": FLOOR, "ms": 150.0, "host_ms": 9.0, "peak_mib": 4096.0},
         {"model": "model", "contender": "eager", "ms": 300.0, "host_ms": 90.0, "peak_mib": 2048.0},
         {"model": "model", "contender": "Liger", "failure": "out of memory"},
         {"model": "model", "contender": "other", "wrong": True, "loss": 1.0, "gradient_norm": 2.0},
@@ -73,7 +74,9 @@ def test_tables_name_every_outcome():
     line = "| head | 1.0 | 2.0 / 0.5 | out of memory | does not run | gradient off by 25.0% |"
     assert f"{line} 1.5 / 0.5 |" in table
     assert "| head, 1024 tokens | 1.5 | 1.5 / 0.5 | 1.5 / 0.5 |" in sweep_table(REPORT)
-    assert "| model | 300.0 / 2.0 | out of memory | wrong | 200.0 / 1.0 |" in steps_table(STEPS)
+    assert "| model | 150.0 | 300.0 / 2.0 | out of memory | wrong | 200.0 / 1.0 |" in steps_table(
+        STEPS
+    )
     said = terminal_table(REPORT["results"])
     assert "does not run: ValueError: no" in said
     assert "wrong gradients" in said
