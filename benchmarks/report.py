@@ -150,13 +150,14 @@ def sft_steps_table(report: dict) -> str:
 def steps_table(report: dict) -> str:
     """Markdown: a line a model, a column a contender, each with time and peak memory."""
     has_floor = any(row["contender"] == FLOOR for row in report["steps"])
+    floor = FLOOR_OF_STEPS if has_floor else ""
     return "\n".join(
         [
             _markdown("training step, ms / GiB", report["steps"], lambda row: row["model"]),
             "",
             f"{_measured(report)}: forward and backward of the whole model with random weights, "
             "40 % of the labels ignored, without checkpointing; medians in one process, peak "
-            f"memory over the weights, gradients included, `{report['command']}`.{FLOOR_OF_STEPS if has_floor else ''}",
+            f"memory over the weights, gradients included, `{report['command']}`.{floor}",
         ]
     )
 
