@@ -176,19 +176,17 @@ def _plain_weights(
     """Of gate, up and down, where the layer does nothing but multiply with them; else None."""
     if getattr(layer, "activation_sparsity", 0.0) > 0.0:
         return None
-    modules = [getattr(layer, name) for name in (*projections, "down_proj")]
-    if not all(_is_plain(module) for module in modules):
+    weights = [_plain_weight(getattr(layer, name)) for name in (*projections, "down_proj")]
+    if any(weight is None for weight in weights):
         return None
-    gate, *up, down = (module.weight for module in modules)
+    gate, *up, down = weights
     return gate, up[0] if up else None, down
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is the product with its weight, and nothing else."""
-    return (
-        type(module) is nn.Linear
-        and nn.Linear.forward is LINEAR_FORWARD
-        and module.bias is None
-        and type(module.weight) in (nn.Parameter, Tensor)
-        and not has_hooks(module)
-    )
+def _plain_weight(module: nn.Module) -> Any:
+    """The weight, where a call of the module is the product with it and nothing else."""
+    if type(module) is not nn.Linear or nn.Linear.forward is not LINEAR_FORWARD:
+        return None
+    weight = module.weight
+    is_plain = type(weight) in (nn.Parameter, Tensor) and module.bias is None
+    return weight if is_plain and not has_hooks(module) else None

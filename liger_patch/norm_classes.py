@@ -98,7 +98,7 @@ def norm(original: Any) -> type[nn.Module]:
         if is_transformed():
             return original.forward(self, x)
         weight, dtype = getattr(self, "weight", None), x.dtype
-        if not getattr(self, "with_scale", True):
+        if not self.__dict__.get("with_scale", True):
             weight = None
         if weight is not None and promotes:
             dtype = torch.promote_types(dtype, weight.dtype)

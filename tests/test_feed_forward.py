@@ -122,7 +122,7 @@ def test_the_activation_is_not_kept(
         parameter.requires_grad_(not (frozen and "mlp" in name))
     batch = tiny_batch(model)
     ours = bytes_kept(model, batch)
-    monkeypatch.setattr(feed_forward_classes, "_is_plain", lambda module: False)
+    monkeypatch.setattr(feed_forward_classes, "_plain_weight", lambda module: None)
     of_modules = bytes_kept(model, batch)
     activations = 2 * batch["input_ids"].numel() * model.config.intermediate_size  # of two layers
     assert ours == of_modules - (0 if frozen else 4 * activations)

@@ -18,7 +18,7 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import constant, operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
-from liger_patch.kernels.rows import empty_in_order, in_rows, memory_order
+from liger_patch.kernels.rows import empty_in_order, in_order_of
 
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
@@ -35,16 +35,15 @@ def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm_results(x, weight, eps, offset, dtype)
-    order = memory_order(y)
-    rows, out = in_rows(x, order), in_rows(y, order)
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
-        rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, out, rstd)
+        rows = in_order_of(y, x)
+        rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, y, rstd)
     else:
-        wide = rows.to(rstd.dtype)
-        torch.rsqrt(wide.square().mean(-1).add_(eps), out=rstd)
-        out.copy_(_scaled(wide * rstd[:, None], weight, offset))
+        wide = x.to(rstd.dtype)
+        torch.rsqrt(wide.square().mean(-1).add_(eps).flatten(), out=rstd)
+        y.copy_(_scaled(wide * rstd.view(*x.shape[:-1], 1), weight, offset))
     return y, rstd
 
 
@@ -61,22 +60,19 @@ def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = _rms_norm_backward_results(dy, x, weight, rstd, offset, wants_weight)
-    order = memory_order(dx)
-    upstream, rows, out = (in_rows(each, order) for each in (dy, x, dx))
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
-        inputs = (upstream, rows, _contiguous(weight), rstd)
-        rms_norm_triton.rms_norm_backward(
-            *inputs, offset, out, dweight if dweight.numel() else None
-        )
+        inputs = (in_order_of(dx, dy), in_order_of(dx, x), _contiguous(weight), rstd)
+        rms_norm_triton.rms_norm_backward(*inputs, offset, dx, dweight if dweight.numel() else None)
     else:
-        wide, normed = upstream.to(rstd.dtype), rows.to(rstd.dtype) * rstd[:, None]
+        rstd = rstd.view(*x.shape[:-1], 1)
+        wide, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd
         if dweight.numel():
-            dweight.copy_((wide * normed).sum(0))
+            dweight.copy_((wide * normed).reshape(-1, x.shape[-1]).sum(0))
         wide = _scaled(wide, weight, offset)
         mean = (wide * normed).mean(-1, keepdim=True)
-        out.copy_((wide - normed * mean) * rstd[:, None])
+        dx.copy_((wide - normed * mean) * rstd)
     return dx, dweight
 
 

@@ -145,15 +145,15 @@ def _sum_parts_kernel(
 
 
 def rms_norm(
-    x: Tensor,  # (R, H) contiguous
+    x: Tensor,  # (..., H)
     weight: Tensor | None,  # (H,)
     eps: float,
     offset: float,
-    y: Tensor,  # (R, H) contiguous
+    y: Tensor,  # (..., H)
     rstd: Tensor,  # (R,) float32
 ) -> None:
-    """Write y and rstd."""
-    rows, hidden_size = x.shape
+    """Write y and rstd. The rows of x and y are dense in memory, in the same order."""
+    rows, hidden_size = len(rstd), x.shape[-1]
     blocks, num_warps = tile(hidden_size)
     if not rows:
         return
@@ -173,16 +173,18 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor,  # (R, H) contiguous
-    x: Tensor,  # (R, H) contiguous
+    dy: Tensor,  # (..., H)
+    x: Tensor,  # (..., H)
     weight: Tensor | None,  # (H,)
     rstd: Tensor,  # (R,) float32
     offset: float,
-    dx: Tensor,  # (R, H) contiguous
+    dx: Tensor,  # (..., H)
     dweight: Tensor | None,  # (H,)
 ) -> None:
-    """Write dx and, where there is one, dweight."""
-    rows, hidden_size = x.shape
+    """Write dx and, where there is one, dweight. The rows of dy, x and dx are dense in memory, in
+    the same order.
+    """
+    rows, hidden_size = len(rstd), x.shape[-1]
     blocks, num_warps = backward_tile(
         hidden_size, x.element_size() + dy.element_size(), shared_bytes(x.device)
     )

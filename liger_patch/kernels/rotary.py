@@ -56,9 +56,8 @@ def _rotary(
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Tokens in front of heads in memory, as the products that made them left them."""
-    tokens_first = x.transpose(1, 2)
-    empty = torch.empty_like(tokens_first, dtype=dtype, memory_format=torch.contiguous_format)
-    return empty.transpose(1, 2)
+    batch, heads, tokens, size = x.shape
+    return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _rotated(

@@ -1,5 +1,5 @@
-"""Tensors of any strides as rows (R, H), in the order of one of them in memory: heads in front of
-tokens, a transposed view, need no copy.
+"""Rows (..., H) in the order in which they lie in memory: heads in front of tokens, a transposed
+view, need no copy.
 """
 
 import torch
@@ -7,27 +7,28 @@ from torch import Tensor
 
 
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result of the tensor's shape: rows in its order where they are dense in it."""
-    order = memory_order(tensor) if tensor.stride(-1) == 1 else None
-    if order is None:
+    """Dense memory for a result of the tensor's shape: rows in its order where they are rows."""
+    if tensor.is_contiguous() or tensor.stride(-1) != 1:
         return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+    like = torch.empty_like(tensor, dtype=dtype)
+    if like.stride() == tensor.stride():
+        return like
     # torch.preserve_format takes rows apart where another dimension has a stride of 1 too
+    leading = sorted(range(tensor.dim() - 1), key=lambda d: -tensor.stride(d))
+    order = [*leading, tensor.dim() - 1]
     empty = tensor.new_empty([tensor.shape[d] for d in order], dtype=dtype)
     return empty.permute([order.index(d) for d in range(len(order))])
 
 
-def memory_order(tensor: Tensor) -> list[int] | None:
-    """The dimensions but the last, from the largest stride to the smallest, then the last; None for
-    a contiguous tensor: as they are.
-    """
-    if tensor.is_contiguous():
-        return None
-    leading = sorted(range(tensor.dim() - 1), key=lambda d: -tensor.stride(d))
-    return [*leading, tensor.dim() - 1]
+def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor with its rows in memory as those of a dense result of its shape."""
+    if _has_order_of(result, tensor):
+        return tensor
+    return torch.empty_like(result, dtype=tensor.dtype).copy_(tensor)
 
 
-def in_rows(tensor: Tensor, order: list[int] | None) -> Tensor:
-    """(R, H) contiguous: a view where the tensor is dense in this order, else a copy."""
-    if order is None:
-        return tensor.contiguous().view(-1, tensor.shape[-1])
-    return tensor.permute(order).reshape(-1, tensor.shape[-1]).contiguous()
+def _has_order_of(result: Tensor, tensor: Tensor) -> bool:
+    if tensor.stride() == result.stride():
+        return True
+    sizes = zip(tensor.shape, tensor.stride(), result.stride(), strict=True)
+    return all(size == 1 or ours == theirs for size, ours, theirs in sizes)

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
+from liger_patch.kernels.rows import empty_in_order, in_order_of
 
 EPS = 1e-5
 ROWS = {
@@ -103,6 +104,24 @@ def test_rms_norm_of_any_strides(made, device):
         return y
 
     check(ours, lambda x, weight: llama_norm(view(x), weight), {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("made", VIEWS)
+def test_rows_in_another_order_are_copied_and_no_others(made):
+    x = VIEWS[made](torch.randn(2, 6, 5, 16))
+    result = empty_in_order(x, torch.float64)
+    assert result.shape == x.shape
+    assert torch.empty_like(result).stride() == result.stride()  # it is dense
+    others = [x, x.clone(memory_format=torch.contiguous_format), x.mT.contiguous().mT]
+    for other in others:
+        ordered = in_order_of(result, other)
+        assert ordered.stride() == result.stride()
+        assert torch.equal(ordered, other)
+    in_order = torch.empty_like(result, dtype=x.dtype)
+    assert in_order_of(result, in_order) is in_order
+    alone = in_order[:1]
+    odd = alone.as_strided(alone.shape, (7, *alone.stride()[1:]))  # nothing is 7 elements apart
+    assert in_order_of(alone, odd) is odd
 
 
 @pytest.mark.parametrize("made", ["sliced", "expanded"])
