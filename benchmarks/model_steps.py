@@ -66,7 +66,8 @@ def _rows(
     truth = next((first for first in first_steps.values() if isinstance(first, dict)), {})
     right = [name for name, first in first_steps.items() if _agrees(first, truth)]
     steps = {name: partial(_step, losses[name], built, batch) for name in right}
-    floors = {FLOOR: _floor(steps["eager"], built, batch)} if "eager" in steps else {}
+    has_floor = "eager" in steps and not model.quantised  # packed weights have no bare products
+    floors = {FLOOR: _floor(steps["eager"], built, batch)} if has_floor else {}
     measured = measure({**floors, **steps}, rounds=rounds, device=device)
     rows: list[dict] = [
         {"model": model.name, "contender": name, **asdict(measured[name])} for name in floors
