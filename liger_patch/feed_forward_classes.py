@@ -184,7 +184,7 @@ def _plain_weights(
 
 
 def _plain_weight(module: nn.Module) -> Any:
-    """The weight, where a call of the module is the product with it and nothing else."""
+    """The weight, where a call of the module is the product with it and nothing else; else None."""
     if type(module) is not nn.Linear or nn.Linear.forward is not LINEAR_FORWARD:
         return None
     weight = module.weight

@@ -98,6 +98,7 @@ def norm(original: Any) -> type[nn.Module]:
         if is_transformed():
             return original.forward(self, x)
         weight, dtype = getattr(self, "weight", None), x.dtype
+        # most have none, which nn.Module's own lookup would take longer to find out
         if not self.__dict__.get("with_scale", True):
             weight = None
         if weight is not None and promotes:

@@ -18,7 +18,7 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import constant, operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
-from liger_patch.kernels.rows import empty_in_order, in_order_of
+from liger_patch.kernels.rows import empty_in_order, empty_per_row, in_order_of
 
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
@@ -26,8 +26,8 @@ MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 def _rms_norm_results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=accumulation_dtype(x.dtype))
-    return empty_in_order(x, dtype), rstd
+    y = empty_in_order(x, dtype)
+    return y, empty_per_row(y, accumulation_dtype(x.dtype))
 
 
 @operator(_rms_norm_results)
@@ -42,8 +42,8 @@ def _rms_norm(
         rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, y, rstd)
     else:
         wide = x.to(rstd.dtype)
-        torch.rsqrt(wide.square().mean(-1).add_(eps).flatten(), out=rstd)
-        y.copy_(_scaled(wide * rstd.view(*x.shape[:-1], 1), weight, offset))
+        rstd.copy_(torch.rsqrt(wide.square().mean(-1).add_(eps)))
+        y.copy_(_scaled(wide * rstd[..., None], weight, offset))
     return y, rstd
 
 
@@ -63,10 +63,12 @@ def _rms_norm_backward(
     if _serves(x, weight):
         from liger_patch.kernels import rms_norm_triton
 
+        # hooks of saved tensors may have given x another order than that of the forward pass
+        rstd = in_order_of(empty_per_row(dx, rstd.dtype), rstd)
         inputs = (in_order_of(dx, dy), in_order_of(dx, x), _contiguous(weight), rstd)
         rms_norm_triton.rms_norm_backward(*inputs, offset, dx, dweight if dweight.numel() else None)
     else:
-        rstd = rstd.view(*x.shape[:-1], 1)
+        rstd = rstd[..., None]
         wide, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd
         if dweight.numel():
             dweight.copy_((wide * normed).reshape(-1, x.shape[-1]).sum(0))
@@ -113,7 +115,7 @@ def rms_norm(
         dtype: of the result; by default that of ``x``.
 
     Returns:
-        (..., H), with the strides of ``x`` where it is dense.
+        (..., H), dense, with the rows of ``x`` in their order in memory.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.

@@ -150,10 +150,10 @@ def rms_norm(
     eps: float,
     offset: float,
     y: Tensor,  # (..., H)
-    rstd: Tensor,  # (R,) float32
+    rstd: Tensor,  # (...) float32
 ) -> None:
-    """Write y and rstd. The rows of x and y are dense in memory, in the same order."""
-    rows, hidden_size = len(rstd), x.shape[-1]
+    """Write y and rstd. The rows of x and y are dense in memory, in the same order; so is rstd."""
+    rows, hidden_size = rstd.numel(), x.shape[-1]
     blocks, num_warps = tile(hidden_size)
     if not rows:
         return
@@ -176,15 +176,15 @@ def rms_norm_backward(
     dy: Tensor,  # (..., H)
     x: Tensor,  # (..., H)
     weight: Tensor | None,  # (H,)
-    rstd: Tensor,  # (R,) float32
+    rstd: Tensor,  # (...) float32
     offset: float,
     dx: Tensor,  # (..., H)
     dweight: Tensor | None,  # (H,)
 ) -> None:
     """Write dx and, where there is one, dweight. The rows of dy, x and dx are dense in memory, in
-    the same order.
+    the same order; so is rstd.
     """
-    rows, hidden_size = len(rstd), x.shape[-1]
+    rows, hidden_size = rstd.numel(), x.shape[-1]
     blocks, num_warps = backward_tile(
         hidden_size, x.element_size() + dy.element_size(), shared_bytes(x.device)
     )

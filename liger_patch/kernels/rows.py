@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dense memory for a result of the tensor's shape: rows in its order where they are rows."""
+    """Dense memory for a result of the tensor's shape, rows in the tensor's order; contiguous where
+    the tensor's last dimension is not. Strides of dimensions of size 1 say nothing.
+    """
     if tensor.is_contiguous() or tensor.stride(-1) != 1:
         return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
     like = torch.empty_like(tensor, dtype=dtype)
@@ -20,8 +22,17 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return empty.permute([order.index(d) for d in range(len(order))])
 
 
+def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """(...) memory for one element a row, in the order of dense rows (..., H)."""
+    *leading, size = rows.shape
+    if rows.is_contiguous():
+        return rows.new_empty(leading, dtype=dtype)
+    strides = [stride // size for stride in rows.stride()[:-1]]
+    return rows.new_empty_strided(leading, strides, dtype=dtype)
+
+
 def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor with its rows in memory as those of a dense result of its shape."""
+    """The tensor in the order in memory of a dense result of its shape."""
     if _has_order_of(result, tensor):
         return tensor
     return torch.empty_like(result, dtype=tensor.dtype).copy_(tensor)

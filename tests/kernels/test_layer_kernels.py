@@ -83,6 +83,7 @@ VIEWS = {
     "columns": lambda x: x.transpose(2, 3),
     "sliced": lambda x: x[..., ::2],
     "expanded": lambda x: x[:, :1].expand(2, 6, 5, 16),
+    "alone": lambda x: x[:1].transpose(1, 2).as_strided((1, 5, 6, 16), (7, 16, 80, 1)),
     # where another dimension has a stride of 1 too
     "windows": lambda x: x.flatten().unfold(0, 16, 1)[:9],
     "expanded beside one": lambda x: (
@@ -104,6 +105,26 @@ def test_rms_norm_of_any_strides(made, device):
         return y
 
     check(ours, lambda x, weight: llama_norm(view(x), weight), {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("least", [0, 40])  # elements: of rstd fewer, of x more
+@pytest.mark.parametrize("made", ["transposed", "columns"])
+def test_rms_norm_whose_saved_tensors_come_back_in_another_order(made, least, device):
+    """As hooks that offload them do: all, or large ones only."""
+    x = torch.randn(2, 4, 3, 16, device=device)
+    weight = torch.randn(VIEWS[made](x).shape[-1], device=device)
+
+    def unpacked(tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if tensor.numel() > least else tensor
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
+            return rms_norm(VIEWS[made](x), weight, EPS)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return llama_norm(VIEWS[made](x), weight)
+
+    check(ours, plain, {"x": x, "weight": weight})
 
 
 @pytest.mark.parametrize("made", VIEWS)
@@ -383,7 +404,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(call, message):
 def test_operators_are_what_torch_says_an_operator_is(operator, device):
     x, weight = torch.randn(2, 3, 5, 8, device=device), torch.randn(8, device=device)
     cos, sin = torch.randn(2, 1, 5, 8, device=device)
-    rstd = torch.rand(30, device=device)
+    rstd = torch.rand(x.shape[:-1], device=device)
     calls = {
         "rms_norm": [
             ("rms_norm", (x.transpose(1, 2), weight, EPS, 0.0, torch.float32)),
