@@ -38,16 +38,21 @@ class _Record(torch.autograd.Function):
         ctx, compute: Callable[..., Tensor], make: Callable[[], Tensor], *inputs: Tensor | None
     ) -> Tensor:
         ctx.compute = compute
-        ctx.save_for_backward(*inputs)
+        # hooks of saved tensors, which offload them, would read the logits
+        ctx.deferred = [t if isinstance(t, DeferredLogits) else None for t in inputs]
+        ctx.save_for_backward(*(None if isinstance(t, DeferredLogits) else t for t in inputs))
         return make()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         refuse_second_derivative("outputs.logits")
+        saved = [
+            a if b is None else b for a, b in zip(ctx.saved_tensors, ctx.deferred, strict=True)
+        ]
         with torch.enable_grad():
             inputs = [
-                None if saved is None else real(saved).detach().requires_grad_(needed)
-                for saved, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+                None if each is None else real(each).detach().requires_grad_(needed)
+                for each, needed in zip(saved, ctx.needs_input_grad[2:], strict=True)
             ]
             wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
             gradients = iter(torch.autograd.grad(ctx.compute(*inputs), wanted, real(grad_output)))

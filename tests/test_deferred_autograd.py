@@ -326,3 +326,22 @@ def test_functional_call_uses_the_given_parameters() -> None:
     assert patch_status(model).fused
     for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_hooks_that_offload_what_is_saved_read_no_logits(row: registry.Architecture) -> None:
+    model = apply_patch(tiny_model(row))
+    batch = tiny_batch(model)
+    truth = gradients(model, model(**batch).loss)
+    copied: list[Any] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        copied.append(tensor.shape)
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor):
+        loss = model(**batch).loss
+    assert patch_status(model).fused
+    assert copied
+    assert not any(shape[-1:] == (V,) for shape in copied if len(shape) > 1)
+    torch.testing.assert_close(gradients(model, loss), truth)
