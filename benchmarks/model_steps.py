@@ -66,12 +66,16 @@ def _rows(
     truth = next((first for first in first_steps.values() if isinstance(first, dict)), {})
     right = [name for name, first in first_steps.items() if _agrees(first, truth)]
     steps = {name: partial(_step, losses[name], built, batch) for name in right}
-    has_floor = "eager" in steps and not model.quantised  # packed weights have no bare products
-    floors = {FLOOR: _floor(steps["eager"], built, batch)} if has_floor else {}
+    rows: list[dict] = []
+    floors: dict[str, Callable[[], None]] = {}
+    if "eager" in steps and not model.quantised:  # packed weights have no bare products
+        floor = attempt(lambda: _floor(steps["eager"], built, batch))
+        if isinstance(floor, Failure):
+            rows.append({"model": model.name, "contender": FLOOR, **asdict(floor)})
+        else:
+            floors[FLOOR] = floor
     measured = measure({**floors, **steps}, rounds=rounds, device=device)
-    rows: list[dict] = [
-        {"model": model.name, "contender": name, **asdict(measured[name])} for name in floors
-    ]
+    rows += [{"model": model.name, "contender": name, **asdict(measured[name])} for name in floors]
     for name, first in first_steps.items():
         row: dict = {"model": model.name, "attention": attention, "contender": name}
         row |= asdict(first) if isinstance(first, Failure) else first

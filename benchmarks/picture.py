@@ -120,6 +120,7 @@ def draw_steps(report: dict, path: Path) -> None:
     floors = {row["model"]: row["ms"] for row in rows if row["contender"] == FLOOR}
     rows = [row for row in rows if row["contender"] != FLOOR]
     models = list(dict.fromkeys(row["model"] for row in rows))
+    places = [(models.index(model), ms) for model, ms in floors.items() if model in models]
     styles = _styles(report)
     height = 0.8 / len(styles)
     figure, axes = plt.subplots(
@@ -142,15 +143,9 @@ def draw_steps(report: dict, path: Path) -> None:
         panel.set_xlabel(title)
         panel.set_xlim(right=ROOM_FOR_LABELS * max(row[field] / unit for row in rows))
         panel.grid(axis="x", alpha=0.3)
-    places = [models.index(model) for model in floors]
-    axes[0].vlines(
-        list(floors.values()),
-        [place - 0.4 for place in places],
-        [place + 0.4 for place in places],
-        color="C7",
-        linestyle="--",
-        label=FLOOR,
-    )
+    for place, ms in places:
+        ends = [place - 0.4, place + 0.4]
+        axes[0].plot([ms, ms], ends, color="C7", linestyle="--", label=FLOOR)
     axes[0].set_yticks(range(len(models)), models)
     axes[0].invert_yaxis()
     _finish(figure, report, path, "training step")

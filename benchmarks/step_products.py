@@ -1,7 +1,9 @@
-"""What no exact training step can do without: its matrix products and attentions, alone.
+"""The matrix products and attentions of eager's step alone: the floor of a step that keeps them.
 
-They are those of eager's step, with its own numbers, one after the other. Products with the
-vocabulary have rows for the supervised tokens only.
+Each kind of call (same operator, shapes, strides and dtypes) is made again as often as in the step,
+with the numbers of the first of its kind: so what it reads may lie in the cache. Products with the
+vocabulary have rows for the supervised tokens only. Products by other operators than PRODUCTS, a
+library's own, are not known here.
 """
 
 from __future__ import annotations
@@ -52,35 +54,44 @@ def step_products(
         tokens: of a step, which is no size of the head.
         supervised: of these.
         vocab_size: of the head, which is the size of nothing else.
+
+    Raises:
+        ValueError: no product has rows for the tokens and columns for the vocabulary.
     """
     with _Record() as record:
         step()
-    calls = {
-        key: _of_supervised(call, tokens, supervised, vocab_size)
-        for key, call in record.calls.items()
-    }
+    order, calls = record.order, record.calls
+    of_head = [key for key, call in calls.items() if _sizes(call) >= {tokens, vocab_size}]
+    if not of_head:
+        raise ValueError(f"no product of {tokens} tokens and a vocabulary of {vocab_size}")
+    for key in of_head:
+        calls[key] = _of_supervised(calls[key], tokens, supervised)
 
     def products() -> None:
         with torch.no_grad():
-            for key in record.order:
+            for key in order:
                 func, args, kwargs = calls[key]
                 func(*args, **kwargs)
 
     return products
 
 
+def _sizes(call: tuple[Any, tuple, dict]) -> set[int]:
+    func, args, _ = call
+    if func not in PRODUCTS:
+        return set()
+    return {size for each in args if isinstance(each, Tensor) for size in each.shape}
+
+
 def _of_supervised(
-    call: tuple[Any, tuple, dict], tokens: int, supervised: int, vocab_size: int
+    call: tuple[Any, tuple, dict], tokens: int, supervised: int
 ) -> tuple[Any, tuple, dict]:
     func, args, kwargs = call
-    sizes = {size for each in args if isinstance(each, Tensor) for size in each.shape}
-    if func not in PRODUCTS or vocab_size not in sizes:
-        return call
 
     def part(tensor: Tensor) -> Tensor:
         for dimension, size in enumerate(tensor.shape):
             if size == tokens:
-                return tensor.narrow(dimension, 0, supervised)
+                return tensor.narrow(dimension, 0, supervised).clone()  # and the whole is freed
         return tensor
 
     return func, tree_map_only(Tensor, part, args), kwargs

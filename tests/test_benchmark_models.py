@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+import model_steps
 import pytest
 import torch
+from heads import IGNORE_INDEX
 from model_contenders import contenders as model_contenders
 from model_contenders import shared_copy, some_contenders
 from model_steps import run_model
-from models import MODELS, Model
+from models import FULL_WIDTH, MODELS, Model
 from report import FLOOR
 from step_products import step_products
 from torch import nn
@@ -98,13 +100,11 @@ def test_a_model_is_run_eager_and_patched(model: Model):
         assert rows[name]["gradient_norm"] > 0
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_products_of_a_step_are_as_many_as_eagers(attention: str):
+@pytest.mark.parametrize("model", FULL_WIDTH, ids=lambda model: model.name)
+def test_products_of_a_step_are_as_many_as_eagers(model: Model):
     """But for those of the head with tokens that are not supervised."""
-    model = tiny(MODELS[0])
-    built, batch = model.build("cpu"), model.batch("cpu")
-    built.set_attn_implementation(attention)
-    tokens, vocab_size = batch["labels"].numel(), model.config.vocab_size
+    built, batch = tiny(model).build("cpu"), tiny(model).batch("cpu")
+    inner = built if model.lora_rank is None else built.get_base_model()
 
     def step() -> None:
         built(**batch).loss.backward()
@@ -114,11 +114,34 @@ def test_products_of_a_step_are_as_many_as_eagers(attention: str):
             function()
         return counter.get_total_flops()
 
-    sizes = {"tokens": tokens, "vocab_size": vocab_size}
-    all_tokens, some = (step_products(step, supervised=n, **sizes) for n in (tokens, tokens - 5))
-    assert operations(all_tokens) == operations(step) > 0
-    less = 3 * 2 * 5 * model.config.hidden_size * vocab_size
-    assert operations(some) == operations(step) - less
+    predicted = [label for row in batch["labels"].tolist() for label in row[1:]]
+    left_out = batch["labels"].numel() - sum(label != IGNORE_INDEX for label in predicted)
+    sizes = inner.config.hidden_size * inner.config.vocab_size
+    products = 3 if inner.get_output_embeddings().weight.requires_grad else 2
+    floor = model_steps._floor(step, built, batch)
+    assert left_out > len(batch["labels"])
+    assert operations(floor) == operations(step) - 2 * products * left_out * sizes > 0
+
+
+def test_products_of_another_head_are_an_error():
+    model = tiny(MODELS[0])
+    built, batch = model.build("cpu"), model.batch("cpu")
+    with pytest.raises(ValueError, match="no product of 18 tokens and a vocabulary of 65"):
+        step_products(lambda: built(**batch), tokens=18, supervised=9, vocab_size=65)
+
+
+def test_a_floor_that_fails_is_reported_and_stops_nothing(monkeypatch: pytest.MonkeyPatch):
+    def failing(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(model_steps, "step_products", failing)
+    rows = run_model(tiny(MODELS[0]), rounds=1, device="cpu")
+    assert rows[0] == {
+        "model": MODELS[0].name,
+        "contender": FLOOR,
+        "failure": "out of memory",
+    }
+    assert all("ms" in row for row in rows if row["contender"] in ("eager", "liger_patch"))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import picture
 import pytest
 from attempts import Failure
 from picture import draw_all
@@ -82,6 +83,7 @@ def test_tables_name_every_outcome():
     assert "wrong gradients" in said
     assert "0.200%, 0.100%" in said
     said = terminal_steps_table(STEPS["steps"])
+    assert "150.0" in said
     assert "out of memory" in said
     assert "wrong" in said
 
@@ -104,6 +106,19 @@ def test_pictures_are_drawn_of_what_was_measured(report: dict, tmp_path: Path):
     parts = [key for key in ("results", "sweep", "steps", "convergence") if report.get(key)]
     assert len(set(drawn)) == len(parts) > 0
     assert all(path.stat().st_size > 10_000 for path in drawn)
+
+
+@pytest.mark.parametrize("has_floor", [True, False])
+def test_floors_of_steps_are_lines_beside_the_bars(has_floor, tmp_path, monkeypatch):
+    """Also where a model has a floor and nothing else that ran."""
+    alone = {"model": "other", "contender": FLOOR, "ms": 70.0}
+    rows = [row for row in (*STEPS["steps"], alone) if has_floor or row["contender"] != FLOOR]
+    figures = []
+    monkeypatch.setattr(picture, "_finish", lambda figure, *_: figures.append(figure))
+    picture.draw_steps({**STEPS, "steps": rows}, tmp_path / "report.png")
+    (figure,) = figures
+    lines = [list(line.get_xdata()) for line in figure.axes[0].lines]
+    assert lines == ([[150.0, 150.0]] if has_floor else [])
 
 
 def test_nothing_is_drawn_where_nothing_ran(tmp_path: Path):
