@@ -7,9 +7,9 @@ python benchmarks/picture.py outputs/benchmarks/*.json
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -229,8 +229,13 @@ def _finish(figure: Figure, report: dict, path: Path, what: str) -> None:
     plt.close(figure)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the pictures of reports, beside them.")
+    parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
+    for place in parser.parse_args().reports:
+        drawn = draw_all(json.loads(place.read_text(encoding="utf-8")), place)
+        print("\n".join(f"wrote {picture}" for picture in drawn) or f"{place}: tables alone")
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        place = Path(argument)
-        for picture in draw_all(json.loads(place.read_text(encoding="utf-8")), place):
-            print(f"wrote {picture}")
+    main()

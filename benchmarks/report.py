@@ -5,8 +5,8 @@ python benchmarks/report.py benchmarks/results/*.json
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def readme_table(report: dict) -> str:
     """Markdown: a line a case, a column a contender, each with time and peak memory."""
     return "\n".join(
         [
-            _markdown("forward + backward, ms / GiB", report["results"], lambda row: row["case"]),
+            _markdown("forward + backward, ms / GiB", report["results"], _head_and_tokens),
             "",
             f"{_measured(report)}: medians "
             f"in one process, peak memory over the inputs, `{report['command']}`. The bare "
@@ -98,11 +98,7 @@ def sweep_table(report: dict) -> str:
     """Markdown: a line a head and number of tokens, a column a contender."""
     return "\n".join(
         [
-            _markdown(
-                "forward + backward, ms / GiB",
-                report["sweep"],
-                lambda row: f"{row['case']}, {row['tokens']} tokens",
-            ),
+            _markdown("forward + backward, ms / GiB", report["sweep"], _head_and_tokens),
             "",
             f"{_measured(report)}, `{report['command']}`.",
         ]
@@ -195,7 +191,7 @@ def layer_kernels_table(report: dict) -> str:
             "",
             f"{_measured(report)}: medians in one process, `{report['command']}`. The copy moves "
             "as many bytes as the kernel has to read and to write, each once; its own column is "
-            "its bandwidth in TB/s.",
+            "its bandwidth in TB/s, one number where both directions have the same.",
         ]
     )
 
@@ -219,6 +215,11 @@ def _markdown(title: str, rows: list[dict], line_of: Callable[[dict], str]) -> s
     for name in dict.fromkeys(line_of(row) for row in rows):
         lines.append([name, *(cells.get((name, contender), "") for contender in contenders)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _head_and_tokens(row: dict) -> str:
+    head = row["case"].removesuffix(f", N {row['tokens']}")
+    return f"{head}, {row['tokens']} tokens"
 
 
 def _cell(row: dict) -> str:
@@ -253,9 +254,15 @@ def _measured(report: dict) -> str:
     return f"Measured on one {report['gpu']} on {report['date']} in bf16 with {used}"
 
 
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        read = json.loads(Path(argument).read_text(encoding="utf-8"))
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the tables of reports.")
+    parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
+    for place in parser.parse_args().reports:
+        read = json.loads(place.read_text(encoding="utf-8"))
         for key, table in TABLES.items():
             if read.get(key):
                 print(f"{table(read)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -72,8 +72,8 @@ STEPS = {
 
 def test_tables_name_every_outcome():
     table = readme_table(REPORT)
-    line = "| head | 1.0 | 2.0 / 0.5 | out of memory | does not run | gradient off by 25.0% |"
-    assert f"{line} 1.5 / 0.5 |" in table
+    cells = "1.0 | 2.0 / 0.5 | out of memory | does not run | gradient off by 25.0% | 1.5 / 0.5"
+    assert f"| head, 512 tokens | {cells} |" in table
     assert "| head, 1024 tokens | 1.5 | 1.5 / 0.5 | 1.5 / 0.5 |" in sweep_table(REPORT)
     assert "| model | 150.0 | 300.0 / 2.0 | out of memory | wrong | 200.0 / 1.0 |" in steps_table(
         STEPS
