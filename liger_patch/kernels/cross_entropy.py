@@ -44,6 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, reduction: str
     ) -> Tensor:
+        logits = _rows(logits)
         ctx.save_for_backward(logits, labels, factors)
         ctx.options = options
         losses = cross_entropy_rows(logits, labels, options) * factors
@@ -53,11 +54,16 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         refuse_second_derivative("cross_entropy")
         logits, labels, factors = ctx.saved_tensors
+        logits = _rows(logits)  # hooks of saved tensors may have given them other strides
         dlogits = torch.empty_like(logits)
         cross_entropy_rows(
             logits, labels, ctx.options, dlogits=dlogits, row_scale=factors * grad_output
         )
         return dlogits, None, None, None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 @runs_eagerly
@@ -128,6 +134,4 @@ def cross_entropy(
         dtype=cross_entropy_pytorch.accumulation_dtype(logits.dtype),
     )
     tokens.read()  # for the check of the labels
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
     return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)

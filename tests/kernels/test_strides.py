@@ -73,3 +73,13 @@ def test_upstream_gradient_of_any_strides(device):
         check_linear(inputs, labels, reduction="none", upstream=upstream)
         check_linear(inputs, labels, reduction="none", upstream=upstream, frozen={"weight", "bias"})
         check_logits(logits, labels, reduction="none", upstream=upstream)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("view", [transposed, strided])
+def test_saved_tensors_that_hooks_give_other_strides(view, reduction, device):
+    inputs, labels = linear_inputs(torch.float32, device, TOKENS, bias=True, ignored=0.3)
+    logits, _ = logits_inputs(torch.float32, device, TOKENS)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, view):
+        check_linear(inputs, labels, reduction=reduction)
+        check_logits(logits, labels, reduction=reduction)
