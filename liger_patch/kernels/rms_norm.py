@@ -18,7 +18,12 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import constant, operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
-from liger_patch.kernels.rows import empty_in_order, empty_per_row, in_order_of
+from liger_patch.kernels.rows import (
+    empty_in_order,
+    empty_per_row,
+    in_order_of,
+    per_row_in_order_of,
+)
 
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
@@ -64,7 +69,7 @@ def _rms_norm_backward(
         from liger_patch.kernels import rms_norm_triton
 
         # hooks of saved tensors may have given x another order than that of the forward pass
-        rstd = in_order_of(empty_per_row(dx, rstd.dtype), rstd)
+        rstd = per_row_in_order_of(dx, rstd)
         inputs = (in_order_of(dx, dy), in_order_of(dx, x), _contiguous(weight), rstd)
         rms_norm_triton.rms_norm_backward(*inputs, offset, dx, dweight if dweight.numel() else None)
     else:

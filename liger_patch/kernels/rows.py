@@ -31,6 +31,15 @@ def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.new_empty_strided(leading, strides, dtype=dtype)
 
 
+def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
+    """(...) one value a row, in the order of dense rows (..., H)."""
+    *leading, size = rows.shape
+    each = zip(leading, values.stride(), rows.stride(), strict=False)
+    if all(count == 1 or ours * size == theirs for count, ours, theirs in each):
+        return values
+    return empty_per_row(rows, values.dtype).copy_(values)
+
+
 def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
     """The tensor in the order in memory of a dense result of its shape."""
     if _has_order_of(result, tensor):
