@@ -1,0 +1,74 @@
+"""Gated activations: results and every gradient against float64, no worse than what the models
+compute in the same dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_checks import ACTIVATIONS, check
+from three_ways import LOW_DTYPES
+from torch import Tensor
+
+from liger_patch.kernels.gated import gated
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1,), (64, 128), (3, 5, 37), (0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated(activation, shape, dtype, device):
+    inputs = {name: (torch.randn(shape) * 4).to(device, dtype) for name in ("gate", "up")}
+    act = ACTIVATIONS[activation]
+    check(
+        lambda gate, up: gated(gate, up, activation=activation),
+        lambda gate, up: act(gate) * up,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(2,), (64, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
+    act = ACTIVATIONS[activation]
+    check(
+        lambda both: gated(both, activation=activation),
+        lambda both: act(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        {"both": (torch.randn(shape) * 4).to(device, dtype)},
+    )
+
+
+@pytest.mark.parametrize("made", ["transposed", "sliced", "expanded", "chunked"])
+def test_gated_of_any_strides(made, device):
+    act = ACTIVATIONS["silu"]
+    x = torch.randn(4, 6, 48, device=device, dtype=torch.bfloat16)
+    view = {
+        "transposed": lambda x: x.transpose(0, 1),
+        "sliced": lambda x: x[..., ::2],
+        "expanded": lambda x: x[:, :1].expand(4, 6, 48),
+        "chunked": lambda x: x.chunk(2, -1)[1],
+    }[made]
+
+    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = view(x).chunk(2, -1)
+        return act(gate) * up, act(view(x)) * view(x)
+
+    check(lambda x: (gated(view(x)), gated(view(x), view(x))), eager, {"x": x})
+
+
+def test_nothing_is_copied_for_halves_of_one_tensor(device):
+    both = torch.randn(3, 5, 32, device=device, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gated(both).sum().backward()
+    assert [t.data_ptr() for t in saved] == [both.data_ptr()]
+    assert both.grad is not None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_far_from_zero_is_finite(activation, device):
+    gate = torch.tensor([-60.0, -40.0, 0.0, 40.0, 60.0], device=device, requires_grad=True)
+    y = gated(gate, torch.ones_like(gate), activation=activation)
+    (slope,) = torch.autograd.grad(y.sum(), gate)
+    torch.testing.assert_close(y, gate.detach().clamp(min=0))
+    torch.testing.assert_close(slope, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], device=device))

@@ -1,0 +1,133 @@
+"""What the operators of all layers have in common: what they need, refuse, and are to torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.gated import gated
+from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.rotary import rotary
+
+EPS = 1e-5
+
+
+def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
+    for name in ("rms_norm", "gated", "rotary"):
+        monkeypatch.setitem(sys.modules, f"liger_patch.kernels.{name}_triton", None)
+    monkeypatch.setattr("liger_patch.kernels.backend.HAS_TRITON", False)
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    turned = rotary(x, x, *torch.randn(2, 1, 3, 4))[0]
+    (rms_norm(x, None, EPS) + gated(x, x) + turned).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+def test_a_second_derivative_is_refused(operator, device):
+    x = torch.randn(1, 2, 3, 4, device=device, requires_grad=True)
+    y = {
+        "rms_norm": lambda: rms_norm(x, None, EPS),
+        "gated": lambda: gated(x, x),
+        "rotary": lambda: rotary(x, x, *torch.randn(2, 1, 3, 4, device=device))[0],
+    }[operator]()
+    with pytest.raises(RuntimeError, match=operator):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "the other way round"])
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "halves", "gated_mlp", "rotary"])
+def test_hooks_may_give_saved_tensors_other_strides(operator, strides, device):
+    """As those that offload them do."""
+
+    def unpacked(tensor: Tensor) -> Tensor:
+        if strides == "contiguous" or tensor.dim() == 2:  # weights, whose products round otherwise
+            return tensor.contiguous()
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+    made = torch.randn(2, 5, 3, 8, device=device)
+    weights = [torch.randn(8, 8, device=device) for _ in range(3)]
+    tables = torch.randn(2, 2, 5, 8, device=device)
+
+    def gradient(unpack: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = made.clone().requires_grad_()
+        x = leaf.transpose(1, 2)  # heads in front of tokens
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            y = {
+                "rms_norm": lambda: rms_norm(x, weights[0][0], EPS),
+                "gated": lambda: gated(x, 2 * x),
+                "halves": lambda: gated(x),
+                "gated_mlp": lambda: gated_mlp(x, *weights),
+                "rotary": lambda: rotary(x, x, *tables)[0],
+            }[operator]()
+        return torch.autograd.grad(y.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient(unpacked), gradient(lambda tensor: tensor))
+
+
+X = torch.zeros(2, 8)
+Q = torch.zeros(2, 3, 5, 8)
+C = torch.zeros(1, 5, 8)
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "x of integers": (lambda: rms_norm(X.long(), None, EPS), r"x must be floating point"),
+    "dtype": (lambda: rms_norm(X, None, EPS, dtype=torch.int32), r"dtype .* got torch.int32"),
+    "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
+    "device": (lambda: rms_norm(X, X[0].to("meta"), EPS), "weight must be on cpu"),
+    "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
+    "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
+    "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
+    "halves": (lambda: gated(X[:, :7]), r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
+    "up": (lambda: gated(X, X[:1]), r"up must have the shape of gate, \(2, 8\), got \(1, 8\)"),
+    "up's dtype": (lambda: gated(X, X.half()), "up must have the dtype of gate"),
+    "q": (lambda: rotary(X, Q, C, C), "q must be floating point"),
+    "k": (lambda: rotary(Q, Q[:, :, :2], C, C), "k must be"),
+    "rotary's dtype": (lambda: rotary(Q, Q, C, C, dtype=torch.int32), "dtype .* got torch.int32"),
+    "cos": (lambda: rotary(Q, Q, C[:, :2], C), "cos must have shape"),
+    "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
+    "too many": (lambda: rotary(Q[..., :4], Q[..., :4], C, C), "cos must have an even R"),
+    "pairs": (
+        lambda: rotary(Q, Q, C, C, interleaved=True),
+        r"cos must have an even R of at most 8 features, got \(1, 5, 8\), 16 features",
+    ),
+    "sin": (lambda: rotary(Q, Q, C, C[..., :4]), "sin must have an even R"),
+    "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
+    "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
+    "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+def test_operators_are_what_torch_says_an_operator_is(operator, device):
+    x, weight = torch.randn(2, 3, 5, 8, device=device), torch.randn(8, device=device)
+    cos, sin = torch.randn(2, 1, 5, 8, device=device)
+    rstd = torch.rand(x.shape[:-1], device=device)
+    calls = {
+        "rms_norm": [
+            ("rms_norm", (x.transpose(1, 2), weight, EPS, 0.0, torch.float32)),
+            ("rms_norm_backward", (x, x, weight, rstd, 1.0, True)),
+            ("rms_norm_backward", (x, x, None, rstd, 1.0, True)),
+        ],
+        "gated": [
+            ("gated_forward", (x, x, "silu")),
+            ("gated_forward", (x, None, "silu")),
+            ("gated_backward", (x, x, x, "gelu_tanh")),
+            ("gated_backward", (x[..., :4], x, None, "gelu_tanh")),
+        ],
+        "rotary": [
+            ("rotary", (x, x[:, :2], cos, sin, torch.float32, False, True)),
+            ("rotary", (x, x[:, :0], cos[..., ::2], sin[..., 1::2], torch.float64, True, False)),
+        ],
+    }
+    for name, arguments in calls[operator]:
+        overload = getattr(torch.ops.liger_patch, name).default
+        torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))

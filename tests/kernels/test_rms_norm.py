@@ -1,0 +1,165 @@
+"""Norms: results and every gradient against float64, no worse than what the models compute in the
+same dtype, of rows in any order.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_checks import check
+from three_ways import LOW_DTYPES
+from torch import Tensor
+
+from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.rows import empty_in_order, in_order_of
+
+EPS = 1e-5
+ROWS = {
+    "one": (1, 3),
+    "aligned": (64, 128),
+    "unaligned": (13, 37),
+    "heads": (2, 3, 5, 16),
+    "two blocks": (5, 1100),
+    "long": (3, 5000),
+    "none": (0, 8),
+}
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
+    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * normed.to(x.dtype)
+
+
+def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
+    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
+    return (normed * (1.0 + wide(weight))).type_as(x)
+
+
+@pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(shape, dtype, offset, device):
+    inputs = {"x": torch.randn(shape) * 3, "weight": torch.randn(shape[-1])}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    eager = gemma_norm if offset else llama_norm
+    check(lambda x, weight: rms_norm(x, weight, EPS, offset=offset), eager, inputs)
+
+
+def test_rms_norm_of_one_feature(device):
+    """Whose gradient is nothing but rounding, in eager too."""
+    x, weight = torch.randn(5, 1, device=device), torch.randn(1, device=device)
+    expected = llama_norm(x.double(), weight.double())
+    torch.testing.assert_close(rms_norm(x, weight, EPS), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_of_a_wider_weight_has_its_dtype(dtype, device):
+    x, weight = torch.randn(7, 24, device=device, dtype=dtype), torch.randn(24, device=device)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, EPS, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+    check(ours, llama_norm, {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_rms_norm_without_a_weight(dtype, device):
+    x = torch.randn(9, 33, device=device, dtype=dtype)
+    ones = torch.ones(33, device=device, dtype=dtype)
+    check(lambda x: rms_norm(x, None, EPS), lambda x: llama_norm(x, ones), {"x": x})
+
+
+VIEWS = {
+    "transposed": lambda x: x.transpose(1, 2),
+    "columns": lambda x: x.transpose(2, 3),
+    "sliced": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:, :1].expand(2, 6, 5, 16),
+    "alone": lambda x: x[:1].transpose(1, 2).as_strided((1, 5, 6, 16), (7, 16, 80, 1)),
+    # where another dimension has a stride of 1 too
+    "windows": lambda x: x.flatten().unfold(0, 16, 1)[:9],
+    "expanded beside one": lambda x: (
+        x.flatten()[:12].view(2, 6, 1, 1).transpose(1, 3).expand(2, 1, 3, 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("made", VIEWS)
+def test_rms_norm_of_any_strides(made, device):
+    x = torch.randn(2, 6, 5, 16, device=device, dtype=torch.bfloat16)
+    view = VIEWS[made]
+    weight = torch.randn(view(x).shape[-1], device=device, dtype=torch.bfloat16)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        y = rms_norm(view(x), weight, EPS)
+        if made == "transposed":  # heads stay in front of tokens without a copy
+            assert y.stride() == view(x).stride()
+        return y
+
+    check(ours, lambda x, weight: llama_norm(view(x), weight), {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("least", [0, 40])  # elements: of rstd fewer, of x more
+@pytest.mark.parametrize("made", ["transposed", "columns"])
+def test_rms_norm_whose_saved_tensors_come_back_in_another_order(made, least, device):
+    """As hooks that offload them do: all, or large ones only."""
+    x = torch.randn(2, 4, 3, 16, device=device)
+    weight = torch.randn(VIEWS[made](x).shape[-1], device=device)
+
+    def unpacked(tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if tensor.numel() > least else tensor
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
+            return rms_norm(VIEWS[made](x), weight, EPS)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return llama_norm(VIEWS[made](x), weight)
+
+    check(ours, plain, {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("made", VIEWS)
+def test_rows_in_another_order_are_copied_and_no_others(made):
+    x = VIEWS[made](torch.randn(2, 6, 5, 16))
+    result = empty_in_order(x, torch.float64)
+    assert result.shape == x.shape
+    assert torch.empty_like(result).stride() == result.stride()  # it is dense
+    others = [x, x.clone(memory_format=torch.contiguous_format), x.mT.contiguous().mT]
+    for other in others:
+        ordered = in_order_of(result, other)
+        assert ordered.stride() == result.stride()
+        assert torch.equal(ordered, other)
+    in_order = torch.empty_like(result, dtype=x.dtype)
+    assert in_order_of(result, in_order) is in_order
+    alone = in_order[:1]
+    odd = alone.as_strided(alone.shape, (7, *alone.stride()[1:]))  # nothing is 7 elements apart
+    assert in_order_of(alone, odd) is odd
+
+
+@pytest.mark.parametrize("made", ["sliced", "expanded"])
+def test_rms_norm_of_a_weight_of_any_strides(made, device):
+    x = torch.randn(5, 16, device=device)
+    whole = torch.randn(16, 2, device=device) if made == "sliced" else torch.randn(1, device=device)
+
+    def view(weight: Tensor) -> Tensor:
+        return weight[:, 0] if made == "sliced" else weight.expand(16)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, view(weight), EPS)
+
+    check(ours, lambda x, weight: llama_norm(x, view(weight)), {"x": x, "weight": whole})
+
+
+def test_rms_norm_gives_only_the_gradients_that_are_wanted(device):
+    x, weight = torch.randn(5, 16, device=device), torch.randn(16, device=device)
+    for wants_x, wants_weight in ((True, False), (False, True)):
+        a = x.clone().requires_grad_(wants_x)
+        b = weight.clone().requires_grad_(wants_weight)
+        rms_norm(a, b, EPS).sum().backward()
+        assert (a.grad is not None, b.grad is not None) == (wants_x, wants_weight)
+    with torch.no_grad():
+        assert not rms_norm(a, b, EPS).requires_grad

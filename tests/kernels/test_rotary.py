@@ -1,0 +1,123 @@
+"""Rotary embeddings: results and every gradient against float64, no worse than what the models
+compute in the same dtype, at positions in any order.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_checks import check
+from three_ways import LOW_DTYPES
+from torch import Tensor
+
+from liger_patch.kernels.rotary import rotary
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Transformers does it, partly too."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    across = torch.cat((-second, first), -1)
+    return torch.cat((turned * cos[:, None] + across * sin[:, None], rest), -1)
+
+
+def tables(shape: tuple[int, ...], kind: str) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions that restart, come in no order, or are shared by all sequences."""
+    batch, tokens, size = shape
+    positions = torch.arange(tokens).expand(batch, -1)
+    if kind == "packed":
+        positions = positions % 3
+    if kind == "any order":
+        positions = torch.stack([torch.randperm(tokens) for _ in range(batch)])
+    if kind == "shared":
+        positions = positions[:1]
+    frequencies = 1.0 / 100 ** (torch.arange(0, size, 2) / size)
+    angles = positions[..., None] * frequencies
+    both = torch.cat((angles, angles), -1)
+    return both.cos(), both.sin()
+
+
+@pytest.mark.parametrize("kind", ["packed", "any order", "shared", "of no pair"])
+@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary(kind, turned, dtype, device):
+    # tokens in front of heads, as products give them; 9 heads are more than a program holds
+    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    cos, sin = tables((2, 5, turned), kind)
+    if kind == "of no pair":  # the halves of cos and sin differ
+        cos, sin = torch.randn(2, 2, 5, turned)
+    cos, sin = cos.to(device, dtype), sin.to(device, dtype)
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos.to(q.dtype), sin.to(q.dtype)
+        return rotated(q.transpose(1, 2), c, s), rotated(k.transpose(1, 2), c, s)
+
+    check(lambda q, k: rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin), eager, inputs)
+
+
+def rotated_beside(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Cohere's and GLM's models do it, partly too: the pairs are neighbours."""
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    cos, sin = (t.repeat_interleave(2, -1)[:, None] for t in (cos, sin))
+    return torch.cat((turned * cos + across * sin, rest), -1)
+
+
+@pytest.mark.parametrize("kind", ["any order", "shared"])
+@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
+    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    # one of two angles, in memory beside others
+    cos, sin = (t.to(device, dtype)[..., : turned // 2] for t in tables((2, 5, turned), kind))
+    sin = torch.stack((sin, sin), -1)[..., 0]
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos.to(q.dtype), sin.to(q.dtype)
+        return rotated_beside(q.transpose(1, 2), c, s), rotated_beside(k.transpose(1, 2), c, s)
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
+
+    check(ours, eager, inputs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_rotary_without_keys(interleaved, dtype, device):
+    q = torch.randn(2, 5, 3, 8, device=device, dtype=dtype)
+    cos, sin = (t.to(device, dtype) for t in tables((2, 5, 8), "any order"))
+    if interleaved:
+        cos, sin = cos[..., :4], sin[..., :4]
+    eager = rotated_beside if interleaved else rotated
+    check(
+        lambda q: rotary(q.transpose(1, 2), None, cos, sin, interleaved=interleaved)[0],
+        lambda q: eager(q.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype)),
+        {"q": q},
+    )
+    assert rotary(q, None, cos[:, :3], sin[:, :3], interleaved=interleaved)[1].shape == (2, 0, 3, 8)
+
+
+def test_rotary_of_wider_tables_has_their_dtype(device):
+    q = torch.randn(1, 4, 6, 8, device=device, dtype=torch.bfloat16)
+    cos, sin = (each.to(device) for each in tables((1, 6, 8), "shared"))
+    check(
+        lambda q: rotary(q, q, cos, sin)[0],
+        lambda q: rotated(q, cos.to(torch.promote_types(q.dtype, torch.float32)), sin),
+        {"q": q},
+    )
+
+
+def test_rotary_of_float64_tables_is_computed_in_float64(device):
+    q = torch.randn(1, 4, 6, 8, device=device)
+    cos, sin = (each.to(device, torch.float64) for each in tables((1, 6, 8), "shared"))
+    result = rotary(q, q, cos, sin)[0]
+    torch.testing.assert_close(result, rotated(q.double(), cos, sin))
+    assert result.dtype == torch.float64
+
+
+def test_rotary_of_no_token(device):
+    empty = torch.randn(2, 3, 0, 8, device=device)
+    assert rotary(empty, empty, *torch.randn(2, 1, 0, 8, device=device))[0].shape == empty.shape
