@@ -17,6 +17,7 @@ three linear layers save a too, 2 I, where Wd trains. Extra memory of the backwa
 and dup, 6 I a token, and the gradients of all three weights at once, 6 H I.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -91,7 +92,7 @@ def _gradients(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # of I = 0, too
 
 
 def gated_mlp(

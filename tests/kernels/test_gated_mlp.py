@@ -58,6 +58,14 @@ def test_gated_mlp_of_one_row(device):
     check(gated_mlp, eager("silu"), made((HIDDEN,), device, torch.float64))
 
 
+def test_gated_mlp_without_intermediate_features(device):
+    inputs = made(SHAPES["batch"], device, torch.float64)
+    for name in ("gate_weight", "up_weight"):
+        inputs[name] = inputs[name][:0]
+    inputs["down_weight"] = inputs["down_weight"][:, :0]
+    check(gated_mlp, eager("silu"), inputs)
+
+
 def test_gated_mlp_to_another_size(device):
     inputs = made(SHAPES["batch"], device, torch.float64)
     inputs["down_weight"] = inputs["down_weight"][:5]
