@@ -8,7 +8,7 @@ with x a row of logits (V,), y its label, w the class weights (1 where there are
 smoothing.
 """
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -46,13 +46,13 @@ class LossOptions:
             value = getattr(self, name)
             if not isinstance(value, Real) and not (name == "softcap" and value is None):
                 raise ValueError(f"{name} must be a number, got {value!r}")
-        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+        if self.softcap is not None and not (self.softcap > 0 and is_finite(self.softcap)):
             raise ValueError(f"softcap must be a finite number > 0 or None, got {self.softcap}")
-        if not math.isfinite(self.logit_scale):
+        if not is_finite(self.logit_scale):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
-        if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
+        if not (self.z_loss >= 0 and is_finite(self.z_loss)):
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
 
     def check(self, vocab_size: int, device: torch.device) -> None:
@@ -72,3 +72,8 @@ class LossOptions:
             raise ValueError(f"class_weight must be a floating-point tensor, got {weight.dtype}")
         if weight.requires_grad:
             raise ValueError("class_weight must not require a gradient: none is computed for it")
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite as a float: an int may be too large for one."""
+    return abs(value) <= sys.float_info.max

@@ -4,7 +4,6 @@ factors.
 N: tokens, n: supervised tokens, V: vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton_device
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.loss_options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -223,7 +222,11 @@ def check_tokens(
             raise ValueError(
                 "num_items_in_batch must not require a gradient: none is computed for it"
             )
-    elif not isinstance(num_items_in_batch, Real) or not 0 <= num_items_in_batch < math.inf:
+    elif not (
+        isinstance(num_items_in_batch, Real)
+        and num_items_in_batch >= 0
+        and is_finite(num_items_in_batch)
+    ):
         raise ValueError(
             f"num_items_in_batch must be a finite number >= 0, got {num_items_in_batch!r}"
         )

@@ -10,6 +10,7 @@ from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 N, H, V = 4, 3, 8
 META = torch.device("meta")
+HUGE = 10**400  # no float
 
 BOTH = [  # argument, value, what the message must hold
     ("labels", torch.zeros(N - 1, dtype=torch.int64), "(3,)"),
@@ -47,6 +48,11 @@ BOTH = [  # argument, value, what the message must hold
     ("token_weight", torch.ones(N, 1), "(4, 1)"),
     ("token_weight", torch.ones(N, device=META), "meta"),
     ("token_weight", torch.ones(N, requires_grad=True), "gradient"),
+    ("softcap", HUGE, "10000"),
+    ("logit_scale", -HUGE, "-10000"),
+    ("z_loss", HUGE, "10000"),
+    ("num_items_in_batch", HUGE, "10000"),
+    ("num_items_in_batch", math.nan, "nan"),
     ("num_items_in_batch", -1, "-1"),
     ("num_items_in_batch", torch.ones(2), "(2,)"),
 ]
