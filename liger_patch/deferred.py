@@ -13,10 +13,12 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from liger_patch.head_call import HeadCall, Owner
@@ -38,21 +40,16 @@ class _Record(torch.autograd.Function):
         ctx, compute: Callable[..., Tensor], make: Callable[[], Tensor], *inputs: Tensor | None
     ) -> Tensor:
         ctx.compute = compute
-        # hooks of saved tensors, which offload them, would read the logits
-        ctx.deferred = [t if isinstance(t, DeferredLogits) else None for t in inputs]
-        ctx.save_for_backward(*(None if isinstance(t, DeferredLogits) else t for t in inputs))
+        ctx.save_for_backward(*inputs)
         return make()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         refuse_second_derivative("outputs.logits")
-        saved = [
-            a if b is None else b for a, b in zip(ctx.saved_tensors, ctx.deferred, strict=True)
-        ]
         with torch.enable_grad():
             inputs = [
                 None if each is None else real(each).detach().requires_grad_(needed)
-                for each, needed in zip(saved, ctx.needs_input_grad[2:], strict=True)
+                for each, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
             ]
             wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
             gradients = iter(torch.autograd.grad(ctx.compute(*inputs), wanted, real(grad_output)))
@@ -138,7 +135,9 @@ class DeferredLogits(Recordable):
             )
 
         recorded = torch.is_grad_enabled() and not (step is not None and step.kind == "detach")
-        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
+        # hooks of saved tensors, which offload them, would read logits that are saved
+        hooks = nullcontext() if base is None else _no_hooks_of_saved_tensors()
+        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded), hooks:
             deferred = _Record.apply(compute, make, *inputs)
         deferred._head_call, deferred._rows, deferred._parent, deferred._step = (
             call,
@@ -289,6 +288,17 @@ class DeferredLogits(Recordable):
 
     def __deepcopy__(self, memo):
         return real(self).__deepcopy__(memo)
+
+
+def _no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not autograd._saved_tensors_hooks_is_enabled():  # and none may be set
+        return nullcontext()
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _real_values(other: Tensor | None) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from training_step import Float64, Step, call, gradients, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
 LLAMA = next(row for row in ROWS if row.model_type == "llama")
@@ -33,6 +35,19 @@ class Doubled(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> Tensor:
         (logits,) = ctx.saved_tensors
         return 2 * logits * grad_output
+
+
+class Sum(torch.autograd.Function):
+    """Somebody's own function that saves nothing."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return (logits * 1).sum()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output.expand(ctx.shape).to(ctx.dtype)
 
 
 def kl_divergence(outputs: Any) -> Tensor:
@@ -345,3 +360,32 @@ def test_hooks_that_offload_what_is_saved_read_no_logits(row: registry.Architect
     assert copied
     assert not any(shape[-1:] == (V,) for shape in copied if len(shape) > 1)
     torch.testing.assert_close(gradients(model, loss), truth)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_models_run_fused_where_hooks_of_saved_tensors_are_disabled(
+    row: registry.Architecture,
+) -> None:
+    model = apply_patch(tiny_model(row))
+    batch = tiny_batch(model)
+    truth = gradients(model, model(**batch).loss)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        loss = model(**batch).loss
+    assert patch_status(model).fused
+    torch.testing.assert_close(gradients(model, loss), truth)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_a_loss_that_is_kept_holds_no_logits_after_its_backward_pass(
+    row: registry.Architecture,
+) -> None:
+    model = apply_patch(tiny_model(row))
+    gc.collect()
+    before = held_logits()
+    loss = Sum.apply(call(model, tiny_batch(model)).logits)
+    loss.backward()
+    assert held_logits() == before
+
+
+def held_logits() -> int:
+    return sum(type(each) is DeferredLogits and each.is_computed for each in gc.get_objects())
