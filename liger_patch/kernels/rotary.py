@@ -149,14 +149,16 @@ def rotary(
         raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
     if k.device != q.device:
         raise ValueError(f"k must be on {q.device} as q is, got {k.device}")
+    shape = tuple(cos.shape)
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
+        raise ValueError(f"cos must have shape ({batch} or 1, {tokens}, R), got {shape}")
+    turned = _turned(cos, interleaved)
+    if turned % 2 or turned > size:
+        given = f"{shape}, {turned} features"
+        raise ValueError(f"cos must have an even R of at most {size} features, got {given}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have shape {shape} as cos has, got {tuple(sin.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
-        shape = tuple(table.shape)
-        if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
-            raise ValueError(f"{name} must have shape ({batch} or 1, {tokens}, R), got {shape}")
-        turned = _turned(table, interleaved)
-        if turned % 2 or turned > size or table.shape != cos.shape:
-            given = f"{shape}, {turned} features"
-            raise ValueError(f"{name} must have an even R of at most {size} features, got {given}")
         if table.requires_grad:
             raise ValueError(f"{name} must not require a gradient: none is computed for it")
         if table.device != q.device:

@@ -93,7 +93,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rotary(Q, Q, C, C, interleaved=True),
         r"cos must have an even R of at most 8 features, got \(1, 5, 8\), 16 features",
     ),
-    "sin": (lambda: rotary(Q, Q, C, C[..., :4]), "sin must have an even R"),
+    "sin": (
+        lambda: rotary(Q, Q, C, C[..., :4]),
+        r"sin must have shape \(1, 5, 8\) as cos has, got \(1, 5, 4\)",
+    ),
     "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
     "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
     "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
