@@ -68,18 +68,15 @@ def step_products(
         calls[key] = _of_supervised(calls[key], tokens, supervised)
 
     def products() -> None:
-        with torch.no_grad():
-            for key in order:
-                func, args, kwargs = calls[key]
-                func(*args, **kwargs)
+        for key in order:
+            func, args, kwargs = calls[key]
+            func(*args, **kwargs)
 
     return products
 
 
 def _sizes(call: tuple[Any, tuple, dict]) -> set[int]:
-    func, args, _ = call
-    if func not in PRODUCTS:
-        return set()
+    _, args, _ = call
     return {size for each in args if isinstance(each, Tensor) for size in each.shape}
 
 
