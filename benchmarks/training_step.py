@@ -7,6 +7,7 @@ The contenders of a model share one set of weights and one batch, so all of them
 this one process, whatever the model's size; models run one after the other. One step of each is
 compared with eager's first: a contender whose loss or gradient differs is not timed. Gradients are
 made anew in every step and count as its memory, weights do not. No optimizer, no checkpointing.
+Beside them the bare products, eager's matrix products and attentions alone, but for 4-bit models.
 Writes JSON after every model, then a picture.
 """
 
