@@ -83,9 +83,7 @@ def measure(
         if isinstance(host_ms, Failure):
             results[name] = host_ms
             continue
-        results[name] = Measurement(
-            statistics.median(t), _decile(t, 0.1), _decile(t, 0.9), peaks[name], host_ms
-        )
+        results[name] = Measurement(statistics.median(t), *_deciles(t), peaks[name], host_ms)
     return {name: results[name] for name in functions}
 
 
@@ -134,6 +132,8 @@ def _host_ms(function: Callable[[], object], kind: str) -> float:
     return statistics.median(times)
 
 
-def _decile(values: list[float], share: float) -> float:
+def _deciles(values: list[float]) -> tuple[float, float]:
+    """The first and the last: of fewer than ten values, the least and the greatest."""
     ordered = sorted(values)
-    return ordered[round(share * (len(ordered) - 1))]
+    beyond = len(ordered) // 10
+    return ordered[beyond], ordered[-1 - beyond]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import picture
 import pytest
+import report as reporting
 from attempts import Failure
 from picture import draw_all
 from report import (
@@ -66,6 +67,16 @@ STEPS = {
         {"model": "model", "contender": "Liger", "failure": "out of memory"},
         {"model": "model", "contender": "other", "wrong": True, "loss": 1.0, "gradient_norm": 2.0},
         {"model": "model", "contender": "liger_patch", "ms": 200.0, "peak_mib": 1024.0},
+        {"model": "other", "contender": FLOOR, "failure": "out of memory"},
+        {
+            "model": "other",
+            "contender": "eager",
+            "ms": 500.0,
+            "host_ms": 90.0,
+            "peak_mib": 2048.0,
+            "loss": 1.0,
+            "gradient_norm": 2.0,
+        },
     ],
 }
 
@@ -82,10 +93,26 @@ def test_tables_name_every_outcome():
     assert "does not run: ValueError: no" in said
     assert "wrong gradients" in said
     assert "0.200%, 0.100%" in said
-    said = terminal_steps_table(STEPS["steps"])
+    said = terminal_steps_table([row for row in STEPS["steps"] if row["model"] == "model"])
     assert "150.0" in said
     assert "out of memory" in said
     assert "wrong" in said
+
+
+def test_tables_of_a_model_without_a_floor_say_why():
+    rows = [row for row in STEPS["steps"] if row["model"] == "other"]
+    assert "out of memory" in terminal_steps_table(rows)
+    assert "| other | out of memory | 500.0 / 2.0 |" in steps_table(STEPS)
+
+
+def test_the_tables_of_reports_are_printed(tmp_path, monkeypatch, capsys):
+    reports = {"heads.json": REPORT, "steps.json": STEPS}
+    for name, report in reports.items():
+        (tmp_path / name).write_text(json.dumps(report), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["report.py", *(str(tmp_path / name) for name in reports)])
+    reporting.main()
+    tables = (readme_table(REPORT), sweep_table(REPORT), steps_table(STEPS))
+    assert capsys.readouterr().out == "".join(f"{table}\n\n" for table in tables)
 
 
 # kinds_of_heads, layer_kernels, log_probs and sft_step are tables alone
@@ -111,7 +138,7 @@ def test_pictures_are_drawn_of_what_was_measured(report: dict, tmp_path: Path):
 @pytest.mark.parametrize("has_floor", [True, False])
 def test_floors_of_steps_are_lines_beside_the_bars(has_floor, tmp_path, monkeypatch):
     """Also where a model has a floor and nothing else that ran."""
-    alone = {"model": "other", "contender": FLOOR, "ms": 70.0}
+    alone = {"model": "alone", "contender": FLOOR, "ms": 70.0}
     rows = [row for row in (*STEPS["steps"], alone) if has_floor or row["contender"] != FLOOR]
     figures = []
     monkeypatch.setattr(picture, "_finish", lambda figure, *_: figures.append(figure))

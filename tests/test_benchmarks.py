@@ -21,7 +21,7 @@ from kinds_of_heads import Kind, run_kind
 from linear_cross_entropy import run_case
 from log_probs import CASES
 from log_probs import contenders as log_probs_contenders
-from measure import Measurement, measure
+from measure import Measurement, _deciles, measure
 from provenance import command_line
 from report import FLOOR
 
@@ -115,6 +115,11 @@ def test_zipfs_labels_are_as_frequent_as_words():
     share = math.log(2) / math.log(head.vocab_size)  # of the first rank
     assert counts[0].item() / head.tokens == pytest.approx(share, abs=0.02)
     assert (counts[:4].diff() < 0).all()
+
+
+def test_deciles_of_few_times_are_the_least_and_the_greatest():
+    assert _deciles([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert _deciles([float(i) for i in range(20, 0, -1)]) == (3.0, 18.0)
 
 
 def test_a_short_load_runs_as_often_as_it_takes(monkeypatch: pytest.MonkeyPatch):
