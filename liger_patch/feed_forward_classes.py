@@ -119,9 +119,6 @@ def _with_few_features(module: Any, gate: Gate) -> Any:
 def _without_hooks(module: nn.Module) -> nn.Module:
     """A copy whose call is its class's forward."""
     bare = copy.copy(module)
-    hooks = [name for name in vars(bare) if name.endswith("_hooks")]
-    vars(bare).update((name, {}) for name in hooks)
-    vars(bare).pop("forward", None)
     cls: Any = type(module)
     bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
     return bare

@@ -98,9 +98,9 @@ def norm(original: Any) -> type[nn.Module]:
         if is_transformed():
             return original.forward(self, x)
         weight, dtype = getattr(self, "weight", None), x.dtype
-        # most have none, which nn.Module's own lookup would take longer to find out
+        # most have no with_scale, which nn.Module's own lookup would take longer to find out
         if not self.__dict__.get("with_scale", True):
-            weight = None
+            weight = None  # where Transformers 5.0 has 1.0
         if weight is not None and promotes:
             dtype = torch.promote_types(dtype, weight.dtype)
         return rms_norm(x, weight, getattr(self, eps), offset=offset, dtype=dtype)

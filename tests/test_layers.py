@@ -245,11 +245,12 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     assert not calls
 
 
-def test_a_failed_choice_of_layers_leaves_the_model_as_it_was() -> None:
+@pytest.mark.parametrize("chosen", [["gated"], ["gated", "rms_norm"]])
+def test_a_failed_choice_of_layers_leaves_the_model_as_it_was(chosen: list[str]) -> None:
     model = apply_patch(make_model("mixtral"), layers=True)
     counts = count_layers(model)
     with pytest.raises(ValueError, match="no gated layer"):
-        apply_patch(model, layers=["gated"])
+        apply_patch(model, layers=chosen)
     assert count_layers(model) == counts
 
 

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import apply_patch, registry
+from liger_patch.layer_code import make_the_same
 from liger_patch.layers import count_layers
+from liger_patch.norm_classes import PROBED
 
 ROWS = {row.model_type: row for row in registry.available()}
 LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
@@ -32,6 +34,13 @@ def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
     assert counts == count_layers(apply_patch(model, layers=True))
 
 
+def test_layers_are_tried_without_autocast() -> None:
+    """In which a product has another dtype than a sum of products."""
+    x = torch.linspace(-1.0, 2.0, 6).view(2, 3)
+    with torch.autocast("cpu"):
+        assert make_the_same(lambda: [x @ x.mT], lambda: [(x[:, None] * x).sum(-1)])
+
+
 def another_result(self: Any, x: Tensor) -> Tensor:
     return self.weight * torch.nn.functional.rms_norm(x, x.shape[-1:], None, 1e-3)
 
@@ -48,7 +57,17 @@ def its_own_size(self: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
 
 
-@pytest.mark.parametrize("forward", [another_result, another_dtype, more_arguments, its_own_size])
+def groups(self: Any, x: Tensor) -> Tensor:
+    """Of as many features as a norm is tried on."""
+    grouped = x.unflatten(-1, (-1, PROBED))
+    normed = torch.nn.functional.rms_norm(grouped.float(), (PROBED,), None, self.variance_epsilon)
+    return self.weight * normed.to(x.dtype).flatten(-2)
+
+
+OTHER_FORWARDS = [another_result, another_dtype, more_arguments, its_own_size, groups]
+
+
+@pytest.mark.parametrize("forward", OTHER_FORWARDS)
 def test_a_norm_that_computes_something_else_is_left_alone(
     forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +76,8 @@ def test_a_norm_that_computes_something_else_is_left_alone(
     norm = type(model.model.norm)
     monkeypatch.setattr(forward, "__module__", norm.forward.__module__)
     monkeypatch.setattr(norm, "forward", forward)
+    if forward is groups:
+        monkeypatch.setattr(norm, "group_size", PROBED, raising=False)
     assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
 
 

@@ -10,8 +10,13 @@ from layer_checks import check
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
-from liger_patch.kernels.rms_norm import rms_norm
-from liger_patch.kernels.rows import empty_in_order, in_order_of
+from liger_patch.kernels.rms_norm import _rms_norm_backward, _serves, rms_norm
+from liger_patch.kernels.rows import (
+    empty_in_order,
+    empty_per_row,
+    in_order_of,
+    per_row_in_order_of,
+)
 
 EPS = 1e-5
 ROWS = {
@@ -133,11 +138,35 @@ def test_rows_in_another_order_are_copied_and_no_others(made):
         ordered = in_order_of(result, other)
         assert ordered.stride() == result.stride()
         assert torch.equal(ordered, other)
+        assert ordered.dtype == other.dtype
     in_order = torch.empty_like(result, dtype=x.dtype)
     assert in_order_of(result, in_order) is in_order
     alone = in_order[:1]
     odd = alone.as_strided(alone.shape, (7, *alone.stride()[1:]))  # nothing is 7 elements apart
     assert in_order_of(alone, odd) is odd
+
+
+@pytest.mark.parametrize("made", VIEWS)
+def test_numbers_of_rows_in_another_order_are_copied_and_no_others(made):
+    x = empty_in_order(VIEWS[made](torch.randn(2, 6, 5, 16)))
+    values = empty_per_row(x, torch.float32).normal_()
+    assert values.shape == x.shape[:-1]
+    assert per_row_in_order_of(x, values) is values
+    other = torch.empty(values.shape[::-1]).permute(*range(values.dim())[::-1]).copy_(values)
+    ordered = per_row_in_order_of(x, other)
+    assert ordered.squeeze().stride() == values.squeeze().stride()
+    assert torch.equal(ordered, values)
+    alone = values[:1]
+    odd = alone.as_strided(alone.shape, (7, *alone.stride()[1:]))  # nothing is 7 elements apart
+    assert per_row_in_order_of(x[:1], odd) is odd
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
+def test_rms_norm_of_a_weight_in_a_dtype_of_its_own(dtype, device):
+    x, weight = torch.randn(7, 24, device=device), torch.randn(24, device=device).to(dtype)
+    assert not _serves(x, weight)  # not every GPU's Triton loads such
+    ours = rms_norm(x, weight, EPS, offset=1.0)
+    torch.testing.assert_close(ours, gemma_norm(x, weight.float()))
 
 
 @pytest.mark.parametrize("made", ["sliced", "expanded"])
@@ -163,3 +192,10 @@ def test_rms_norm_gives_only_the_gradients_that_are_wanted(device):
         assert (a.grad is not None, b.grad is not None) == (wants_x, wants_weight)
     with torch.no_grad():
         assert not rms_norm(a, b, EPS).requires_grad
+
+
+def test_the_gradient_of_a_frozen_weight_is_not_computed(device):
+    x, weight = torch.randn(5, 16, device=device), torch.randn(16, device=device)
+    rstd = torch.rsqrt(x.square().mean(-1) + EPS)
+    _, dweight = _rms_norm_backward(torch.ones_like(x), x, weight, rstd, 0.0, False)
+    assert not dweight.numel()
