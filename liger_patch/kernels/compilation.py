@@ -27,9 +27,9 @@ def runs_eagerly(function: Function) -> Function:
 def operator(
     results: Callable[..., object], *, mutates: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: ``name`` or ``_name`` is the operator ``liger_patch::name``, which torch.compile
-    calls without looking into it. Elsewhere the function runs as it is, without the dispatcher's
-    microseconds.
+    """Decorator: ``name`` or ``_name`` is the operator ``liger_patch::name``, which torch.compile,
+    ``torch.jit.trace`` and dispatch modes (``make_fx``, ``FakeTensorMode``) see and do not look
+    into. Elsewhere the function runs as it is, without the dispatcher's microseconds.
 
     Args:
         results: of the same arguments, without values, for torch.compile.
@@ -45,10 +45,15 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _is_watched():
                 return getattr(torch.ops.liger_patch, name)(*arguments)
             return function(*arguments)
 
         return cast(Function, call)
 
     return register
+
+
+def _is_watched() -> bool:
+    """Whether somebody records the operators that run, or has them run on no values."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()

@@ -25,6 +25,7 @@ from liger_patch.kernels.rows import (
     per_row_in_order_of,
 )
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 
@@ -135,8 +136,12 @@ def rms_norm(
         raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight must be on {x.device} as x is, got {weight.device}")
-    if not eps >= 0:
+    if weight is not None and not weight.is_floating_point():
+        raise ValueError(f"weight must be floating point, got {weight.dtype}")
+    if not (isinstance(eps, NUMBERS) and eps >= 0):
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    if not isinstance(offset, NUMBERS):
+        raise ValueError(f"offset must be a number, got {offset!r}")
     return _RmsNorm.apply(x, weight, constant(eps), constant(offset), dtype or x.dtype)
 
 

@@ -55,9 +55,12 @@ def _rotary(
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens in front of heads in memory, as the products that made them left them."""
-    batch, heads, tokens, size = x.shape
-    return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
+    """Tokens in front of heads in memory, as the products that made them left them. No view: what
+    an autograd function returns is not to be written to where it is one.
+    """
+    _, heads, tokens, size = x.shape
+    strides = (tokens * heads * size, size, heads * size, 1)
+    return x.new_empty_strided(x.shape, strides, dtype=dtype)
 
 
 def _rotated(
@@ -156,6 +159,10 @@ def rotary(
     if turned % 2 or turned > size:
         given = f"{shape}, {turned} features"
         raise ValueError(f"cos must have an even R of at most {size} features, got {given}")
+    if not cos.is_floating_point():
+        raise ValueError(f"cos must be floating point, got {cos.dtype}")
+    if not sin.is_floating_point():
+        raise ValueError(f"sin must be floating point, got {sin.dtype}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin must have shape {shape} as cos has, got {tuple(sin.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):

@@ -16,10 +16,11 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if like.stride() == tensor.stride():
         return like
     # torch.preserve_format takes rows apart where another dimension has a stride of 1 too
-    leading = sorted(range(tensor.dim() - 1), key=lambda d: -tensor.stride(d))
-    order = [*leading, tensor.dim() - 1]
-    empty = tensor.new_empty([tensor.shape[d] for d in order], dtype=dtype)
-    return empty.permute([order.index(d) for d in range(len(order))])
+    strides, step = [1] * tensor.dim(), tensor.shape[-1]
+    for d in sorted(reversed(range(tensor.dim() - 1)), key=tensor.stride):
+        strides[d], step = step, step * tensor.shape[d]
+    # no view: what an autograd function returns is not to be written to where it is one
+    return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype)
 
 
 def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
@@ -37,6 +39,26 @@ def test_a_second_derivative_is_refused(operator, device):
     }[operator]()
     with pytest.raises(RuntimeError, match=operator):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("made", ["as products leave it", "with gaps"])
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "halves", "gated_mlp", "rotary"])
+def test_results_may_be_written_to(operator, made, device):
+    x = torch.randn(2, 5, 3, 16, device=device)
+    x = (x[..., :8] if made == "with gaps" else x).transpose(1, 2).requires_grad_()
+    weight = torch.randn(x.shape[-1], x.shape[-1], device=device)
+    tables = torch.randn(2, 2, 5, x.shape[-1], device=device)
+    call = {
+        "rms_norm": lambda: rms_norm(x, weight[0], EPS),
+        "gated": lambda: gated(x, 2 * x),
+        "halves": lambda: gated(x),
+        "gated_mlp": lambda: gated_mlp(x, weight, weight, weight),
+        "rotary": lambda: rotary(x, x[:, :2], *tables)[0],
+    }[operator]
+    written = call()
+    written.mul_(3.0)
+    ours, expected = (torch.autograd.grad(y.sum(), x) for y in (written, 3.0 * call()))
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("strides", ["contiguous", "the other way round"])
@@ -78,6 +100,17 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
     "device": (lambda: rms_norm(X, X[0].to("meta"), EPS), "weight must be on cpu"),
     "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
+    "eps, text": (lambda: rms_norm(X, None, "1"), "eps must be a number >= 0, got '1'"),
+    "eps, a tensor": (lambda: rms_norm(X, None, torch.tensor(1.0)), "eps must be a number >= 0"),
+    "eps, nan": (lambda: rms_norm(X, None, float("nan")), "eps must be a number >= 0, got nan"),
+    "offset": (
+        lambda: rms_norm(X, None, EPS, offset=None),
+        "offset must be a number, got None",
+    ),
+    "weight of int": (
+        lambda: rms_norm(X, X[0].int(), EPS),
+        "weight must be floating point, got torch.int32",
+    ),
     "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
     "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
     "halves": (lambda: gated(X[:, :7]), r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
@@ -97,6 +130,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rotary(Q, Q, C, C[..., :4]),
         r"sin must have shape \(1, 5, 8\) as cos has, got \(1, 5, 4\)",
     ),
+    "complex cos": (lambda: rotary(Q, Q, C * 1j, C), "cos must be floating point, got .*complex64"),
+    "sin of bool": (lambda: rotary(Q, Q, C, C > 0), "sin must be floating point, got torch.bool"),
     "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
     "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
     "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
@@ -107,6 +142,52 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 def test_what_does_not_fit_is_an_error_that_names_it(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+def test_traces_hold_operators_with_their_gradients(operator, device):
+    """Not what a kernel's launcher does around a launch, which no trace sees."""
+    x, other = torch.randn(2, 2, 3, 5, 8, device=device)
+    tables = torch.randn(2, 1, 5, 8, device=device)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.requires_grad_()
+        y = {
+            "rms_norm": lambda: rms_norm(leaf, None, EPS),
+            "gated": lambda: gated(leaf, leaf),
+            "rotary": lambda: rotary(leaf, leaf, *tables)[0],
+        }[operator]()
+        return torch.autograd.grad(y.square().sum(), leaf)[0]
+
+    traced = make_fx(gradient)(x)
+    assert sum(node.name.startswith(operator) for node in traced.graph.nodes) == 2
+    torch.testing.assert_close(traced(other), gradient(other))
+
+
+FORWARD = {
+    "rms_norm": lambda x: rms_norm(x, None, EPS),
+    "gated": lambda x: gated(x, x),
+    "halves": lambda x: gated(x),
+    "rotary": lambda x: rotary(x, x, x[:, 0], x[:, 1])[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # sizes are compared
+@pytest.mark.parametrize("operator", FORWARD)
+def test_traced_operators_compute_with_other_numbers(operator, device):
+    x, other = torch.randn(2, 2, 3, 5, 8, device=device)
+    traced = torch.jit.trace(FORWARD[operator], x)
+    torch.testing.assert_close(traced(other), FORWARD[operator](other))
+
+
+@pytest.mark.parametrize("operator", FORWARD)
+def test_operators_run_on_tensors_without_values(operator, device):
+    x = torch.randn(2, 3, 5, 8, device=device)
+    with FakeTensorMode() as mode:
+        y = FORWARD[operator](mode.from_tensor(x))
+    expected = FORWARD[operator](x)
+    assert (y.shape, y.stride(), y.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
 @pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
