@@ -28,7 +28,7 @@ from liger_patch.layer_code import (
 )
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of the layer that is tried
-LINEAR_FORWARD = nn.Linear.forward  # which others replace
+PRODUCT = nn.Linear.forward, nn.functional.linear  # which others replace
 # what the forwards of activations compute; another one in their place is not known
 ACTIVATIONS = {
     type(ACT2FN["silu"]).forward: "silu",
@@ -182,7 +182,7 @@ def _plain_weights(
 
 def _plain_weight(module: nn.Module) -> Any:
     """The weight, where a call of the module is the product with it and nothing else; else None."""
-    if type(module) is not nn.Linear or nn.Linear.forward is not LINEAR_FORWARD:
+    if type(module) is not nn.Linear or (nn.Linear.forward, nn.functional.linear) != PRODUCT:
         return None
     weight = module.weight
     is_plain = type(weight) in (nn.Parameter, Tensor) and module.bias is None

@@ -47,6 +47,28 @@ def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -
     assert len(calls) == model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_product_that_somebody_has_replaced_runs(
+    when: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    if when == "after":
+        apply_patch(model, layers=True)
+    linear, products = nn.functional.linear, []
+
+    def counted(*arguments: Any) -> Tensor:
+        products.append(arguments)
+        return linear(*arguments)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    if when == "before":
+        apply_patch(model, layers=True)
+        products.clear()
+    model.model(**{name: v for name, v in tiny_batch(model).items() if name != "labels"})
+    assert len(products) == 7 * model.config.num_hidden_layers
+    assert not calls
+
+
 def test_a_gate_that_keeps_the_largest_values_is_no_one_function(calls: list[Any]) -> None:
     model = make_model("gemma3n_text").double()
     layers = [m for m in model.modules() if hasattr(m, "_gaussian_topk")]
