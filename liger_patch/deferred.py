@@ -12,6 +12,7 @@ refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -250,7 +251,7 @@ class DeferredLogits(Recordable):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in NEED_A_GRADIENT and not _is_of_fsdp(*args):
+        if func in NEED_A_GRADIENT and not _does_without_a_gradient(*args):
             raise RuntimeError(
                 f"{func.__name__} of outputs.logits: the fused loss has no gradient with respect "
                 "to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary loss"
@@ -311,11 +312,20 @@ def _read(deferred: DeferredLogits, name: str) -> Tensor:
     return deferred.real_logits()
 
 
-def _is_of_fsdp(deferred: Tensor, *hooks: Any) -> bool:
-    """Whether the hooks are FSDP's, on every output: it waits for the first, the loss's will do."""
-    functions = [getattr(hook, "func", hook) for hook in hooks]
-    modules = [str(getattr(function, "__module__", "")) for function in functions]
-    return bool(modules) and all(name.startswith("torch.distributed") for name in modules)
+def _does_without_a_gradient(deferred: Tensor, hook: Any = None) -> bool:
+    """Whether the hook is one that torch sets on every output and that the loss's gradient will do
+    for: FSDP's, which waits for the first, and that of the module tracker of FlopCounterMode.
+    """
+    function = getattr(hook, "func", hook)
+    inner = (
+        inspect.getclosurevars(function).nonlocals.get("fn")
+        if inspect.isfunction(function)
+        else None
+    )
+    modules = [str(getattr(each, "__module__", "")) for each in (function, inner)]
+    return any(
+        name.startswith(("torch.distributed", "torch.utils.module_tracker")) for name in modules
+    )
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

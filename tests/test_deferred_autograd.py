@@ -13,6 +13,7 @@ from exactness import assert_no_worse
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from training_step import Float64, Step, call, gradients, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
@@ -360,6 +361,24 @@ def test_hooks_that_offload_what_is_saved_read_no_logits(row: registry.Architect
     assert copied
     assert not any(shape[-1:] == (V,) for shape in copied if len(shape) > 1)
     torch.testing.assert_close(gradients(model, loss), truth)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_the_operations_of_a_fused_step_can_be_counted(row: registry.Architecture) -> None:
+    """Those of eager but for the head's with tokens that nothing predicts."""
+    model = tiny_model(row)
+    batch = tiny_batch(model)
+    batch["labels"] = batch["input_ids"]
+    counts = []
+    for patch in (False, True):
+        if patch:
+            apply_patch(model, layers=True)
+        with FlopCounterMode(display=False) as counter:
+            model(**batch).loss.backward()
+        counts.append(counter.get_total_flops())
+    assert patch_status(model).fused
+    left_out = len(batch["labels"])  # a token of each row
+    assert counts[0] - counts[1] == 3 * 2 * left_out * model.config.hidden_size * V > 0
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
