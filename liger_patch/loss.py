@@ -318,10 +318,13 @@ def _cross_entropy_of_deferred(
         "class_weight": weight,
     }
     if forward_pass.running:
-        if forward_pass.record.settings.loss_average != "token":
-            return NotImplemented  # only tokens without their sequences are known here
         # the model's own loss: apply_patch's options are meant for it
         settings = forward_pass.record.settings
+        if settings.loss_average != "token":
+            raise ValueError(
+                f"loss_average={settings.loss_average!r} cannot reach the loss that the model "
+                "computes of tokens without their sequences: use loss_average='token'"
+            )
         options["label_smoothing"] = label_smoothing or settings.label_smoothing
         options["z_loss"] = settings.z_loss
         if not forward_pass.trusts(parts, target, **options):

@@ -212,6 +212,17 @@ def test_options_that_cannot_reach_a_loss_of_ones_own_are_an_error(model: Any) -
         call(model, tiny_batch(model))
 
 
+def test_a_mean_of_sequences_that_cannot_reach_a_models_own_loss_is_an_error() -> None:
+    """Qwen 2-Audio's, of tokens alone; smoothing reaches it."""
+    row = next(row for row in registry.available() if row.model_type == "qwen2_audio")
+    model = apply_patch(tiny_model(row), loss_average="sequence", label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"^loss_average='sequence' cannot reach the loss"):
+        model(**tiny_batch(model))
+    apply_patch(model, label_smoothing=0.1)
+    model(**tiny_batch(model))
+    assert patch_status(model).fused
+
+
 @pytest.mark.parametrize(("flag", "chunks"), [(None, 1), ("0.001", 7), ("1000", 1)])
 def test_chunk_mib_of_the_environment_comes_before_the_argument(
     model: Any, monkeypatch: pytest.MonkeyPatch, flag: str | None, chunks: int
