@@ -25,7 +25,7 @@ from liger_patch.kernels.rows import (
     per_row_in_order_of,
 )
 
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 
