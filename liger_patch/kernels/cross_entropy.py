@@ -94,7 +94,7 @@ def cross_entropy(
         class_weight: PyTorch's ``weight``.
         token_weight: factor on each token's loss; the mean is then the weighted mean.
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
-            tokens; with 0 beside a supervised token, the loss is not finite.
+            tokens; 0 counts as 1.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits. Without a

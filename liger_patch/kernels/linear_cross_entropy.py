@@ -143,7 +143,7 @@ def linear_cross_entropy(
         class_weight: (V,), ``weight`` of ``torch.nn.functional.cross_entropy``.
         token_weight: (N,) factor on each token's loss; the mean is then the weighted mean.
         num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
-            tokens; with 0 beside a supervised token, the loss is not finite.
+            tokens; 0 counts as 1.
         chunk_mib: MiB of logits held at once, > 0; at least one token's row. By default 512, or
             256 where the weight needs no gradient. Where a 16-bit gradient of the weight would be
             summed over more than 16 chunks, more logits are held, or the sum is kept in float32,

@@ -130,8 +130,7 @@ def token_factors(
     """(N,) factor of each supervised token's loss in the result: its weight, over the mean's
     denominator. Expanded from one number where all are the same.
 
-    Without a supervised token, or where their weights are 0 in sum, the denominator counts as 1:
-    loss and gradients are 0.
+    A denominator of 0 counts as 1: without a supervised token, loss and gradients are 0.
     """
     labels = labels.to(torch.int64)
     device, factors, denominator = labels.device, None, None
@@ -162,8 +161,7 @@ def token_factors(
             else labels.new_ones((), dtype=dtype).expand(labels.shape)
         )
     # torch.where would copy its 1.0 to the device and wait for the device to take it
-    is_nothing = denominator == 0 if num_items_in_batch is None else count == 0
-    inverse = denominator.masked_fill(is_nothing, 1.0).reciprocal()
+    inverse = denominator.masked_fill(denominator == 0, 1.0).reciprocal()
     return inverse.expand(labels.shape) if factors is None else factors * inverse
 
 

@@ -48,19 +48,22 @@ def test_no_supervised_token_gives_zero_for_any_number_of_items(items, device):
     assert all_zero(check_linear(inputs, labels, **options))
 
 
-@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
-def test_no_items_beside_a_supervised_token_give_no_finite_loss(items, device):
-    inputs, labels = linear_inputs(torch.float32, device, 5)
-    assert linear_cross_entropy(**inputs, labels=labels, num_items_in_batch=items).isinf()
-    logits, labels = logits_inputs(torch.float32, device, 5)
-    assert not cross_entropy(logits, labels, num_items_in_batch=items).isfinite()
-
-
 @pytest.mark.parametrize("weights", ["token_weight", "class_weight"])
 def test_weights_that_add_up_to_nothing_give_zero(weights, device):
     inputs, labels = linear_inputs(torch.float32, device, bias=True)
     size = len(labels) if weights == "token_weight" else 131
-    assert all_zero(check_linear(inputs, labels, **{weights: torch.zeros(size, device=device)}))
+    zeros = {weights: torch.zeros(size, device=device)}
+    assert all_zero(check_linear(inputs, labels, **zeros))
+    assert all_zero(check_linear(inputs, labels, **zeros, num_items_in_batch=0))
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
+def test_a_number_of_items_of_0_counts_as_1(items, device):
+    inputs, labels = linear_inputs(torch.float32, device, 5)
+    results = [
+        linear_cross_entropy(**inputs, labels=labels, num_items_in_batch=n) for n in (items, 1)
+    ]
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("label", [-1, -101, 131, 10**12, -(2**62)])
