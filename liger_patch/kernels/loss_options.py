@@ -8,7 +8,7 @@ with x a row of logits (V,), y its label, w the class weights (1 where there are
 smoothing.
 """
 
-import sys
+import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -76,4 +76,7 @@ class LossOptions:
 
 def is_finite(value: float) -> bool:
     """Whether a number is finite as a float: an int may be too large for one."""
-    return abs(value) <= sys.float_info.max
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -11,6 +11,8 @@ H: hidden size, R: rows. Saved for the backward pass, in bytes a row: the input 
 which its maker mostly holds too) and 4.
 """
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from liger_patch.kernels.rows import (
     per_row_in_order_of,
 )
 
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
+NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 

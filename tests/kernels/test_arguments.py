@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,8 @@ BOTH = [  # argument, value, what the message must hold
     ("token_weight", torch.ones(N, 1), "(4, 1)"),
     ("token_weight", torch.ones(N, device=META), "meta"),
     ("token_weight", torch.ones(N, requires_grad=True), "gradient"),
+    ("softcap", np.float32("inf"), "inf"),
+    ("num_items_in_batch", np.float32("inf"), "inf"),
     ("softcap", HUGE, "10000"),
     ("logit_scale", -HUGE, "-10000"),
     ("z_loss", HUGE, "10000"),
@@ -106,6 +109,13 @@ def check_error(call, argument, value, shown):
     with pytest.raises(ValueError, match=argument) as error:
         call(**{argument: value})
     assert shown in str(error.value)
+
+
+@pytest.mark.parametrize("call", [call_linear, call_logits])
+def test_numbers_of_numpy_are_numbers(call):
+    numbers = {"softcap": 30.0, "z_loss": 0.5, "logit_scale": 2.0, "num_items_in_batch": 3.0}
+    ours = call(**{name: np.float32(value) for name, value in numbers.items()})
+    assert torch.equal(ours, call(**numbers))
 
 
 @pytest.mark.parametrize(("argument", "value", "shown"), named(BOTH + LINEAR))
