@@ -45,7 +45,7 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:
-            if torch.compiler.is_compiling() or _is_watched():
+            if torch.compiler.is_compiling() or _is_watched(arguments):
                 return getattr(torch.ops.liger_patch, name)(*arguments)
             return function(*arguments)
 
@@ -54,6 +54,9 @@ def operator(
     return register
 
 
-def _is_watched() -> bool:
+def _is_watched(arguments: tuple[object, ...]) -> bool:
     """Whether somebody records the operators that run, or has them run on no values."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return torch._C._is_tracing()
+    # DTensor has rules for PyTorch's operations, of which the functions are made, and not for these
+    return not any(hasattr(each, "device_mesh") for each in arguments)

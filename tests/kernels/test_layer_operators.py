@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
@@ -179,6 +183,20 @@ def test_traced_operators_compute_with_other_numbers(operator, device):
     x, other = torch.randn(2, 2, 3, 5, 8, device=device)
     traced = torch.jit.trace(FORWARD[operator], x)
     torch.testing.assert_close(traced(other), FORWARD[operator](other))
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "gated"])
+def test_operators_run_on_shards_that_a_mode_watches(operator):
+    """As tensor parallelism makes them: an operator has no rule of its own for them."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = torch.randn(2, 3, 5, 8)
+        with FlopCounterMode(display=False):
+            y = FORWARD[operator](DTensor.from_local(x, mesh, [Shard(1)]))
+        torch.testing.assert_close(y.to_local(), FORWARD[operator](x))
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("operator", FORWARD)
