@@ -152,6 +152,7 @@ class ForwardPass:
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
+        unreached: the option that a loss of the model's own could not follow.
     """
 
     record: PatchRecord
@@ -162,6 +163,7 @@ class ForwardPass:
     done: bool = False
     running: bool = True
     read_by: str | None = None
+    unreached: str | None = None
 
     def note_read(self, operation: str) -> None:
         """Take note that the named operation needs the values of the logits."""
@@ -321,10 +323,8 @@ def _cross_entropy_of_deferred(
         # the model's own loss: apply_patch's options are meant for it
         settings = forward_pass.record.settings
         if settings.loss_average != "token":
-            raise ValueError(
-                f"loss_average={settings.loss_average!r} cannot reach the loss that the model "
-                "computes of tokens without their sequences: use loss_average='token'"
-            )
+            forward_pass.unreached = f"loss_average={settings.loss_average!r}"
+            return NotImplemented  # only tokens without their sequences are known here
         options["label_smoothing"] = label_smoothing or settings.label_smoothing
         options["z_loss"] = settings.z_loss
         if not forward_pass.trusts(parts, target, **options):

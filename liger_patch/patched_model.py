@@ -151,7 +151,7 @@ def _forward_with_loss(
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
-        _note_own_loss(model, record, forward_pass.unfused)
+        _note_own_loss(model, record, forward_pass)
     return outputs
 
 
@@ -207,18 +207,21 @@ def _has_backward_hooks(head: nn.Module) -> bool:
     return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
 
 
-def _note_own_loss(model: PreTrainedModel, record: PatchRecord, unfused: str | None) -> None:
+def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:
     """The model has computed a loss of its own on real logits."""
     name = type(model).__name__
     if record.settings.changes_loss:
+        options = forward_pass.unreached or record.settings.changed
         raise ValueError(
-            f"{record.settings.changed} cannot reach the loss that {name} computes, which is not "
+            f"{options} cannot reach the loss that {name} computes, which is not "
             "Transformers' ForCausalLMLoss: use the options of apply_patch with their defaults"
         )
     if flags.return_logits() is True:
         record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
         return
-    record.fall_back(unfused or f"{name} computes a loss of its own that reads the logits")
+    record.fall_back(
+        forward_pass.unfused or f"{name} computes a loss of its own that reads the logits"
+    )
 
 
 @contextmanager

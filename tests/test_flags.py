@@ -223,6 +223,27 @@ def test_a_mean_of_sequences_that_cannot_reach_a_models_own_loss_is_an_error() -
     assert patch_status(model).fused
 
 
+def test_a_mean_of_sequences_may_stand_beside_another_cross_entropy(model: Any) -> None:
+    original = type(model)
+
+    class WithAuxiliaryLoss(original):
+        def forward(self, **inputs: Any) -> Any:
+            outputs = original.forward(self, **inputs)
+            tokens = outputs.logits.flatten(0, 1)
+            outputs.loss = outputs.loss + nn.functional.cross_entropy(
+                tokens, inputs["input_ids"].flatten()
+            )
+            return outputs
+
+    model.__class__ = WithAuxiliaryLoss
+    batch = {name: value[:1] for name, value in tiny_batch(model).items()}  # one sequence
+    expected = step(model, batch)
+    ours = step(apply_patch(model, loss_average="sequence"), batch)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value)
+
+
 @pytest.mark.parametrize(("flag", "chunks"), [(None, 1), ("0.001", 7), ("1000", 1)])
 def test_chunk_mib_of_the_environment_comes_before_the_argument(
     model: Any, monkeypatch: pytest.MonkeyPatch, flag: str | None, chunks: int
