@@ -317,11 +317,9 @@ def _does_without_a_gradient(deferred: Tensor, hook: Any = None) -> bool:
     for: FSDP's, which waits for the first, and that of the module tracker of FlopCounterMode.
     """
     function = getattr(hook, "func", hook)
-    inner = (
-        inspect.getclosurevars(function).nonlocals.get("fn")
-        if inspect.isfunction(function)
-        else None
-    )
+    inner = None
+    if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
+        inner = inspect.getclosurevars(function).nonlocals.get("fn")
     modules = [str(getattr(each, "__module__", "")) for each in (function, inner)]
     return any(
         name.startswith(("torch.distributed", "torch.utils.module_tracker")) for name in modules

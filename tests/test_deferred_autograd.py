@@ -20,6 +20,7 @@ from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
+GEMMA2 = next(row for row in ROWS if row.model_type == "gemma2")
 LLAMA = next(row for row in ROWS if row.model_type == "llama")
 TEACHER = torch.rand(2, 9, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -344,9 +345,9 @@ def test_functional_call_uses_the_given_parameters() -> None:
         torch.testing.assert_close(ours, eager)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_hooks_that_offload_what_is_saved_read_no_logits(row: registry.Architecture) -> None:
-    model = apply_patch(tiny_model(row))
+def test_hooks_that_offload_what_is_saved_read_no_logits() -> None:
+    """Those in front of a softcap, which are saved."""
+    model = apply_patch(tiny_model(GEMMA2))
     batch = tiny_batch(model)
     truth = gradients(model, model(**batch).loss)
     copied: list[Any] = []
@@ -381,11 +382,8 @@ def test_the_operations_of_a_fused_step_can_be_counted(row: registry.Architectur
     assert counts[0] - counts[1] == 3 * 2 * left_out * model.config.hidden_size * V > 0
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_models_run_fused_where_hooks_of_saved_tensors_are_disabled(
-    row: registry.Architecture,
-) -> None:
-    model = apply_patch(tiny_model(row))
+def test_models_run_fused_where_hooks_of_saved_tensors_are_disabled() -> None:
+    model = apply_patch(tiny_model(GEMMA2))
     batch = tiny_batch(model)
     truth = gradients(model, model(**batch).loss)
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
@@ -394,16 +392,27 @@ def test_models_run_fused_where_hooks_of_saved_tensors_are_disabled(
     torch.testing.assert_close(gradients(model, loss), truth)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_a_loss_that_is_kept_holds_no_logits_after_its_backward_pass(
-    row: registry.Architecture,
-) -> None:
-    model = apply_patch(tiny_model(row))
+def test_a_loss_that_is_kept_holds_no_logits_after_its_backward_pass() -> None:
+    model = apply_patch(tiny_model(GEMMA2))
     gc.collect()
     before = held_logits()
     loss = Sum.apply(call(model, tiny_batch(model)).logits)
     loss.backward()
     assert held_logits() == before
+
+
+def test_a_hook_that_waits_for_the_gradient_of_the_logits_is_an_error() -> None:
+    """Also one that removes itself, or that uses what torch's own hooks are made of."""
+    fn = torch.distributed.is_available
+
+    def once(gradient: Tensor) -> None:
+        handle.remove()
+        fn()
+
+    model = apply_patch(tiny_model(LLAMA))
+    logits = call(model, tiny_batch(model)).logits
+    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
+        handle = logits.register_hook(once)
 
 
 def held_logits() -> int:
