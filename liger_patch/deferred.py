@@ -49,8 +49,8 @@ class _Record(torch.autograd.Function):
         refuse_second_derivative("outputs.logits")
         with torch.enable_grad():
             inputs = [
-                None if each is None else real(each).detach().requires_grad_(needed)
-                for each, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+                None if saved is None else real(saved).detach().requires_grad_(needed)
+                for saved, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
             ]
             wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
             gradients = iter(torch.autograd.grad(ctx.compute(*inputs), wanted, real(grad_output)))

@@ -159,13 +159,11 @@ def rotary(
     if turned % 2 or turned > size:
         given = f"{shape}, {turned} features"
         raise ValueError(f"cos must have an even R of at most {size} features, got {given}")
-    if not cos.is_floating_point():
-        raise ValueError(f"cos must be floating point, got {cos.dtype}")
-    if not sin.is_floating_point():
-        raise ValueError(f"sin must be floating point, got {sin.dtype}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin must have shape {shape} as cos has, got {tuple(sin.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
+        if not table.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {table.dtype}")
         if table.requires_grad:
             raise ValueError(f"{name} must not require a gradient: none is computed for it")
         if table.device != q.device:
