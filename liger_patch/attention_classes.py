@@ -5,6 +5,7 @@ What the kernel must know of a class stands in two tables: ROTATIONS and ATTENTI
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.rotary import rotary
-from liger_patch.layer_code import is_transformed, is_transformers, names_of
+from liger_patch.layer_code import is_transformers, names_of, needs_own_code
 
 
 def _turned_by_sections(
@@ -94,7 +95,7 @@ def rotary_attention(original: Any) -> type[nn.Module]:
     turn = ATTENTIONS.get(original.__name__, ROTATIONS[name])
 
     def turned(*arguments: Any, **options: Any) -> Any:
-        function = own if is_transformed() else turn
+        function = own if needs_own_code(*arguments) else turn
         return function(*arguments, **options)
 
     forward = _with_global(original.forward, name, turned)
@@ -103,14 +104,29 @@ def rotary_attention(original: Any) -> type[nn.Module]:
 
 def _with_global(function: Any, name: str, value: object) -> Any:
     """The same code, which finds this value under the name, and under all others what its module
-    had when this was called.
+    has when it is called.
     """
-    names = {**function.__globals__, name: value}
+    module = function.__globals__
+    found = {**module, name: value}
     # Dynamo would look names up in the module of this name instead
-    names.pop("__name__", None)
+    found.pop("__name__", None)
     other = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, found, function.__name__, function.__defaults__, function.__closure__
     )
-    other.__kwdefaults__, other.__annotations__ = function.__kwdefaults__, function.__annotations__
-    other.__doc__, other.__qualname__ = function.__doc__, function.__qualname__
-    return other
+    other.__kwdefaults__ = function.__kwdefaults__
+    others = [each for each in _names_in(function.__code__) if each in module and each != name]
+
+    @functools.wraps(function)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():  # which guards what it has found
+            for each in others:
+                found[each] = module[each]
+        return other(*arguments, **options)
+
+    return forward
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """In the code of a function, and of those within it."""
+    within = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*(_names_in(each) for each in within))

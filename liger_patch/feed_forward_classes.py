@@ -20,10 +20,10 @@ from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layer_code import (
     has_hooks,
-    is_transformed,
     is_transformers,
     make_the_same,
     names_of,
+    needs_own_code,
     packs_saved_tensors,
 )
 
@@ -139,14 +139,15 @@ def gated_layer(original: Any) -> type[nn.Module]:
     def forward(self, x: Tensor) -> Tensor:
         act = getattr(self, activation)
         kind = _activation(act)
-        if kind is None or has_hooks(act) or is_transformed():
+        if kind is None or has_hooks(act) or needs_own_code(x):
             return original.forward(self, x)
         if _keeps_tensors():
             weights = _plain_weights(self, projections)
             if weights is not None:
                 return gated_mlp(x, *weights, activation=kind)
         gate, up = products(self, x)
-        if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
+        if up is not None and (gate.dtype != up.dtype or needs_own_code(gate, up)):
+            # an adapter of another dtype on one of them, or shards
             return self.down_proj(act(gate) * up)
         return self.down_proj(gated(gate, up, activation=kind))
 

@@ -14,7 +14,10 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 # of saved tensors, which torch 2.6 does not tell
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -44,9 +47,18 @@ def make_the_same(*ways: Callable[[], Sequence[Tensor]]) -> bool:
             return False
 
 
-def is_transformed() -> bool:
-    """Whether torch.func transforms the call: the kernels have no rules for that."""
-    return torch._C._are_functorch_transforms_active()
+def needs_own_code(*arguments: object) -> bool:
+    """Return True if a layer's own code must run: torch.func transforms the call, for which the
+    kernels have no rules, or a tensor holds others instead of numbers (DTensor, and what
+    collectives return before they have finished), which is no memory that a kernel can read.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    # most are of these two classes, which is faster to find out
+    return any(
+        type(each) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(each)
+        for each in arguments
+    )
 
 
 def packs_saved_tensors() -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.rms_norm import rms_norm
-from liger_patch.layer_code import is_transformed, is_transformers, make_the_same
+from liger_patch.layer_code import is_transformers, make_the_same, needs_own_code
 
 
 class Norm(NamedTuple):
@@ -95,9 +95,9 @@ def norm(original: Any) -> type[nn.Module]:
     eps, offset, promotes = NORMS.get(original.__name__, LLAMA_NORM)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_transformed():
-            return original.forward(self, x)
         weight, dtype = getattr(self, "weight", None), x.dtype
+        if needs_own_code(x, weight):
+            return original.forward(self, x)
         # most have no with_scale, which nn.Module's own lookup would take longer to find out
         if not self.__dict__.get("with_scale", True):
             weight = None  # where Transformers 5.0 has 1.0

@@ -429,3 +429,58 @@ def test_nothing_is_replaced_that_a_hook_holds() -> None:
     assert type(norm) is type(make_model().model.norm)
     assert count_layers(model)["rms_norm"] == 4
     assert set(count_layers(model)) == set(LAYERS)
+
+
+def test_an_attention_sees_what_its_module_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever model of its class was patched first, and when."""
+    from transformers.models.llama import modeling_llama
+
+    calls = []
+    eager_attention = modeling_llama.eager_attention_forward
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return eager_attention(*arguments, **options)
+
+    def attending() -> PreTrainedModel:
+        model = make_model()
+        model.set_attn_implementation("eager")
+        return apply_patch(model, layers=True)
+
+    first = attending()
+    call(first, tiny_batch(first))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", recorded)
+    for model in (first, attending()):
+        calls.clear()
+        call(model, tiny_batch(model))
+        assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "rotary", "gated"])
+def test_a_layer_that_is_given_shards_runs_its_own_code(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read memory that a tensor of tensors does not have."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = apply_patch(make_model(), layers=True)
+    layer = model.model.layers[0]
+    for module, name in ((norm_classes, "rms_norm"), (feed_forward_classes, "gated")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
+    monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
+    x = torch.randn(2, 9, model.config.hidden_size)
+    two = TwoTensor(x, x.clone())
+    module, arguments = {
+        "rms_norm": (layer.input_layernorm, (two,)),
+        "gated": (layer.mlp, (two,)),
+        "rotary": (layer.self_attn, (two, model.model.rotary_emb(x, torch.arange(9)[None]), None)),
+    }[kind]
+    with torch.no_grad():
+        result = module(*arguments)
+        plain = type(module)._liger_patch_original.forward(
+            module, *(x if each is two else each for each in arguments)
+        )
+    if kind == "rotary":
+        result, plain = result[0], plain[0]
+    assert type(result) is TwoTensor
+    torch.testing.assert_close(result.a, plain)
