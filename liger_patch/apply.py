@@ -7,10 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
+from liger_patch.changes import watch_optimizers
 from liger_patch.instance_class import ORIGINAL
 from liger_patch.kernels.chunks import default_chunk_mib
 from liger_patch.layers import LAYERS, count_layers, replace_layers, restore_layers
@@ -98,12 +99,13 @@ def apply_patch(
         record.settings = settings
         return model
     patched = type(target)
-    if ORIGINAL not in vars(patched):  # type(patched model).from_pretrained(...) has it already
+    if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
     record = PatchRecord(settings)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
+    watch_optimizers()
     target.__class__ = patched
     return model
 
@@ -183,6 +185,8 @@ def patch_status(model: nn.Module) -> PatchStatus:
     head = target.get_output_embeddings()
     weight = getattr(head, "weight", None)
     described = class_name(head)
+    if not isinstance(weight, Tensor):  # a method, where torch.ao has quantised the head
+        weight = None
     if weight is not None:
         shape = tuple(weight.shape)
         if not weight.is_floating_point():  # quantised: packed in a shape of its own
@@ -239,9 +243,15 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
         base = peft.base_model(model)
     if not isinstance(base, PreTrainedModel):
+        advice = "load it first, with from_pretrained()"
+        if isinstance(base, nn.Module):
+            advice = "patch it before torch.compile, DistributedDataParallel or another wrapper"
         raise TypeError(
             "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
-            f"{type(model).__name__}; patch it before torch.compile, DistributedDataParallel or "
-            "another wrapper"
+            f"{_short(model)}: {advice}"
         )
     return base
+
+
+def _short(value: object) -> str:
+    return repr(value) if isinstance(value, str) else type(value).__name__

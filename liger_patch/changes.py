@@ -1,7 +1,8 @@
-"""Whether a tensor is still what it was: to refuse logits that would be those of another model."""
+"""Detects changes to tensors: logits of other weights than the forward pass saw are refused."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class State(NamedTuple):
-    """What tells a tensor from itself after a change.
+    """The state of a tensor: two that differ say that it has changed.
 
     Attributes:
         version: PyTorch's count of writes in place; None for inference tensors.
@@ -25,23 +26,32 @@ class State(NamedTuple):
     dtype: torch.dtype
 
 
-_optimizer_steps: Any = WeakIdKeyDictionary()  # tensors that somebody asked for -> steps
+_optimizer_steps: Any = WeakIdKeyDictionary()  # the few tensors that are watched -> steps
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in _optimizer_steps:
-                _optimizer_steps[parameter] += 1
+    watched = list(_optimizer_steps)
+    if not watched:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for tensor in watched:
+        if id(tensor) in held:
+            _optimizer_steps[tensor] += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+@functools.cache
+def watch_optimizers() -> None:
+    """Count the steps of optimizers from now on."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 def state_of(tensor: Tensor | None) -> State | None:
     """The state of a tensor now; a write through ``tensor.data`` alone is not seen."""
     if tensor is None:
         return None
-    version = None if tensor.is_inference() else tensor._version
-    steps = _optimizer_steps.setdefault(tensor, 0) if tensor.requires_grad else 0
-    return State(version, steps, tensor.data_ptr(), tensor.dtype)
+    steps = 0
+    if tensor.requires_grad and tensor.is_leaf:
+        steps = _optimizer_steps.setdefault(tensor, 0)
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    version = None if local.is_inference() else local._version
+    return State(version, steps, local.data_ptr(), tensor.dtype)

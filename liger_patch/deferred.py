@@ -13,19 +13,27 @@ refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from liger_patch.head_call import HeadCall, Owner
 from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import check_backward
 from liger_patch.steps import METADATA, NEED_A_GRADIENT, RECORDED, TAKE_KEYWORDS, Recordable, Step
+
+NO_GRADIENT = (
+    "the fused loss has no gradient with respect to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real "
+    "logits and an ordinary loss"
+)
 
 
 class _Record(torch.autograd.Function):
@@ -42,11 +50,14 @@ class _Record(torch.autograd.Function):
     ) -> Tensor:
         ctx.compute = compute
         ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)  # zeros would be as large as the logits
         return make()
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        refuse_second_derivative("outputs.logits")
+    def backward(ctx, grad_output: Tensor | None):
+        if grad_output is None:  # DistributedDataParallel runs the node of every output
+            return (None, None, *(None for _ in ctx.saved_tensors))
+        check_backward("outputs.logits", grad_output)
         with torch.enable_grad():
             inputs = [
                 None if saved is None else real(saved).detach().requires_grad_(needed)
@@ -82,6 +93,7 @@ class DeferredLogits(Recordable):
     _step: Step | None
     _recorded_by: Any  # the node that recorded the step; another one is that of somebody's function
     _value: Tensor | None
+    _hooks: OrderedDict[int, Callable] | None  # of engines, on the gradient of these logits
 
     @classmethod
     def of_head(cls, call: HeadCall) -> DeferredLogits:
@@ -124,7 +136,7 @@ class DeferredLogits(Recordable):
         base: DeferredLogits | None,
         step: Step | None,
     ) -> DeferredLogits:
-        vocab_size, hidden_size = call.weight.shape
+        vocab_size, hidden_size = call.shape
 
         def make() -> Tensor:
             return Tensor._make_wrapper_subclass(
@@ -152,22 +164,23 @@ class DeferredLogits(Recordable):
             and step.kind in ("rows", "detach")
             and _share_memory(rows, base._rows)
         )
-        deferred._value = None
+        deferred._value = deferred._hooks = None
         with torch._C.DisableTorchFunctionSubclass():
             deferred._recorded_by = deferred.grad_fn
         return deferred
 
     def real_logits(self) -> Tensor:
         """The real logits, computed at the first call."""
-        if self._value is None:
+        value = self._value
+        if value is None:
             with torch.inference_mode(self._head_call.hidden_states.is_inference()):
                 value = self._compute(lambda parent: parent.real_logits())
-                if self._is_foreign:
-                    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-                        value = cast(Tensor, _Graft.apply(self, value))
-            self._value = value
-            return value
-        return self._value
+        if self._is_foreign:  # or has become so, by ctx.mark_dirty, since they were computed
+            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+                value = cast(Tensor, _Graft.apply(self, value))
+                self._recorded_by = self.grad_fn
+        self._value = value
+        return value
 
     @property
     def _is_settled(self) -> bool:
@@ -193,14 +206,19 @@ class DeferredLogits(Recordable):
     def _compute(self, of_view: Callable[[DeferredLogits], Tensor]) -> Tensor:
         parent, step = self._parent, self._step
         if parent is None or step is None:
-            return self._head_call.logits()
-        # A view shares the memory of its parent. What eager copies was copied before anybody read
-        # these logits, let alone wrote to them: it is computed from the head again.
-        value = of_view(parent) if self.shares_memory else parent._compute_untouched()
-        with torch.set_grad_enabled(step.grad_enabled):
-            if isinstance(step.other, DeferredLogits):
-                return step.apply(value, step.other._compute_untouched())
-            return step.apply(value)
+            logits = self._head_call.logits()
+        else:
+            # A view shares the memory of its parent. What eager copies was copied before anybody
+            # read these logits, let alone wrote to them: it is computed from the head again.
+            value = of_view(parent) if self.shares_memory else parent._compute_untouched()
+            with torch.set_grad_enabled(step.grad_enabled):
+                if isinstance(step.other, DeferredLogits):
+                    logits = step.apply(value, step.other._compute_untouched())
+                else:
+                    logits = step.apply(value)
+        if self._hooks is not None and logits.requires_grad:
+            logits.register_hook(partial(_run_hooks, self._hooks))
+        return logits
 
     def _compute_untouched(self) -> Tensor:
         return self._compute(DeferredLogits._compute_untouched)
@@ -235,7 +253,7 @@ class DeferredLogits(Recordable):
         """Whether it is too late to compute them."""
         if self._value is not None:
             return False
-        if self._head_call.changed() is not None:
+        if self._head_call.changed() is not None or self._head_call.freed():
             return True
         node = self
         while node._parent is not None and node._step is not None:
@@ -251,25 +269,27 @@ class DeferredLogits(Recordable):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in NEED_A_GRADIENT and not _does_without_a_gradient(*args):
-            raise RuntimeError(
-                f"{func.__name__} of outputs.logits: the fused loss has no gradient with respect "
-                "to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary loss"
-            )
+        if func is Tensor.register_hook and _is_of_engine(*args[1:]):
+            return args[0]._register_engine_hook(args[1])
+        if func is torch.autograd.grad:
+            return _gradient(*args, **kwargs)
         recorded = RECORDED.get(func)
         if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
             result = recorded(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
-            if func in NEED_A_GRADIENT:
-                return func(*args, **kwargs)
             if func in METADATA and args and not args[0].is_computed:
                 return func(*args, **kwargs)
             # of a property, func is its getter
             name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+            if func in NEED_A_GRADIENT:
+                args[0].owner.note_gradient_wanted(name)
+            own = args[0] if args else None
             args, kwargs = tree_map_only(DeferredLogits, lambda d: _read(d, name), (args, kwargs))
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            # an operation in place returns its own argument
+            return own if args and result is args[0] else result
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -280,6 +300,18 @@ class DeferredLogits(Recordable):
             DeferredLogits, lambda d: _read(d, str(func)).detach(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+    def _register_engine_hook(self, hook: Callable) -> RemovableHandle:
+        """Register a hook that waits for the backward pass: on this node, and on real logits."""
+        if self._hooks is None:
+            self._hooks = OrderedDict()
+            if self._value is not None and self._value.requires_grad:
+                self._value.register_hook(partial(_run_hooks, self._hooks))
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.register_hook(self, partial(_run_hooks, self._hooks))
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def __hash__(self) -> int:
         return id(self)
@@ -302,6 +334,47 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _run_hooks(hooks: OrderedDict[int, Callable], gradient: Tensor | None) -> Tensor | None:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _gradient(
+    outputs: Any,
+    inputs: Sequence[Any],
+    *,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with deferred logits among its arguments."""
+    outputs = tree_map_only(DeferredLogits, lambda d: _read(d, "grad"), outputs)
+    # what was computed of the logits has the values where they were read, else their node
+    sources = [
+        each._value if isinstance(each, DeferredLogits) and each._value is not None else each
+        for each in inputs
+    ]
+    allow_unused = materialize_grads if allow_unused is None else allow_unused
+    allowed = allow_unused or any(isinstance(each, DeferredLogits) for each in inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = list(torch.autograd.grad(outputs, sources, allow_unused=allowed, **options))
+    for i, (source, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        if gradient is not None:
+            continue
+        if isinstance(source, DeferredLogits):
+            raise RuntimeError(f"autograd.grad with respect to outputs.logits: {NO_GRADIENT}")
+        if materialize_grads:
+            gradients[i] = torch.zeros_like(source)
+        elif not allow_unused:
+            raise RuntimeError(
+                f"inputs[{i}] of autograd.grad was not used in the graph: set allow_unused=True "
+                "if that is intended"
+            )
+    return tuple(gradients)
+
+
 def _real_values(other: Tensor | None) -> tuple[Tensor, ...]:
     return () if other is None else (real(other),)
 
@@ -312,18 +385,19 @@ def _read(deferred: DeferredLogits, name: str) -> Tensor:
     return deferred.real_logits()
 
 
-def _does_without_a_gradient(deferred: Tensor, hook: Any = None) -> bool:
-    """Whether the hook is one that torch sets on every output and that the loss's gradient will do
-    for: FSDP's, which waits for the first, and that of the module tracker of FlopCounterMode.
+ENGINES = ("torch.distributed", "torch.utils.module_tracker", "deepspeed")
+
+
+def _is_of_engine(hook: Any = None) -> bool:
+    """Return True for a hook that an engine sets on every output and that the loss's gradient will
+    do for: those of FSDP and DeepSpeed, and of the module tracker of FlopCounterMode.
     """
     function = getattr(hook, "func", hook)
     inner = None
     if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
         inner = inspect.getclosurevars(function).nonlocals.get("fn")
     modules = [str(getattr(each, "__module__", "")) for each in (function, inner)]
-    return any(
-        name.startswith(("torch.distributed", "torch.utils.module_tracker")) for name in modules
-    )
+    return any(name.startswith(ENGINES) for name in modules)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

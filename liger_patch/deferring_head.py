@@ -22,16 +22,17 @@ class _DeferLinear(TorchFunctionMode):
     weight, and those of adapters beside it.
     """
 
-    def __init__(self, head: nn.Module, owner: Owner) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module, owner: Owner) -> None:
         super().__init__()
-        self.head, self.owner = head, owner
+        self.model, self.head, self.owner = model, head, owner
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is nn.functional.linear:
             hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
             if self._gives_logits(weight) and _can_defer(hidden_states, weight, bias):
-                return DeferredLogits.of_head(HeadCall.of(hidden_states, weight, bias, self.owner))
+                call = HeadCall.of(hidden_states, weight, bias, self.model, self.owner)
+                return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
             if isinstance(logits, DeferredLogits):  # PEFT's, of what a quantised layer returns
@@ -69,8 +70,9 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 @contextmanager
-def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
-    """Within this context the output embedding ``head`` defers its product with its weight.
+def deferring_head(model: nn.Module, head: nn.Module, owner: Owner) -> Iterator[None]:
+    """Within this context ``head``, the model's output embedding, defers its product with its
+    weight.
 
     Its hooks and whatever has replaced its ``forward`` run as always; a head that computes in
     another way (a tensor subclass, a quantised layer that nothing here reads) returns its real
@@ -78,12 +80,12 @@ def deferring_head(head: nn.Module, owner: Owner) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for layer in _quantized_layers(head):
-            stack.enter_context(_forward(layer, _quantized_forward(layer, owner)))
+            stack.enter_context(_forward(layer, _quantized_forward(layer, model, owner)))
         # of a head that torch.compile has wrapped, the head: its product is not computed here
         forward = head._modules.get("_orig_mod") or head.forward
 
         def deferring_forward(*args, **kwargs):
-            with _DeferLinear(head, owner):
+            with _DeferLinear(model, head, owner):
                 logits = forward(*args, **kwargs)
             if isinstance(logits, DeferredLogits) and logits.is_outdated:
                 return forward(*args, **kwargs)  # a hook has cast or freed the weight since
@@ -126,7 +128,9 @@ def _quantized_layers(head: nn.Module) -> list[nn.Module]:
     return [m for m in head.modules() if is_quantized(m) and "forward" not in vars(m)]
 
 
-def _quantized_forward(layer: nn.Module, owner: Owner) -> Callable[[Tensor], Tensor]:
+def _quantized_forward(
+    layer: nn.Module, model: nn.Module, owner: Owner
+) -> Callable[[Tensor], Tensor]:
     from liger_patch.integrations.bitsandbytes import quantized_weight
 
     forward = layer.forward
@@ -139,7 +143,7 @@ def _quantized_forward(layer: nn.Module, owner: Owner) -> Callable[[Tensor], Ten
         if torch.is_autocast_enabled(x.device.type):
             weight.dtype = torch.get_autocast_dtype(x.device.type)
         bias = None if bias is None else bias.to(weight.dtype)
-        call = HeadCall.of(x.to(weight.dtype), weight, bias, owner, product=forward)
+        call = HeadCall.of(x.to(weight.dtype), weight, bias, model, owner, product=forward)
         return DeferredLogits.of_head(call).to(x.dtype)
 
     return deferring_forward

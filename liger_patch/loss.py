@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred import NO_GRADIENT, DeferredLogits
 from liger_patch.fused import fused_loss
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
@@ -126,6 +126,13 @@ class PatchRecord:
         """MiB of logits held at once, None for the operator's default."""
         return flags.chunk_mib() or self.settings.chunk_mib
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the loss is Transformers' own, bit for bit: with LIGER_PATCH_RETURN_LOGITS=1,
+        unless options of ``apply_patch`` change it.
+        """
+        return flags.return_logits() is True and not self.settings.changes_loss
+
     def fall_back(self, reason: str) -> None:
         """Say once that a loss is computed the ordinary way; an error where fusing was demanded."""
         if flags.return_logits() is False:
@@ -152,6 +159,7 @@ class ForwardPass:
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
+        gradient_wanted_by: the operation that needs the gradient of the logits.
         unreached: the option that a loss of the model's own could not follow.
     """
 
@@ -163,11 +171,29 @@ class ForwardPass:
     done: bool = False
     running: bool = True
     read_by: str | None = None
+    gradient_wanted_by: str | None = None
     unreached: str | None = None
 
     def note_read(self, operation: str) -> None:
         """Take note that the named operation needs the values of the logits."""
         self.read_by = self.read_by or operation
+
+    def note_gradient_wanted(self, operation: str) -> None:
+        """Take note that the named operation needs the gradient of the logits."""
+        self.gradient_wanted_by = operation
+
+    def fused_loss(self, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
+        """The fused loss, whose backward pass is an error once somebody waits for the gradient of
+        the logits.
+        """
+        loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(self._check_gradient_not_wanted)
+        return loss
+
+    def _check_gradient_not_wanted(self, gradients: tuple[Tensor, ...]) -> None:
+        if self.gradient_wanted_by is not None:
+            raise RuntimeError(f"{self.gradient_wanted_by} of outputs.logits: {NO_GRADIENT}")
 
     @runs_eagerly
     def causal_lm_loss(
@@ -182,6 +208,18 @@ class ForwardPass:
     ) -> Tensor:
         """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
+        targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
+        if self.record.is_ordinary and (targets != ignore_index).any():
+            self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+            return ForCausalLMLoss(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch,  # pyright: ignore[reportArgumentType] an int is taken too
+                ignore_index,
+                shift_labels,
+                **kwargs,
+            )
         if type(logits) not in (Tensor, nn.Parameter, DeferredLogits):
             self._leave_to_transformers(type(logits).__name__)
             return ForCausalLMLoss(
@@ -193,11 +231,9 @@ class ForwardPass:
                 shift_labels,
                 **kwargs,
             )
-        if shift_labels is None:
-            shift_labels = next_labels(labels, ignore_index)
         token_weight = None
         if self.record.settings.loss_average == "sequence":
-            supervised = shift_labels.to(logits.device) != ignore_index
+            supervised = targets.to(logits.device) != ignore_index
             token_weight, count = sequence_weights(
                 self.starts, supervised, accumulation_dtype(logits.dtype)
             )
@@ -205,7 +241,7 @@ class ForwardPass:
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
             logits,
-            shift_labels.reshape(-1).to(logits.device),
+            targets.reshape(-1).to(logits.device),
             vocab_size,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -242,7 +278,7 @@ class ForwardPass:
         if parts is not None:
             self.record.fused, self.record.reason = True, None
             with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-                return fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+                return self.fused_loss(parts, labels, **options)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
@@ -333,9 +369,7 @@ def _cross_entropy_of_deferred(
         forward_pass.done = True
         forward_pass.record.fused, forward_pass.record.reason = True, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-        loss = fused_loss(
-            parts, target, chunk_mib=forward_pass.record.chunk_mib, reduction=reduction, **options
-        )
+        loss = forward_pass.fused_loss(parts, target, reduction=reduction, **options)
     # autocast computes cross entropy in float32
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 

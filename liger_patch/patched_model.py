@@ -29,6 +29,7 @@ from liger_patch.sequences import (
     sequence_starts,
     within_sequences,
 )
+from liger_patch.sharded_heads import why_weight_is_freed
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 
@@ -133,7 +134,7 @@ def _forward_with_loss(
 ) -> Any:
     """``named``: all arguments by their names."""
     starts = None
-    if isinstance(named["labels"], Tensor):
+    if isinstance(named["labels"], Tensor) and not record.is_ordinary:
         starts = sequence_starts(named["labels"].shape, named)
     if starts is not None:
         # whatever loss the model computes, no token predicts the first of the next sequence
@@ -146,8 +147,7 @@ def _forward_with_loss(
             kwargs = {**kwargs, "labels": labels}
     with deferring(model, record) as forward_pass, ExitStack() as stack:
         forward_pass.starts, forward_pass.num_sequences = starts, num_sequences
-        transformed = torch._C._are_functorch_transforms_active()
-        if model.loss_function is ForCausalLMLoss and not transformed:
+        if model.loss_function is ForCausalLMLoss and _why_not_followed() is None:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
@@ -168,7 +168,7 @@ def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPa
             # the head's forward and the loss function are replaced for one forward pass at a time
             stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
         if head is not None and not (flags.return_logits() is True or unfused):
-            stack.enter_context(deferring_head(head, forward_pass))
+            stack.enter_context(deferring_head(model, head, forward_pass))
         try:
             yield forward_pass
         finally:
@@ -176,16 +176,27 @@ def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPa
 
 
 def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms the forward pass"
+    reason = _why_not_followed()
+    if reason is not None:
+        return reason
     if head is None:
         return "get_output_embeddings() returns None"
-    if {"FSDPModule", "FullyShardedDataParallel"} & {c.__name__ for c in type(head).__mro__}:
-        return "FSDP shards the head on its own and frees its weight before the loss"
+    reason = why_weight_is_freed(head)
+    if reason is not None:
+        return reason
     if getattr(model, "_is_replica", False):
         return "torch.nn.DataParallel gathers the logits of every replica"
     if torch.is_grad_enabled() and _has_backward_hooks(head):
         return f"backward hooks of the head ({_description(head)}) see the gradient of its logits"
+    return None
+
+
+def _why_not_followed() -> str | None:
+    """Why the operators of this package are left out of the forward pass."""
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the forward pass"
+    if torch._C._is_tracing():
+        return "torch.jit.trace records the forward pass"
     return None
 
 

@@ -9,11 +9,14 @@ NotImplemented for those that it does not cover.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+CALLERS = 6  # frames from a handler to the line of a module that called the torch function
 
 
 class Step(NamedTuple):
@@ -119,6 +122,9 @@ def _rows(logits: Recordable, apply: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _getitem(logits: Any, index: Any) -> Tensor:
+    """The index is applied when logits are computed: a tensor in it, which its owner may change by
+    then, is copied.
+    """
     if not isinstance(logits, Recordable):
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
@@ -137,7 +143,8 @@ def _getitem(logits: Any, index: Any) -> Tensor:
             return NotImplemented
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
-    return _rows(logits, lambda t: t[index])
+    kept = tuple(item.clone() if isinstance(item, Tensor) else item for item in items)
+    return _rows(logits, lambda t: t[kept])
 
 
 def _is_row_index(item: Any) -> bool:
@@ -170,10 +177,18 @@ def _contiguous(logits: Recordable) -> Tensor:
 def _clone(logits: Recordable) -> Tensor:
     # a clone is how a user keeps values; but DistributedDataParallel clones every output that needs
     # a gradient, in an autograd function of its own
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not (distributed and logits.requires_grad and not torch.is_grad_enabled()):
+    if torch.is_grad_enabled() or not _is_called_by("torch.nn.parallel.distributed"):
         return NotImplemented
     return logits.then(Step("clone", Tensor.clone))
+
+
+def _is_called_by(module: str) -> bool:
+    frame = inspect.currentframe()
+    for _ in range(CALLERS):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == module:
+            return True
+    return False
 
 
 def _detach(logits: Recordable) -> Tensor:
@@ -214,7 +229,7 @@ _METADATA_METHODS = """
     size dim numel nelement ndimension element_size is_floating_point is_complex is_contiguous
     stride get_device __len__ is_inference is_shared _is_view
 """
-# what is refused
+# what a fused loss has no gradient for
 NEED_A_GRADIENT: frozenset[Callable] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 # what is answered without values
 METADATA: frozenset[Callable] = frozenset(

@@ -225,3 +225,21 @@ def test_the_status_after_a_fallback_gives_the_reason(
     assert rows["LIGER_PATCH_RETURN_LOGITS"] == "1"
     assert rows["LIGER_PATCH_VERIFY"] == "1"
     assert rows["logits held"] == "7.5 MiB a chunk"
+
+
+def test_a_name_in_place_of_a_model_is_an_error_that_says_to_load_it() -> None:
+    model: Any = "organisation/name"
+    with pytest.raises(TypeError, match="got 'organisation/name': load it first"):
+        apply_patch(model)
+
+
+def test_the_status_of_a_head_whose_weight_is_a_method(model: Any) -> None:
+    class Quantized(nn.Linear):
+        def weight(self) -> Tensor:  # pyright: ignore
+            return torch.zeros(3, 4)
+
+    apply_patch(model)
+    head = model.lm_head
+    del head.weight
+    head.__class__ = Quantized
+    assert "Quantized" in str(patch_status(model))

@@ -213,10 +213,128 @@ def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient() -> None:
 def test_the_gradient_of_a_fused_loss_to_the_logits_is_an_error(ask: Any) -> None:
     model = apply_patch(tiny_model(LLAMA))
     outputs = call(model, tiny_batch(model))
+    ask(outputs.logits)
     with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
-        ask(outputs.logits)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(outputs.loss, outputs.logits)
+        outputs.loss.backward()
+
+
+@pytest.mark.parametrize("allow_unused", [None, True])
+@pytest.mark.parametrize("read", [False, True])
+def test_autograd_grad_of_a_fused_loss_by_the_logits_is_an_error(
+    read: bool, allow_unused: bool | None
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    outputs = call(model, tiny_batch(model))
+    if read:
+        outputs.logits.sum()
+    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
+        torch.autograd.grad(outputs.loss, outputs.logits, allow_unused=allow_unused)
+
+
+def own_loss(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square().sum()
+
+
+def by_retain_grad(logits: Tensor) -> Tensor:
+    logits.retain_grad()
+    own_loss(logits).backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def by_hook(logits: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    logits.register_hook(seen.append)
+    own_loss(logits).backward()
+    return seen[0]
+
+
+def by_autograd_grad(logits: Tensor) -> Tensor:
+    return torch.autograd.grad(own_loss(logits), logits)[0]
+
+
+@pytest.mark.parametrize("gradient", [by_retain_grad, by_hook, by_autograd_grad])
+def test_the_gradient_of_a_loss_of_ones_own_to_the_logits_is_eagers(gradient: Any) -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    eager = gradient(call(model, batch).logits)
+    with patched(model):
+        torch.testing.assert_close(gradient(call(model, batch).logits), eager)
+
+
+def test_a_hook_of_the_head_that_asks_for_the_gradient_makes_the_loss_fall_back() -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda *c: c[-1].register_hook(seen.append) and None)
+    eager = step(model, batch)
+    apply_patch(model)
+    with pytest.warns(UserWarning, match="were read by register_hook"):
+        ours = step(model, batch)
+    torch.testing.assert_close(ours, eager)
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+class Tripled(torch.autograd.Function):
+    """Somebody's own function that writes to its input."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits.mul_(3.0)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return 3.0 * grad_output
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_a_function_that_writes_to_logits_is_in_the_backward_pass(row: Any) -> None:
+    model = tiny_model(row)
+    batch = tiny_batch(model)
+
+    def result() -> Step:
+        logits = call(model, batch).logits
+        written = Tripled.apply(logits)
+        return gradients(model, written.square().sum() + logits[:, 1:].sum())
+
+    eager = result()
+    with patched(model):
+        torch.testing.assert_close(result(), eager)
+
+
+def test_batched_upstream_gradients_are_an_error_that_names_them() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    loss = call(model, tiny_batch(model)).loss
+    with pytest.raises(RuntimeError, match="is_grads_batched=True"):
+        torch.autograd.grad(loss, list(model.parameters()), torch.ones(2), is_grads_batched=True)
+
+
+def hooked_by_an_engine(logits: Tensor, seen: list[Tensor]) -> Any:
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return 0.5 * gradient
+
+    hook.__module__ = "deepspeed.runtime.utils"
+    return logits.register_hook(hook)
+
+
+def test_hooks_of_engines_wait_for_the_gradient_of_a_loss_of_ones_own() -> None:
+    results = []
+    for patch in (False, True):
+        model = tiny_model(LLAMA)
+        if patch:
+            apply_patch(model)
+        outputs, seen = call(model, tiny_batch(model)), []
+        hooked_by_an_engine(outputs.logits, seen)
+        hooked_by_an_engine(outputs.logits, []).remove()
+        outputs.loss.backward(retain_graph=True)
+        fused = len(seen)
+        model.zero_grad()
+        own_loss(outputs.logits).backward()
+        results.append({"seen": seen[fused], "head": model.lm_head.weight.grad})
+        assert fused == (0 if patch else 1)
+    torch.testing.assert_close(results[1], results[0])
 
 
 def read_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> None:
@@ -410,9 +528,10 @@ def test_a_hook_that_waits_for_the_gradient_of_the_logits_is_an_error() -> None:
         fn()
 
     model = apply_patch(tiny_model(LLAMA))
-    logits = call(model, tiny_batch(model)).logits
+    outputs = call(model, tiny_batch(model))
+    handle = outputs.logits.register_hook(once)
     with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        handle = logits.register_hook(once)
+        outputs.loss.backward()
 
 
 def held_logits() -> int:

@@ -351,3 +351,27 @@ def test_trainer_trains_adapters_as_eager(tmp_path: Path) -> None:
     assert patch_status(model).fused
     assert len(history) == 3
     assert_no_worse(runs[1], runs[0], runs[0], torch.float32)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_first_read_after_a_merge_are_an_error(target: str, dtype: torch.dtype) -> None:
+    """A merge writes through ``weight.data``, to the head's own weight or to one tied to it."""
+    base: Any = tiny_model(ROWS["llama"], dtype=dtype)
+    if target == "embed_tokens":
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", target], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of tied weights
+        model = apply_patch(peft.get_peft_model(base, config))
+        before, unread = call(model, tiny_batch(base)), call(model, tiny_batch(base))
+        before.logits.sum()
+        model.merge_adapter()
+    assert before.logits.isfinite().all()
+    with pytest.raises(RuntimeError, match="an adapter was merged"):
+        unread.logits.sum()
+    merged = call(model, tiny_batch(base))
+    model.unmerge_adapter()
+    with pytest.raises(RuntimeError, match="an adapter was merged"):
+        merged.logits.sum()

@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 Function = TypeVar("Function", bound=Callable)
+_defined: set[str] = set()  # names of operators
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # PyTorch operations serve where Triton does not
 GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
 
@@ -38,10 +39,12 @@ def operator(
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        torch.library.define(f"liger_patch::{name}", schema)
-        torch.library.impl(f"liger_patch::{name}", DEVICES)(function)
-        torch.library.register_fake(f"liger_patch::{name}")(results)
+        if name not in _defined:  # else its file is imported again, by the link at the root
+            _defined.add(name)
+            schema = torch.library.infer_schema(function, mutates_args=mutates)
+            torch.library.define(f"liger_patch::{name}", schema)
+            torch.library.impl(f"liger_patch::{name}", DEVICES)(function)
+            torch.library.register_fake(f"liger_patch::{name}")(results)
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:

@@ -3,13 +3,15 @@
 N: tokens, V: vocabulary, C: rows of a chunk.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from liger_patch.kernels import cross_entropy_pytorch
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import check_backward
 from liger_patch.kernels.loss_options import LossOptions
 from liger_patch.kernels.supervised import (
     check_tokens,
@@ -45,19 +47,20 @@ class _CrossEntropy(torch.autograd.Function):
         ctx, logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, reduction: str
     ) -> Tensor:
         logits = _rows(logits)
-        ctx.save_for_backward(logits, labels, factors)
+        ctx.save_for_backward(logits, labels, factors, options.class_weight)
         ctx.options = options
         losses = cross_entropy_rows(logits, labels, options) * factors
         return losses if reduction == "none" else losses.sum()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
-        refuse_second_derivative("cross_entropy")
-        logits, labels, factors = ctx.saved_tensors
+        check_backward("cross_entropy", grad_output)
+        logits, labels, factors, class_weight = ctx.saved_tensors
+        options = replace(ctx.options, class_weight=class_weight)
         logits = _rows(logits)  # hooks of saved tensors may have given them other strides
         dlogits = torch.empty_like(logits)
         cross_entropy_rows(
-            logits, labels, ctx.options, dlogits=dlogits, row_scale=factors * grad_output
+            logits, labels, options, dlogits=dlogits, row_scale=factors * grad_output
         )
         return dlogits, None, None, None, None
 
@@ -97,8 +100,13 @@ def cross_entropy(
             tokens; 0 counts as 1.
 
     Returns:
-        () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits. Without a
-        supervised token the loss is 0 with zero gradients, where PyTorch's mean is nan.
+        () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits.
+
+    Differences from ``torch.nn.functional.cross_entropy``, whose mean is nan in these cases: it is
+    0, with zero gradients, of an empty batch, of one whose labels are all ignored, and where all
+    supervised labels have class weight 0. The mean of the z-loss is divided as that of the cross
+    entropy is: by the sum of the class weights of the labels, where there are any (Liger-Kernel
+    divides by the number of tokens).
 
     Raises:
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -28,7 +28,7 @@ def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, which records nothing for a backward pass."""
     y = _gated_result(gate, up, activation)
-    if serves_triton(gate):
+    if serves_triton(gate, up):
         from liger_patch.kernels import gated_triton
 
         gated_triton.gated(gate.contiguous(), _contiguous(up), y, activation)
@@ -65,7 +65,7 @@ def _gradients(
     dy: Tensor, gate: Tensor, up: Tensor | None, y: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = results = _gated_backward_results(dy, gate, up, activation)
-    if serves_triton(gate):
+    if serves_triton(dy, gate, up):
         from liger_patch.kernels import gated_triton
 
         tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup, y)
@@ -112,7 +112,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        refuse_second_derivative("gated", LAYER_ADVICE)
+        check_backward("gated", dy, advice=LAYER_ADVICE)
         gate, up = ctx.saved_tensors
         dgate, dup = gated_backward(dy, gate, up, ctx.activation)
         return dgate, None if up is None else dup, None

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
+from liger_patch.kernels.autocast import autocast_dtype, without_autocast
+from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
 
 
@@ -50,12 +51,10 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        refuse_second_derivative("gated_mlp", LAYER_ADVICE)
+        check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
         gradients = partial(_gradients, dy, *ctx.saved_tensors, ctx.activation)
         wanted = ctx.needs_input_grad[:4]
-        if dy.device.type == "meta":  # a device without autocast
-            return *gradients(wanted), None
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device.type):
             return *gradients(wanted), None
 
 
@@ -159,9 +158,7 @@ def _beside(x: Tensor, name: str, weight: Tensor) -> Tensor:
 
 def _autocast(tensor: Tensor) -> Tensor:
     """In the dtype in which a product would run now."""
-    device_type = tensor.device.type
-    if device_type == "meta" or tensor.dtype == torch.float64:  # autocast casts neither
+    dtype = autocast_dtype(tensor.device.type)
+    if dtype is None or tensor.dtype == torch.float64:  # which autocast does not cast
         return tensor
-    if torch.is_autocast_enabled(device_type):
-        return tensor.to(torch.get_autocast_dtype(device_type))
-    return tensor
+    return tensor.to(dtype)

@@ -9,6 +9,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.autocast import autocast_dtype
+from liger_patch.kernels.backend import check_is_plain
 from liger_patch.kernels.chunks import MIB, default_chunk_mib
 from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight
 
@@ -37,6 +39,8 @@ def checked_inputs(
     low_rank_states, low_rank_weight = _checked_low_rank(low_rank, len(hidden_states), vocab_size)
     inputs = HeadInputs(hidden_states, weight, bias, low_rank_states, low_rank_weight)
     for name, tensor in inputs._asdict().items():
+        if isinstance(tensor, Tensor):
+            check_is_plain(name, tensor)
         if tensor is not None and tensor.device != device:
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
@@ -85,9 +89,9 @@ def product_dtype(inputs: HeadInputs) -> torch.dtype:
     for name, dtype in dtypes.items():
         if not dtype.is_floating_point:
             raise ValueError(f"{name} must be a floating-point tensor, got {dtype}")
-    device_type = inputs.hidden_states.device.type
-    if torch.is_autocast_enabled(device_type) and torch.float64 not in dtypes.values():
-        return torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(inputs.hidden_states.device.type)
+    if dtype is not None and torch.float64 not in dtypes.values():
+        return dtype
     if len(set(dtypes.values())) > 1:
         raise ValueError(
             f"hidden_states, weight and bias must share a dtype outside autocast, got {dtypes}"

@@ -33,7 +33,9 @@ from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
 from liger_patch.kernels.heads import Head
 from liger_patch.kernels.supervised import Supervised, Tokens
 
-ALIGNED_V = 64  # elements: rows of logits start at 128-byte boundaries, whatever V
+# elements: on a GPU, rows of logits start at 128-byte boundaries, whatever V. Elsewhere no memory
+# lies between them: oneDNN reads it in bf16 on CPUs with AMX, where 0 * NaN is NaN (oneDNN#5717)
+ALIGNED_V = 64
 
 
 class Passed(NamedTuple):
@@ -92,7 +94,8 @@ class HeadPass:
         def logits_memory(tokens: int) -> Tensor | None:
             if not takes_memory:
                 return None
-            return factors.hidden_states.new_empty(tokens, _row_elements(weight))[:, :vocab_size]
+            rows = factors.hidden_states.new_empty(tokens, _row_elements(weight))
+            return rows[:, :vocab_size]
 
         memory = early = None
         # in a second backward pass too, where n is known: the same chunks give the same bits
@@ -152,4 +155,5 @@ class HeadPass:
 
 def _row_elements(weight: Tensor | QuantizedWeight) -> int:
     """Elements from one row of logits to the next."""
-    return -(-weight.shape[0] // ALIGNED_V) * ALIGNED_V
+    multiple = ALIGNED_V if weight.device.type == "cuda" else 1
+    return -(-weight.shape[0] // multiple) * multiple

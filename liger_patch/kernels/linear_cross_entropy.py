@@ -11,16 +11,17 @@ scale reaches them, and in a second backward pass over one graph. The gradient i
 Liger-Kernel (arXiv:2410.10989).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.autocast import without_autocast
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import check_backward
 from liger_patch.kernels.head_arguments import checked_chunk_bytes, checked_inputs, product_dtype
 from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
 from liger_patch.kernels.head_pass import HeadPass, Passed
@@ -70,19 +71,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, problem: _Problem, *inputs: Any) -> Tensor:
         wanted = problem.wanted if problem.gradients_in_forward else Wanted()
         head_inputs = HeadInputs(*inputs)
-        device_type = head_inputs.hidden_states.device.type
-        with torch.autocast(device_type, enabled=False):
+        with without_autocast(head_inputs.hidden_states.device.type):
             head, supervised, gradients = problem.run(head_inputs, problem.factors, wanted)
             n = len(supervised.labels)
             losses = head.losses[:n] * problem.factors[:n]
         ctx.problem, ctx.supervised = problem, supervised
         ctx.gradients = gradients if problem.gradients_in_forward else None
-        save_inputs(ctx, inputs)
+        save_inputs(ctx, inputs, problem.options)
         return supervised.scatter(losses) if problem.reduction == "none" else losses.sum()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
-        refuse_second_derivative("linear_cross_entropy")
+        check_backward("linear_cross_entropy", grad_output)
         problem: _Problem = ctx.problem
         supervised: Supervised = ctx.supervised
         per_token = problem.reduction == "none"
@@ -91,8 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:
             factors = problem.factors[: len(supervised.labels)]
             row_scale = factors * (supervised.gather(grad_output) if per_token else grad_output)
-            inputs = saved_inputs(ctx)
-            with torch.autocast(grad_output.device.type, enabled=False):
+            inputs, options = saved_inputs(ctx)
+            problem = replace(problem, options=options)
+            with without_autocast(grad_output.device.type):
                 gradients = problem.run(inputs, row_scale, problem.wanted, supervised).gradients
         elif per_token:
             supervised.scale_rows_(gradients, supervised.gather(grad_output))
@@ -150,8 +151,8 @@ def linear_cross_entropy(
             whichever takes less memory.
 
     Returns:
-        () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. Without a
-        supervised token the loss is 0 with zero gradients, where PyTorch's mean is nan.
+        () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It
+        differs from PyTorch's as that of ``cross_entropy`` does: 0 where PyTorch's mean is nan.
 
     Raises:
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.autocast import without_autocast
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import refuse_second_derivative
+from liger_patch.kernels.differentiation import check_backward
 from liger_patch.kernels.head_arguments import checked_chunk_bytes, checked_inputs, product_dtype
 from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
 from liger_patch.kernels.head_pass import HeadPass
@@ -97,7 +98,7 @@ class _LinearLogProbs(torch.autograd.Function):
         needs_rows = problem.options.softcap is not None
         asked = problem.outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
         make_head = partial(prepare_head, tokens=tokens, options=problem.options, statistics=asked)
-        with torch.autocast(head_inputs.hidden_states.device.type, enabled=False):
+        with without_autocast(head_inputs.hidden_states.device.type):
             row_scale = scale.expand(len(tokens.labels)).contiguous()
             head, supervised, gradients = problem.head_pass.run(
                 head_inputs, make_head, row_scale, wanted
@@ -110,7 +111,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 values["mean_logits"] = _mean_logits(head_inputs, supervised, problem.options)
         ctx.problem, ctx.supervised, ctx.scale = problem, supervised, scale
         ctx.gradients = gradients if problem.gradients_in_forward else None
-        save_inputs(ctx, inputs)
+        save_inputs(ctx, inputs, problem.options)
         results = [
             # a result of its own, no view: autograd lets nobody change those in place
             supervised.scatter(values[name].clone()) if name in problem.outputs else None
@@ -121,7 +122,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
-        refuse_second_derivative("linear_log_probs")
+        check_backward("linear_log_probs", *upstream)
         problem: _Problem = ctx.problem
         supervised: Supervised = ctx.supervised
         dlog_probs, dentropy, _, dlse, *_ = (
@@ -134,7 +135,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 supervised.scale_rows_(gradients, -dlog_probs / ctx.scale)
                 return None, *gradients
             # the one place that waits for the device: gradients of sums cannot be mended
-            if gradients is not None and bool((dlog_probs == dlog_probs[:1]).all()):
+            if gradients is not None and _is_one_number(dlog_probs):
                 if len(dlog_probs):
                     present = [each for each in gradients if each is not None]
                     scale_(present, -dlog_probs[0] / ctx.scale)
@@ -143,11 +144,15 @@ class _LinearLogProbs(torch.autograd.Function):
         return None, *_gradients(ctx, UpstreamGradients(dlog_probs, dentropy, dlse))
 
 
+def _is_one_number(gradient: Tensor) -> bool:
+    return gradient.is_meta or bool((gradient == gradient[:1]).all())
+
+
 def _gradients(ctx: Any, upstream: UpstreamGradients) -> list[Tensor | None]:
     """Through all chunks once more, with the upstream gradients (n,) in place."""
     problem: _Problem = ctx.problem
     supervised: Supervised = ctx.supervised
-    tokens, inputs = problem.head_pass.tokens, saved_inputs(ctx)
+    tokens, (inputs, _) = problem.head_pass.tokens, saved_inputs(ctx)
     dlog_probs, dentropy, dlse = upstream
     row_scale = torch.zeros_like(supervised.labels) if dlog_probs is None else -dlog_probs
     if dentropy is None and dlse is None:
@@ -160,7 +165,7 @@ def _gradients(ctx: Any, upstream: UpstreamGradients) -> list[Tensor | None]:
             upstream=UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream)),
         )
     row_scale = row_scale.to(accumulation_dtype(problem.head_pass.dtype)).contiguous()
-    with torch.autocast(inputs.hidden_states.device.type, enabled=False):
+    with without_autocast(inputs.hidden_states.device.type):
         passed = problem.head_pass.run(inputs, make_head, row_scale, problem.wanted, supervised)
     return passed.gradients
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import constant, operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
 from liger_patch.kernels.rows import (
     empty_in_order,
     empty_per_row,
@@ -96,7 +96,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        refuse_second_derivative("rms_norm", LAYER_ADVICE)
+        check_backward("rms_norm", dy, advice=LAYER_ADVICE)
         x, weight, rstd = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
@@ -148,11 +148,7 @@ def rms_norm(
 
 
 def _serves(x: Tensor, weight: Tensor | None) -> bool:
-    return (
-        serves_triton(x)
-        and x.shape[-1] <= MAX_HIDDEN_SIZE
-        and (weight is None or serves_triton(weight))
-    )
+    return serves_triton(x, weight) and x.shape[-1] <= MAX_HIDDEN_SIZE
 
 
 def _contiguous(weight: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
 from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.differentiation import LAYER_ADVICE, refuse_second_derivative
+from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
 
 
 def _rotary_results(
@@ -43,7 +43,7 @@ def _rotary(
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
     outputs = _like(q, dtype), _like(k, dtype)
-    if all(serves_triton(each) for each in (q, k, cos, sin, outputs[0])):
+    if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels import rotary_triton
 
         how = {"interleaved": interleaved, "backward": backward}
@@ -106,7 +106,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
-        refuse_second_derivative("rotary", LAYER_ADVICE)
+        check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
         turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, ctx.interleaved, True)
         return *turned_back, None, None, None, None

@@ -11,7 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton_device
+from liger_patch.kernels.backend import check_is_plain, serves_triton_device
 from liger_patch.kernels.loss_options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -166,11 +166,13 @@ def token_factors(
 
 
 def refuse_others_than_tensors(**arguments: object) -> None:
-    """Raise ValueError for an argument that is neither a tensor nor, where it may be, None."""
+    """Raise ValueError for what is no plain tensor, nor None where that may be."""
     for name, value in arguments.items():
-        optional = name in ("bias", "class_weight", "token_weight")
-        if not (isinstance(value, Tensor) or (optional and value is None)):
+        if value is None and name in ("bias", "class_weight", "token_weight"):
+            continue
+        if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        check_is_plain(name, value)
 
 
 def check_tokens(

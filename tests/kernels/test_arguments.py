@@ -1,13 +1,18 @@
 """Arguments that do not fit: ValueError that names the argument and its value."""
 
+import importlib.util
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
+from liger_patch import kernels
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import linear_log_probs
 
 N, H, V = 4, 3, 8
 META = torch.device("meta")
@@ -157,3 +162,47 @@ def test_labels_on_another_device_are_an_error():
         call_linear(hidden_states=hidden_states, weight=weight)
     with pytest.raises(ValueError, match="weight must be on cuda:0 as hidden_states are, got cpu"):
         call_linear(hidden_states=hidden_states)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "weight", "bias", "low_rank"])
+def test_a_tensor_of_tensors_is_an_error_that_names_it(name):
+    given = {"hidden_states": torch.randn(3, 8), "weight": torch.randn(11, 8)}
+    given |= {"bias": torch.randn(11), "low_rank": (torch.randn(3, 2), torch.randn(11, 2))}
+    if name == "low_rank":
+        states, weight = given["low_rank"]
+        given["low_rank"] = TwoTensor(states, states), weight
+    else:
+        given[name] = TwoTensor(given[name], given[name])
+    with pytest.raises(ValueError, match=f"{name} must be a plain tensor, got TwoTensor"):
+        linear_cross_entropy(**given, labels=torch.zeros(3, dtype=torch.int64))
+
+
+def test_tensors_without_values_give_shapes():
+    x, weight = (torch.empty(*shape, device="meta") for shape in ((3, 8), (11, 8)))
+    labels = torch.empty(3, dtype=torch.int64, device="meta")
+    x.requires_grad_()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(x, weight, labels)
+    loss.backward()
+    log_probs = linear_log_probs(x, weight, labels, outputs=["entropy"])
+    log_probs.log_probs.sum().backward()
+    assert (loss.shape, log_probs.entropy.shape) == ((), (3,))
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+
+
+def test_a_batch_of_upstream_gradients_is_an_error_that_says_so():
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8)
+    losses = linear_cross_entropy(x, weight, torch.arange(3), reduction="none")
+    with pytest.raises(RuntimeError, match="is_grads_batched=True is not supported"):
+        torch.autograd.grad(losses, x, torch.eye(3), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "gated", "gated_mlp"])
+def test_the_file_of_an_operator_can_be_imported_under_another_name(name):
+    """As the link at the repository's root is."""
+    file = Path(kernels.rms_norm.__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"kernels.{name}", file)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    function = getattr(again, name)
+    assert function is not getattr(importlib.import_module(f"liger_patch.kernels.{name}"), name)

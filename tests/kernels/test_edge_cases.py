@@ -15,9 +15,11 @@ from three_ways import (
     logits_inputs,
     loss_and_gradients,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import linear_log_probs
 
 CPU = torch.device("cpu")
 REDUCTIONS = ("none", "mean", "sum")
@@ -249,3 +251,60 @@ def test_labels_of_few_bits_among_many_classes(dtype, weights, device):
     logits = torch.nn.functional.linear(*inputs.values())
     narrow, wide = (cross_entropy(logits, each, **options) for each in (labels.to(dtype), labels))
     assert torch.equal(narrow, wide)
+
+
+class NothingBetweenRows(TorchDispatchMode):
+    """Fails where a matrix product is given rows with unwritten memory between them: oneDNN reads
+    it in bf16 on CPUs with AMX.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::addmm"):
+            for each in args:
+                if isinstance(each, torch.Tensor) and each.dim() == 2:
+                    check_between_rows(each if each.stride(1) == 1 else each.t())
+        return func(*args, **(kwargs or {}))
+
+
+def check_between_rows(matrix):
+    rows, columns = matrix.shape
+    if rows > 1 and matrix.stride(1) == 1 and matrix.stride(0) > columns:
+        whole = matrix.as_strided((rows - 1, matrix.stride(0)), (matrix.stride(0), 1))
+        assert whole[:, columns:].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab_size", [97, 131, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", ["linear_cross_entropy", "linear_log_probs"])
+def test_products_read_no_memory_between_rows(operator, dtype, vocab_size):
+    x = torch.randn(9, 16).to(dtype).requires_grad_()
+    weight = torch.randn(vocab_size, 16).to(dtype).requires_grad_()
+    labels = torch.arange(9)
+    with NothingBetweenRows():
+        if operator == "linear_cross_entropy":
+            loss = linear_cross_entropy(x, weight, labels, chunk_mib=4 * vocab_size * 4 / 2**20)
+        else:
+            results = linear_log_probs(x, weight, labels, outputs=["entropy"])
+            loss = (results.log_probs + results.entropy).sum()
+        loss.backward()
+    assert x.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("call", ["linear_cross_entropy", "cross_entropy", "second backward"])
+def test_class_weights_that_are_changed_before_the_backward_pass_are_an_error(call, device):
+    x = torch.randn(9, 16, device=device, requires_grad=True)
+    weight = torch.randn(131, 16, device=device, requires_grad=True)
+    labels, class_weight = torch.arange(9, device=device), torch.rand(131, device=device)
+    if call == "cross_entropy":
+        loss = cross_entropy(x @ weight.t(), labels, class_weight=class_weight)
+    else:
+        reduction = "none" if call == "linear_cross_entropy" else "mean"
+        loss = linear_cross_entropy(
+            x, weight, labels, class_weight=class_weight, reduction=reduction
+        ).sum()
+    if call == "second backward":
+        loss.backward(retain_graph=True)
+    class_weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,66 @@
+"""Heads whose weight is sharded: whether it is still there when the loss is computed, and which
+parameter the optimizer changes.
+
+FSDP2 (``fully_shard``) and DeepSpeed's ZeRO-3 gather the whole weight for the head's call. What
+frees it afterwards cannot be fused. Neither has a public way to ask: attributes of torch 2.6 to
+2.13 and of DeepSpeed 0.19 are read, and a head whose engine does not say counts as one that is
+freed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, distributed, nn
+
+from liger_patch.kernels.compilation import runs_eagerly
+
+
+def why_weight_is_freed(head: nn.Module) -> str | None:
+    """Why the head's weight is gone when the loss is computed; None where it stays.
+
+    A unit of ``fully_shard`` with ``reshard_after_forward=False``, as accelerate's and
+    Transformers' own for the last norm and the head, keeps its weight until the backward pass.
+    """
+    classes = {cls.__name__ for cls in type(head).__mro__}
+    if "FullyShardedDataParallel" in classes:
+        return "FSDP shards the head on its own and frees its weight before the loss"
+    if "FSDPModule" in classes and _reshards_after_forward(head):
+        return (
+            "FSDP shards the head on its own and frees its weight before the loss: use "
+            "reshard_after_forward=False for the unit that holds the head"
+        )
+    if any(hasattr(p, "ds_id") for p in head.parameters()):
+        return "DeepSpeed ZeRO-3 frees the head's weight before the loss"
+    return None
+
+
+def _reshards_after_forward(head: Any) -> bool:
+    groups = _groups(head._get_fsdp_state())
+    return not groups or any(getattr(group, "_reshard_after_forward", True) for group in groups)
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters of a unit of ``fully_shard``."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions have one
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+@runs_eagerly
+def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
+    """The parameter that the optimizer changes: the shard of a weight that ``fully_shard`` has
+    gathered, else the weight itself.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return weight
+    unit: Any = next((m for m in model.modules() if hasattr(m, "_get_fsdp_state")), None)
+    if unit is None:
+        return weight
+    context = getattr(unit._get_fsdp_state(), "_state_ctx", None)
+    groups = (g for state in getattr(context, "all_states", ()) for g in _groups(state))
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        if getattr(parameter, "_unsharded_param", None) is weight:
+            return parameter.sharded_param
+    return weight
