@@ -1,4 +1,6 @@
-"""The patch under wrappers that look at every output: DistributedDataParallel and FSDP, on gloo."""
+"""The patch under the engines of several processes: each step is eager's, and fused where it can
+be. The engines are set up by their libraries' own functions.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,100 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
+PROCESSES = 2
 
-
-on_the_cpu = pytest.mark.skipif(
+fully_shard = pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="fully_shard of torch 2.6 needs an accelerator"
 )
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_unused", pytest.param("fsdp2", marks=on_the_cpu)])
-@pytest.mark.parametrize("layers", ["layers", "loss"])
-def test_a_step_is_eagers_and_computes_no_logits(wrapper: str, layers: str, tmp_path: Path) -> None:
-    arguments = [wrapper, str(tmp_path / "group"), layers]
-    finished = subprocess.run(
-        [sys.executable, str(TESTS / "distributed_step.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+def run(script: str, *arguments: str) -> None:
+    """Run a script of this folder with these arguments in each of the processes."""
+    environment = os.environ | {
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        "WORLD_SIZE": str(PROCESSES),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / script), *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(PROCESSES)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+def steps(folder: Path, *cases: str, device: str = "cpu") -> None:
+    run("distributed_step.py", str(folder / "group"), device, *cases)
+
+
+def test_wrappers_of_torch(tmp_path: Path) -> None:
+    engines = ["ddp", "ddp_unused", "ddp_static"]
+    steps(tmp_path, *engines, *(f"{engine} --layers" for engine in engines))
+
+
+@fully_shard
+def test_fsdp2(tmp_path: Path) -> None:
+    """Where it frees the head, logits can be read once it is gathered again."""
+    steps(
+        tmp_path,
+        "fsdp2",
+        "fsdp2 --layers",
+        "fsdp2_resharded --late evaluation",
+        "fsdp2_resharded --layers --late backward",
+        'fsdp2_head --fallback "use reshard_after_forward=False"',
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@fully_shard
+def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
+    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
+    if not hasattr(fsdp_utils, "_find_final_norm"):
+        pytest.skip("this accelerate makes no unit of the last norm and the head")
+    steps(tmp_path, "accelerate_fsdp2", "accelerate_fsdp2 --layers", "accelerate_fsdp2 --tied")
+
+
+@fully_shard
+def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
+    if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
+        pytest.skip("this Transformers shards nothing itself")
+    steps(tmp_path, "transformers_fsdp")
+
+
+@fully_shard
+def test_a_distributed_vocabulary_falls_back(tmp_path: Path) -> None:
+    case = 'tensor_parallel --fallback "weight of type DTensor"'
+    steps(tmp_path, case, f"{case} --layers")
+
+
+def test_deepspeeds_engine(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    freed = '--fallback "DeepSpeed ZeRO-3 frees the head\'s weight"'
+    steps(tmp_path, "zero1", "zero2", f"zero3 {freed}", f"zero3_plain {freed}")
+
+
+def test_trainer_with_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run("deepspeed_trainer.py", str(tmp_path), "1", "2")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_engines_on_gpus(tmp_path: Path) -> None:
+    steps(
+        tmp_path,
+        "ddp_static",
+        "ddp_unused --layers",
+        "accelerate_fsdp2 --layers",
+        "accelerate_fsdp2 --tied",
+        "fsdp2_resharded --late backward",
+        'tensor_parallel --layers --fallback "weight of type DTensor"',
+        device="cuda",
+    )

@@ -1,0 +1,209 @@
+"""The engines that train one model in several processes, as their libraries set them up.
+
+Each takes a model and gives an ``Engine``; ``ENGINES`` names them. Processes of a gloo group on the
+CPU, or of an NCCL group with a GPU each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+RATE = 0.1  # of learning
+
+
+class Engine:
+    """A wrapped model with plain SGD.
+
+    Attributes:
+        module: that is called.
+        model: the Transformers model within.
+        shares_batch: whether all ranks are given the same.
+    """
+
+    def __init__(self, module: nn.Module, model: nn.Module, shares_batch: bool = False) -> None:
+        self.module, self.model, self.shares_batch = module, model, shares_batch
+        self.optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters, whole, on every rank."""
+        with torch.no_grad():
+            return {name: whole(p).cpu() for name, p in self.model.named_parameters()}
+
+
+def whole(parameter: Any) -> Tensor:
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().clone()
+
+
+def ddp(**options: Any) -> Callable[[PreTrainedModel], Engine]:
+    return lambda model: Engine(DistributedDataParallel(model, **options), model)
+
+
+def fsdp2(**root: Any) -> Callable[[PreTrainedModel], Engine]:
+    """Each layer a unit of ``fully_shard``, the rest with the root."""
+
+    def make(model: PreTrainedModel) -> Engine:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = mesh_of_all()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, **root)
+        return Engine(model, model)
+
+    return make
+
+
+def fsdp2_head(model: PreTrainedModel) -> Engine:
+    """A head that is a unit which frees its weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.lm_head, mesh=mesh_of_all(), reshard_after_forward=True)
+    return fsdp2()(model)
+
+
+def accelerate_fsdp2(model: PreTrainedModel) -> Engine:
+    """``Accelerator.prepare`` on GPUs; elsewhere, where that does not shard, its own function."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+    )
+    if dist.get_backend() == "nccl":
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        engine = Engine(prepared, prepared)
+        engine.optimizer = optimizer
+        return engine
+    stand_in: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh_of_all(),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("all",)),
+        mixed_precision="no",
+        is_main_process=dist.get_rank() == 0,
+        device=model.device,
+    )
+    prepared = fsdp2_prepare_model(stand_in, model)
+    return Engine(prepared, prepared)
+
+
+def transformers_fsdp(model: PreTrainedModel) -> Engine:
+    """Transformers' own ``DistributedConfig(fsdp_size=...)``, which loads a checkpoint."""
+    from transformers.distributed import DistributedConfig
+
+    from liger_patch import apply_patch, patch_status
+
+    is_patched = patch_status(model).patched
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    loaded = type(model).from_pretrained(folder[0], distributed_config=config)
+    loaded.train()
+    if is_patched:
+        apply_patch(loaded)
+    return Engine(loaded, loaded)
+
+
+def tensor_parallel(model: PreTrainedModel) -> Engine:
+    """Projections and the head on shards, a batch for all ranks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = dict.fromkeys(("q_proj", "k_proj", "v_proj"), columns) | {"o_proj": rows}
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in plan.items()}
+    plan |= dict.fromkeys(("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"), columns)
+    plan |= {"model.layers.*.mlp.down_proj": rows}
+    plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh_of_all(), plan)
+    return Engine(model, model, shares_batch=True)
+
+
+def deepspeed(stage: int, **zero: Any) -> Callable[[PreTrainedModel], Engine]:
+    def make(model: PreTrainedModel) -> Engine:
+        import deepspeed
+        import deepspeed.comm.torch
+
+        deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+        return DeepSpeed(model, {"stage": stage, **zero})
+
+    return make
+
+
+class DeepSpeed(Engine):
+    def __init__(self, model: PreTrainedModel, zero: dict[str, Any]) -> None:
+        import deepspeed
+
+        super().__init__(model, model)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        self.module, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=config, dist_init_required=False
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss)
+
+    def step(self) -> None:
+        self.module.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return super().weights()
+
+
+def mesh_of_all() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("all",))
+
+
+ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
+    "ddp": ddp(),
+    "ddp_unused": ddp(find_unused_parameters=True),
+    "ddp_static": ddp(static_graph=True),
+    "fsdp2": fsdp2(),
+    "fsdp2_resharded": fsdp2(reshard_after_forward=True),
+    "fsdp2_head": fsdp2_head,
+    "accelerate_fsdp2": accelerate_fsdp2,
+    "transformers_fsdp": transformers_fsdp,
+    "tensor_parallel": tensor_parallel,
+    "zero1": deepspeed(1),
+    "zero2": deepspeed(2),
+    "zero3": deepspeed(3),
+    "zero3_plain": deepspeed(3, memory_efficient_linear=False),
+}
