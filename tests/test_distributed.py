@@ -22,8 +22,9 @@ fully_shard = pytest.mark.skipif(
 
 def run(script: str, *arguments: str) -> None:
     """Run a script of this folder with these arguments in each of the processes."""
+    folders = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        "PYTHONPATH": os.pathsep.join(folders),
         "WORLD_SIZE": str(PROCESSES),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # accelerate wants one; the group has met already

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.kernels.chunks import (
     chunk_bounds,
     chunks_of,
@@ -33,9 +34,7 @@ from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
 from liger_patch.kernels.heads import Head
 from liger_patch.kernels.supervised import Supervised, Tokens
 
-# elements: on a GPU, rows of logits start at 128-byte boundaries, whatever V. Elsewhere no memory
-# lies between them: oneDNN reads it in bf16 on CPUs with AMX, where 0 * NaN is NaN (oneDNN#5717)
-ALIGNED_V = 64
+ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 
 
 class Passed(NamedTuple):
@@ -94,7 +93,10 @@ class HeadPass:
         def logits_memory(tokens: int) -> Tensor | None:
             if not takes_memory:
                 return None
-            rows = factors.hidden_states.new_empty(tokens, _row_elements(weight))
+            rows = factors.hidden_states.new_empty(tokens, self._row_elements(vocab_size))
+            if rows.device.type == "cpu":
+                # oneDNN reads between the rows in bf16 with AMX: 0 * NaN is NaN (oneDNN#5717)
+                rows[:, vocab_size:].zero_()
             return rows[:, :vocab_size]
 
         memory = early = None
@@ -150,10 +152,9 @@ class HeadPass:
         return bounds, wide if widen else weight.dtype
 
     def _row_bytes(self, weight: Tensor | QuantizedWeight) -> int:
-        return _row_elements(weight) * self.dtype.itemsize
+        return self._row_elements(weight.shape[0]) * self.dtype.itemsize
 
-
-def _row_elements(weight: Tensor | QuantizedWeight) -> int:
-    """Elements from one row of logits to the next."""
-    multiple = ALIGNED_V if weight.device.type == "cuda" else 1
-    return -(-weight.shape[0] // multiple) * multiple
+    def _row_elements(self, vocab_size: int) -> int:
+        """Elements from one row of logits to the next."""
+        multiple = ALIGNED_V if serves_triton_device(self.tokens.labels) else 1
+        return -(-vocab_size // multiple) * multiple

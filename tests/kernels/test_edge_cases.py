@@ -276,7 +276,7 @@ def check_between_rows(matrix):
 @pytest.mark.parametrize("vocab_size", [97, 131, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", ["linear_cross_entropy", "linear_log_probs"])
-def test_products_read_no_memory_between_rows(operator, dtype, vocab_size):
+def test_products_read_no_memory_between_rows(operator, dtype, vocab_size, cpu_form):
     x = torch.randn(9, 16).to(dtype).requires_grad_()
     weight = torch.randn(vocab_size, 16).to(dtype).requires_grad_()
     labels = torch.arange(9)
