@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
-from liger_patch.changes import watch_optimizers
-from liger_patch.instance_class import ORIGINAL
-from liger_patch.kernels.chunks import default_chunk_mib
-from liger_patch.layers import LAYERS, count_layers, replace_layers, restore_layers
-from liger_patch.loss import LossSettings, PatchRecord
-from liger_patch.patched_model import (
+from liger_patch.deferred.changes import watch_optimizers
+from liger_patch.kernels.head.chunks import default_chunk_mib
+from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
+from liger_patch.patch.forward import (
     RECORD,
     class_name,
     leads_to_patch,
@@ -24,6 +22,8 @@ from liger_patch.patched_model import (
     patched_class,
     record_of,
 )
+from liger_patch.patch.loss import LossSettings, PatchRecord
+from liger_patch.subclass import ORIGINAL
 
 Model = TypeVar("Model", bound=nn.Module)
 

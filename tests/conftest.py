@@ -100,7 +100,7 @@ def nothing_is_compiled() -> Iterator[None]:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The deferred logits that somebody has read."""
-    from liger_patch.deferred import DeferredLogits
+    from liger_patch.deferred.tensor import DeferredLogits
 
     read: list[Any] = []
     real_logits = DeferredLogits.real_logits

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.head_call import HeadCall
+from liger_patch.deferred.head_call import HeadCall
 from liger_patch.registry import available
 
 STEPS, ACCUMULATED = 2, 2

@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 
 
 def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.rms_norm_triton import tile
+    from liger_patch.kernels.triton.rms_norm import tile
 
     for dtype, hidden_size, weight in (
         ("*bf16", 4096, "*bf16"),
@@ -35,7 +35,7 @@ def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.rms_norm_triton import backward_tile
+    from liger_patch.kernels.triton.rms_norm import backward_tile
 
     for dtype, hidden_size, weight, shared_kib in (
         ("*bf16", 4096, "*bf16", 64),
@@ -78,7 +78,7 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def sum_parts(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import rms_norm_triton as kernels
+    from liger_patch.kernels.triton import rms_norm as kernels
 
     for dtype in ("*bf16", "*fp16", "*fp32"):
         sizes = {"parts": "i32", "hidden_size": "i32"}
@@ -94,7 +94,7 @@ GATED = (("*bf16", True, 0), ("*fp16", False, 0), ("*fp32", True, 1), ("*bf16", 
 
 
 def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import gated_triton as kernels
+    from liger_patch.kernels.triton import gated as kernels
 
     for dtype, is_silu, halves in GATED:
         pointers = dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), dtype)
@@ -105,7 +105,7 @@ def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import gated_triton as kernels
+    from liger_patch.kernels.triton import gated as kernels
 
     for dtype, is_silu, halves in GATED:
         names = ("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
@@ -120,7 +120,7 @@ def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
 
 
 def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import rotary_triton as kernels
+    from liger_patch.kernels.triton import rotary as kernels
 
     cases = (
         ("*bf16", "*bf16", True, False, 2, 0),

@@ -24,7 +24,7 @@ FLAGS = (  # softcap, class weight, label smoothing, gradient
 
 def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     """(id, arguments: a type or a value, warps) of each compilation for the target."""
-    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
 
     everything = itertools.product(DTYPES, itertools.product((0, 1), repeat=4), (MAX_BLOCK_V,))
     rotated = ((DTYPES[i % 3], flags, MAX_BLOCK_V) for i, flags in enumerate(FLAGS * 2))
@@ -59,7 +59,7 @@ def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]
 
 
 def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.scale_triton import BLOCK
+    from liger_patch.kernels.triton.scale import BLOCK
 
     for dtype, size in itertools.product(DTYPES, ("i32", "i64")):
         yield (
@@ -78,7 +78,7 @@ def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.scale_triton import ROW_BLOCK
+    from liger_patch.kernels.triton.scale import ROW_BLOCK
 
     # float32 products to gradients, and hidden states to scaled ones
     for values, out, rows in (("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*bf16", "*bf16", 0)):
@@ -115,7 +115,7 @@ ODDS_WITH_STATISTICS = (  # softcap, writes, again, rank, sums: every pair of tw
 
 def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Only what it serves: bf16 on Hopper."""
-    from liger_patch.kernels import odds_head as kernels
+    from liger_patch.kernels.head import hopper as kernels
 
     if target != FULL or kernels.TensorDescriptor is None:
         return
@@ -152,7 +152,7 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import odds_head as kernels
+    from liger_patch.kernels.head import hopper as kernels
 
     for softcap, rank in itertools.product((0, 1), repeat=2):
         yield (
@@ -184,7 +184,7 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import odds_head as kernels
+    from liger_patch.kernels.head import hopper as kernels
 
     for softcap, class_weight, writes, again, statistics in itertools.product((0, 1), repeat=5):
         if class_weight and statistics:  # losses have the one, log-probabilities the other
@@ -225,7 +225,7 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import supervised_triton as kernels
+    from liger_patch.kernels.triton import order_tokens as kernels
 
     for labels in ("*i64", "*i32", "*i16", "*i8", "*u8"):
         yield (
@@ -245,7 +245,7 @@ def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]
 
 
 def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels import label_rows_triton as kernels
+    from liger_patch.kernels.triton import label_rows as kernels
 
     for dweight, rows in itertools.product(("*bf16", "*fp32"), (0, 1)):
         yield (
@@ -268,7 +268,7 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
 
 
 def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
 
     everything = [*itertools.product(DTYPES, (0, 1), (MAX_BLOCK_V,)), ("*bf16", 1, 131)]
     rotated = [("*bf16", 1, MAX_BLOCK_V), ("*fp16", 0, MAX_BLOCK_V), ("*fp32", 1, 131)]
@@ -295,7 +295,7 @@ def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], i
 
 
 def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.cross_entropy_triton import MAX_BLOCK_V, block_and_warps
+    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
 
     # of log_probs, entropy, lse; without the last two, the cross entropy's kernel has the gradient
     some = [flags for flags in itertools.product((0, 1), repeat=3) if any(flags[1:])]

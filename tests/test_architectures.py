@@ -15,7 +15,7 @@ from training_step import call, joined, patched, router_arguments, step, tell_ap
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 
 class Subject:

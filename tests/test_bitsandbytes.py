@@ -17,8 +17,8 @@ from training_step import joined
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred import DeferredLogits
-from liger_patch.kernels import head_inputs
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.kernels.head import inputs as head_inputs
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -16,7 +16,7 @@ from training_step import joined, step, tell_apart
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = {row.model_type: row for row in registry.available()}
 # What torch says of its own tracing; pyproject.toml makes every warning an error.

@@ -20,7 +20,7 @@ from report import convergence_table
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch
-from liger_patch.layers import LAYERS
+from liger_patch.layers.replace import LAYERS
 
 SETTINGS = Settings(
     vocab_size=300,

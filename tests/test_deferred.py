@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_step import call
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 V = 131

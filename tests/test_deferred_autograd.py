@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import Float64, Step, call, gradients, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
 GEMMA2 = next(row for row in ROWS if row.model_type == "gemma2")

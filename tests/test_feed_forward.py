@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import step, tell_apart
 from transformers.activations import ACT2FN
 
-from liger_patch import apply_patch, feed_forward_classes, registry, revert_patch
-from liger_patch.layers import count_layers
+from liger_patch import apply_patch, registry, revert_patch
+from liger_patch.layers import mlp as feed_forward_classes
+from liger_patch.layers.replace import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
 

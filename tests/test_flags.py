@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
-from liger_patch.kernels import heads
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.kernels.head import logits as heads
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from unusual_heads import CastOutput, H, float8, int8, packed, sharded, two_layers, weight_norm
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 (LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
 Head = nn.Module

@@ -29,8 +29,8 @@ from training_step import Float64, call, gradients, patched, step, widened
 from transformers.loss import loss_utils
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred import DeferredLogits
-from liger_patch.instance_class import derived_class, once_for_each_class
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.subclass import derived_class, once_for_each_class
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")

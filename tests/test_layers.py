@@ -27,18 +27,13 @@ from training_step import (
 )
 from transformers import PreTrainedModel
 
-from liger_patch import (
-    apply_patch,
-    attention_classes,
-    feed_forward_classes,
-    norm_classes,
-    patch_status,
-    registry,
-    revert_patch,
-)
-from liger_patch.attention_classes import ATTENTIONS, ROTATIONS
-from liger_patch.layers import ENDINGS, LAYERS, count_layers
-from liger_patch.norm_classes import NORMS
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.layers import attention as attention_classes
+from liger_patch.layers import mlp as feed_forward_classes
+from liger_patch.layers import norm as norm_classes
+from liger_patch.layers.attention import ATTENTIONS, ROTATIONS
+from liger_patch.layers.norm import NORMS
+from liger_patch.layers.replace import ENDINGS, LAYERS, count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel

@@ -17,7 +17,7 @@ from training_step import joined, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, registry
-from liger_patch.layers import LAYERS
+from liger_patch.layers.replace import LAYERS
 
 ROWS = {row.model_type: row for row in registry.available()}
 

@@ -17,7 +17,7 @@ from training_step import Float64, Step, call, gradients, patched, step, widened
 from transformers.modeling_outputs import CausalLMOutput
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("cohere", "gemma2", "llama")]
 LLAMA = next(row for row in ROWS if row.model_type == "llama")

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import apply_patch, registry
-from liger_patch.layer_code import make_the_same
-from liger_patch.layers import count_layers
-from liger_patch.norm_classes import PROBED
+from liger_patch.layers.checks import make_the_same
+from liger_patch.layers.norm import PROBED
+from liger_patch.layers.replace import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
 LLAMA_NORM_FORWARD = LlamaRMSNorm.forward

@@ -30,7 +30,7 @@ from torch import Tensor
 from training_step import Float64, call, joined, patched, step
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.sequences import count_sequences, sequence_starts
+from liger_patch.patch.packing import count_sequences, sequence_starts
 
 # --- packed equals unpacked -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Float64, call, joined, step, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 peft = pytest.importorskip("peft")
 

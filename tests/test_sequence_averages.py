@@ -32,7 +32,7 @@ from torch import Tensor
 from training_step import Step, call, gradients, patched
 
 from liger_patch import apply_patch, registry
-from liger_patch.sequences import count_sequences
+from liger_patch.patch.packing import count_sequences
 
 TESTS = Path(__file__).parent
 

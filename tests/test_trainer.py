@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from training_step import Float64, Step, joined, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 

@@ -27,7 +27,8 @@ from trl_models import (
 )
 from unusual_heads import sharded
 
-from liger_patch import loss, patch_status
+from liger_patch import patch_status
+from liger_patch.patch import loss
 
 pytestmark = MARKS
 

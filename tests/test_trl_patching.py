@@ -38,7 +38,7 @@ from trl_models import (
 )
 
 from liger_patch import apply_patch, patch_status, revert_patch
-from liger_patch.patched_model import record_of
+from liger_patch.patch.forward import record_of
 
 pytestmark = MARKS
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from training_step import Step, joined, widened
 from trl_models import MARKS, assert_fused, assert_same, lora, make_model, sft_trainer, train
 
-from liger_patch.deferred import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 
 pytestmark = MARKS
 

@@ -14,8 +14,10 @@ from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, joined, step, widened
 
-from liger_patch import apply_patch, loss, patch_status, registry
-from liger_patch.kernels import gradients, heads
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.kernels.head import gradients
+from liger_patch.kernels.head import logits as heads
+from liger_patch.patch import loss
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 
-from liger_patch.kernels import cross_entropy_pytorch, reference
-from liger_patch.kernels.chunks import MIB
+from liger_patch.kernels import reference
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head_pass import ALIGNED_V
+from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
+from liger_patch.kernels.head.chunked import ALIGNED_V
+from liger_patch.kernels.head.chunks import MIB
+from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_patch.kernels.loss_options import LossOptions
 
 ORDERS = 4  # in which eager is asked
 LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from liger_patch.apply import transformers_model
-from liger_patch.patched_model import record_of
-from liger_patch.sequences import NUM_SEQUENCES, count_sequences
+from liger_patch.patch.forward import record_of
+from liger_patch.patch.packing import NUM_SEQUENCES, count_sequences
 
 
 class Trainer(transformers.Trainer):

@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
-from liger_patch.fused import fused_log_probs
-from liger_patch.layers import count_layers
-from liger_patch.loss import LossSettings, PatchRecord
-from liger_patch.parts import Parts
-from liger_patch.patched_model import deferring, leads_to_patch, patched_class, record_of
-from liger_patch.sequences import IGNORE_INDEX, next_labels
+from liger_patch.deferred.fused import fused_log_probs
+from liger_patch.deferred.parts import Parts
+from liger_patch.layers.replace import count_layers
+from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
+from liger_patch.patch.loss import LossSettings, PatchRecord
+from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 
 SUPPORTED = "trl 1.15 and 1.16"
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head

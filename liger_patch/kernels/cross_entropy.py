@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from liger_patch.kernels import cross_entropy_pytorch
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import check_backward
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.supervised import (
+from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
+from liger_patch.kernels.head.labels import (
     check_tokens,
     order_tokens,
     refuse_others_than_tensors,
     token_factors,
 )
+from liger_patch.kernels.head.options import LossOptions
 
 
 def cross_entropy_rows(
@@ -35,7 +35,7 @@ def cross_entropy_rows(
     ``logits`` itself, each row's gradient times its ``row_scale`` is written there.
     """
     if serves_triton(logits):
-        from liger_patch.kernels import cross_entropy_triton as form
+        from liger_patch.kernels.triton import cross_entropy as form
     else:
         form = cross_entropy_pytorch
     return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
+from liger_patch.kernels.head.pytorch import accumulation_dtype
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -29,7 +29,7 @@ def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, which records nothing for a backward pass."""
     y = _gated_result(gate, up, activation)
     if serves_triton(gate, up):
-        from liger_patch.kernels import gated_triton
+        from liger_patch.kernels.triton import gated as gated_triton
 
         gated_triton.gated(gate.contiguous(), _contiguous(up), y, activation)
         return y
@@ -66,7 +66,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = results = _gated_backward_results(dy, gate, up, activation)
     if serves_triton(dy, gate, up):
-        from liger_patch.kernels import gated_triton
+        from liger_patch.kernels.triton import gated as gated_triton
 
         tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup, y)
         gated_triton.gated_backward(*tensors, activation)

@@ -20,22 +20,22 @@ from torch import Tensor
 
 from liger_patch.kernels.autocast import without_autocast
 from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import check_backward
-from liger_patch.kernels.head_arguments import checked_chunk_bytes, checked_inputs, product_dtype
-from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
-from liger_patch.kernels.head_pass import HeadPass, Passed
-from liger_patch.kernels.heads import prepare_head
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.saved_inputs import save_inputs, saved_inputs
-from liger_patch.kernels.scale import scale_
-from liger_patch.kernels.supervised import (
+from liger_patch.kernels.head.arguments import checked_chunk_bytes, checked_inputs, product_dtype
+from liger_patch.kernels.head.chunked import HeadPass, Passed
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
+from liger_patch.kernels.head.labels import (
     Supervised,
     check_tokens,
     order_tokens,
     refuse_others_than_tensors,
     token_factors,
 )
+from liger_patch.kernels.head.logits import prepare_head
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.head.saved_inputs import save_inputs, saved_inputs
+from liger_patch.kernels.head.scale import scale_
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import constant, operator
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
+from liger_patch.kernels.head.pytorch import accumulation_dtype
 from liger_patch.kernels.rows import (
     empty_in_order,
     empty_per_row,
@@ -44,7 +44,7 @@ def _rms_norm(
 ) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm_results(x, weight, eps, offset, dtype)
     if _serves(x, weight):
-        from liger_patch.kernels import rms_norm_triton
+        from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         rows = in_order_of(y, x)
         rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, y, rstd)
@@ -69,7 +69,7 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = _rms_norm_backward_results(dy, x, weight, rstd, offset, wants_weight)
     if _serves(x, weight):
-        from liger_patch.kernels import rms_norm_triton
+        from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         # hooks of saved tensors may have given x another order than that of the forward pass
         rstd = per_row_in_order_of(dx, rstd)

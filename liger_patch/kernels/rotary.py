@@ -16,8 +16,8 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.compilation import operator
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
 from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
+from liger_patch.kernels.head.pytorch import accumulation_dtype
 
 
 def _rotary_results(
@@ -44,7 +44,7 @@ def _rotary(
 ) -> tuple[Tensor, Tensor]:
     outputs = _like(q, dtype), _like(k, dtype)
     if serves_triton(q, k, cos, sin, outputs[0]):
-        from liger_patch.kernels import rotary_triton
+        from liger_patch.kernels.triton import rotary as rotary_triton
 
         how = {"interleaved": interleaved, "backward": backward}
         rotary_triton.rotary((q, k), cos, sin, outputs, **how)

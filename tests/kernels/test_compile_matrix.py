@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 
-FOLDER = Path(liger_patch.__file__).parent / "kernels"
+FOLDER = Path(liger_patch.__file__).parent / "kernels" / "triton"
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
@@ -52,7 +52,7 @@ def jit_functions() -> dict[str, KernelInterface]:
     """Every function under @triton.jit in the package's kernels, with its heuristics, by name."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
-        module = importlib.import_module(f"liger_patch.kernels.{path.stem}")
+        module = importlib.import_module(f"liger_patch.kernels.triton.{path.stem}")
         for name, value in vars(module).items():
             if isinstance(value, KernelInterface) and plain(value).module == module.__name__:
                 found[name] = value
@@ -166,7 +166,7 @@ def test_tiles_on_their_way_fit_the_gpu(target, kernels):
 
 
 def test_long_rows_are_on_their_way_where_there_is_memory_for_them():
-    from liger_patch.kernels.rms_norm_triton import backward_tile
+    from liger_patch.kernels.triton.rms_norm import backward_tile
 
     stages = {kib: backward_tile(8192, 4, kib * 1024)[0]["STAGES"] for kib in (64, 99, 227)}
     assert stages[64] == 1

@@ -10,10 +10,10 @@ from three_ways import eager_cross_entropy, linear_inputs, loss_and_gradients
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
-from liger_patch.kernels.chunks import MIB, TRAINED_CHUNK_MIB
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.head.chunks import MIB, TRAINED_CHUNK_MIB
+from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_patch.kernels.loss_options import LossOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from three_ways import (
 )
 from torch import Tensor
 
-from liger_patch.kernels import head_inputs
+from liger_patch.kernels.head import inputs as head_inputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 

@@ -25,7 +25,7 @@ EPS = 1e-5
 
 def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
     for name in ("rms_norm", "gated", "rotary"):
-        monkeypatch.setitem(sys.modules, f"liger_patch.kernels.{name}_triton", None)
+        monkeypatch.setitem(sys.modules, f"liger_patch.kernels.triton.{name}", None)
     monkeypatch.setattr("liger_patch.kernels.backend.HAS_TRITON", False)
     x = torch.randn(1, 2, 3, 4, requires_grad=True)
     turned = rotary(x, x, *torch.randn(2, 1, 3, 4))[0]

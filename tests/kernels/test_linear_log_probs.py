@@ -20,9 +20,11 @@ from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels import head_inputs, reference, token_statistics_pytorch
 from liger_patch.kernels import linear_log_probs as operator
-from liger_patch.kernels.head_pass import HeadPass
+from liger_patch.kernels import reference
+from liger_patch.kernels.head import inputs as head_inputs
+from liger_patch.kernels.head import statistics_pytorch as token_statistics_pytorch
+from liger_patch.kernels.head.chunked import HeadPass
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")
@@ -71,7 +73,7 @@ def quick_device(request):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of a row in the Triton form, and of rows in the PyTorch form."""
-    monkeypatch.setattr("liger_patch.kernels.cross_entropy_triton.MAX_BLOCK_V", 32)
+    monkeypatch.setattr("liger_patch.kernels.triton.cross_entropy.MAX_BLOCK_V", 32)
     monkeypatch.setattr(token_statistics_pytorch, "SCRATCH_BYTES", 2 * 131 * 16)
 
 

@@ -7,8 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_patch.kernels import cross_entropy_pytorch
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")

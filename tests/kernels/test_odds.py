@@ -22,11 +22,12 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels import heads, odds_head
-from liger_patch.kernels.head_inputs import HeadInputs
+from liger_patch.kernels.head import hopper as odds_head
+from liger_patch.kernels.head import logits as heads
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
-from liger_patch.kernels.loss_options import LossOptions
 
 SERVED = {
     **{name: how for name, how in OPTIONS.items() if "label_smoothing" not in how},

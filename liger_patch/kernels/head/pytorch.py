@@ -7,7 +7,7 @@ them stay within SCRATCH_BYTES whatever the number of rows. C: rows, V: vocabula
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.head.options import LossOptions
 
 SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a chunk of logits
 COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_patch.kernels.head_inputs import HeadInputs
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.options import LossOptions
 
 
 def save_inputs(ctx: Any, inputs: Sequence[Any], options: LossOptions) -> None:

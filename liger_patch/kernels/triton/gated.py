@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.cross_entropy_triton import _tanh, _tanh_derivative
+from liger_patch.kernels.triton.cross_entropy import _tanh, _tanh_derivative
 
 # elements of a program: half of these in the backward pass, where more live at once, are up to 5 %
 # faster, twice as many 40 % slower with gelu

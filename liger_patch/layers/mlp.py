@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.layer_code import (
+from liger_patch.layers.checks import (
     has_hooks,
     is_transformers,
     make_the_same,
@@ -26,6 +25,7 @@ from liger_patch.layer_code import (
     needs_own_code,
     packs_saved_tensors,
 )
+from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of the layer that is tried
 PRODUCT = nn.Linear.forward, nn.functional.linear  # which others replace

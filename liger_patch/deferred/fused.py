@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_patch.deferred.parts import Parts
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
-from liger_patch.parts import Parts
 
 
 def fused_loss(parts: Parts, labels: Tensor, **options: Any) -> Tensor:

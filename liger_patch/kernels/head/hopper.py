@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import processors
-from liger_patch.kernels.gradients import OddsFactors
-from liger_patch.kernels.head_inputs import HeadInputs
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.odds_triton import _finish_kernel, _label_logit_kernel, _odds_kernel
-from liger_patch.kernels.supervised import Tokens
-from liger_patch.kernels.token_statistics import TokenStatistics
+from liger_patch.kernels.head.gradients import OddsFactors
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.labels import Tokens
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.statistics import TokenStatistics
+from liger_patch.kernels.triton.odds import _finish_kernel, _label_logit_kernel, _odds_kernel
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.head.options import LossOptions
 
 MAX_BLOCK_V = 8192  # logits that a program holds at a time
 ELEMENTS_PER_THREAD = 16  # of one block: two 16-byte loads of bf16

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.cross_entropy_triton import (
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.triton.cross_entropy import (
     LOWEST,
     _bend,
     _distance,
     _tanh_derivative,
     block_and_warps,
 )
-from liger_patch.kernels.loss_options import LossOptions
 
 
 @triton.jit

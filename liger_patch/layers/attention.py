@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.rotary import rotary
-from liger_patch.layer_code import is_transformers, names_of, needs_own_code
+from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
+from liger_patch.subclass import derived_class, once_for_each_class
 
 
 def _turned_by_sections(

@@ -25,10 +25,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from liger_patch.head_call import HeadCall, Owner
+from liger_patch.deferred.head_call import HeadCall, Owner
+from liger_patch.deferred.ops import (
+    METADATA,
+    NEED_A_GRADIENT,
+    RECORDED,
+    TAKE_KEYWORDS,
+    Recordable,
+    Step,
+)
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import check_backward
-from liger_patch.steps import METADATA, NEED_A_GRADIENT, RECORDED, TAKE_KEYWORDS, Recordable, Step
 
 NO_GRADIENT = (
     "the fused loss has no gradient with respect to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real "

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_patch.instance_class import derived_class, once_for_each_class
 from liger_patch.kernels.rms_norm import rms_norm
-from liger_patch.layer_code import is_transformers, make_the_same, needs_own_code
+from liger_patch.layers.checks import is_transformers, make_the_same, needs_own_code
+from liger_patch.subclass import derived_class, once_for_each_class
 
 
 class Norm(NamedTuple):

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from liger_patch.kernels import token_statistics_pytorch
 from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.head import statistics_pytorch as token_statistics_pytorch
+from liger_patch.kernels.head.options import LossOptions
 
 
 class TokenStatistics(NamedTuple):
@@ -77,7 +77,7 @@ def log_probs_gradient_rows_(
 
 def _form(logits: Tensor):
     if serves_triton(logits):
-        from liger_patch.kernels import token_statistics_triton as form
+        from liger_patch.kernels.triton import token_statistics as form
     else:
         form = token_statistics_pytorch
     return form

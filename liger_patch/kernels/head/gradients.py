@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.chunks import chunk_bounds
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
-from liger_patch.kernels.products import product_
+from liger_patch.kernels.head.chunks import chunk_bounds
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
+from liger_patch.kernels.head.products import product_
+from liger_patch.kernels.head.pytorch import accumulation_dtype
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
 
@@ -133,7 +133,7 @@ class _Product:
     def finish(self) -> list[Tensor | None]:
         """The sums so far, which are given away."""
         if self._dweight is not None and self._odds is not None:
-            from liger_patch.kernels.label_rows_triton import add_label_rows_
+            from liger_patch.kernels.triton.label_rows import add_label_rows_
 
             _, labels, label_gradients = self._odds
             add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)
@@ -161,7 +161,7 @@ def _dstates_product(
         else:
             out.index_copy_(0, rows, wide.to(out.dtype))
     elif odds is not None:
-        from liger_patch.kernels.scale_triton import scale_rows
+        from liger_patch.kernels.triton.scale import scale_rows
 
         slabs = chunk_bounds(len(dlogits), 4 * out.shape[1], SLAB_BYTES)
         wide = out.new_empty(slabs[0][1], out.shape[1], dtype=torch.float32)
@@ -185,6 +185,6 @@ def _dstates_product(
 
 def _scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
     """``factors[:, None] * x`` (C, K) in the dtype of x."""
-    from liger_patch.kernels.scale_triton import scale_rows
+    from liger_patch.kernels.triton.scale import scale_rows
 
     return scale_rows(x, factors, torch.empty_like(x))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_patch.deferred import DeferredLogits
-from liger_patch.head_call import HeadCall, Owner
-from liger_patch.steps import Step
+from liger_patch.deferred.head_call import HeadCall, Owner
+from liger_patch.deferred.ops import Step
+from liger_patch.deferred.tensor import DeferredLogits
 
 
 class _DeferLinear(TorchFunctionMode):

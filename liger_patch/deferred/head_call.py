@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_patch.changes import State, state_of
-from liger_patch.kernels.head_inputs import QuantizedWeight
-from liger_patch.sharded_heads import stored_parameter
+from liger_patch.deferred.changes import State, state_of
+from liger_patch.deferred.sharding import stored_parameter
+from liger_patch.kernels.head.inputs import QuantizedWeight
 
 
 class Owner(Protocol):

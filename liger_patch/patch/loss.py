@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred import NO_GRADIENT, DeferredLogits
-from liger_patch.fused import fused_loss
+from liger_patch.deferred.fused import fused_loss
+from liger_patch.deferred.ops import RECORDED, TAKE_KEYWORDS
+from liger_patch.deferred.parts import Parts, parts_of
+from liger_patch.deferred.tensor import NO_GRADIENT, DeferredLogits
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.head_arguments import checked_chunk_bytes
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.parts import Parts, parts_of
-from liger_patch.sequences import next_labels, sequence_weights
-from liger_patch.steps import RECORDED, TAKE_KEYWORDS
-from liger_patch.verify import disagreement
+from liger_patch.kernels.head.arguments import checked_chunk_bytes
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.patch.packing import next_labels, sequence_weights
+from liger_patch.patch.verify import disagreement
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ bf16).
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.head_inputs import HeadInputs, weight_slices
+from liger_patch.kernels.head.inputs import HeadInputs, weight_slices
 
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton_device
-from liger_patch.kernels.chunks import (
+from liger_patch.kernels.head.chunks import (
     chunk_bounds,
     chunks_of,
     rows_before_count,
     summed_chunk_bounds,
 )
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.gradients import Gradients
-from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight, Wanted
-from liger_patch.kernels.heads import Head
-from liger_patch.kernels.supervised import Supervised, Tokens
+from liger_patch.kernels.head.gradients import Gradients
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
+from liger_patch.kernels.head.labels import Supervised, Tokens
+from liger_patch.kernels.head.logits import Head
+from liger_patch.kernels.head.pytorch import accumulation_dtype
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from liger_patch.kernels.autocast import autocast_dtype
 from liger_patch.kernels.backend import check_is_plain
-from liger_patch.kernels.chunks import MIB, default_chunk_mib
-from liger_patch.kernels.head_inputs import HeadInputs, QuantizedWeight
+from liger_patch.kernels.head.chunks import MIB, default_chunk_mib
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight
 
 MAX_CHUNK_MIB = 2**40  # no device has so much
 

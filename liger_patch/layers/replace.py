@@ -11,11 +11,11 @@ import types
 
 from torch import nn
 
-from liger_patch.attention_classes import attention_class
-from liger_patch.feed_forward_classes import mlp_class
-from liger_patch.instance_class import ORIGINAL
-from liger_patch.norm_classes import norm_class
+from liger_patch.layers.attention import attention_class
+from liger_patch.layers.mlp import mlp_class
+from liger_patch.layers.norm import norm_class
 from liger_patch.registry import Architecture
+from liger_patch.subclass import ORIGINAL
 
 CLASSES = {"rms_norm": norm_class, "rotary": attention_class, "gated": mlp_class}
 LAYERS = tuple(CLASSES)

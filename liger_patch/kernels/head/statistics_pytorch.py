@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.cross_entropy_pytorch import COPIES, SCRATCH_BYTES, accumulation_dtype
-from liger_patch.kernels.loss_options import LossOptions
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.pytorch import COPIES, SCRATCH_BYTES, accumulation_dtype
 
 
 def token_statistics_rows(

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.cross_entropy import cross_entropy_rows
-from liger_patch.kernels.cross_entropy_pytorch import accumulation_dtype
-from liger_patch.kernels.gradients import OddsFactors
-from liger_patch.kernels.head_inputs import HeadInputs
-from liger_patch.kernels.loss_options import LossOptions
-from liger_patch.kernels.products import logits_
-from liger_patch.kernels.supervised import Tokens
-from liger_patch.kernels.token_statistics import (
+from liger_patch.kernels.head.gradients import OddsFactors
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.labels import Tokens
+from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.products import logits_
+from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.head.statistics import (
     TokenStatistics,
     UpstreamGradients,
     log_probs_gradient_rows_,
@@ -69,7 +69,7 @@ def prepare_head(
 ) -> Head:
     """The form that serves these inputs. Reads nothing from the device."""
     if HAS_TRITON:
-        from liger_patch.kernels.odds_head import OddsHead, serves_odds
+        from liger_patch.kernels.head.hopper import OddsHead, serves_odds
 
         if serves_odds(factors, options, statistics):
             return OddsHead(factors, tokens, options, has_statistics=bool(statistics))

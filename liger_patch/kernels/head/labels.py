@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import check_is_plain, serves_triton_device
-from liger_patch.kernels.loss_options import LossOptions, is_finite
+from liger_patch.kernels.head.options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -97,7 +97,7 @@ class Tokens:
 def order_tokens(labels: Tensor, vocab_size: int, ignore_index: int) -> Tokens:
     """Put the supervised ones of the tokens with these labels (N,) first."""
     if serves_triton_device(labels):
-        from liger_patch.kernels import supervised_triton
+        from liger_patch.kernels.triton import order_tokens as supervised_triton
 
         ordered, rows, counts = supervised_triton.order_tokens(labels, vocab_size, ignore_index)
     else:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.deferred import DeferredLogits
-from liger_patch.kernels.head_inputs import QuantizedWeight
-from liger_patch.steps import Step
+from liger_patch.deferred.ops import Step
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.kernels.head.inputs import QuantizedWeight
 
 _SAME_VALUES = ("cast", "detach", "clone")  # as are they on another device, but not the loss
 

@@ -1,0 +1,1 @@
+"""Layers on kernels: norms, attention, feed-forward layers."""
