@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
-from liger_patch.deferred.changes import watch_optimizers
 from liger_patch.kernels.head.chunks import default_chunk_mib
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch.forward import (
@@ -105,7 +104,6 @@ def apply_patch(
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
-    watch_optimizers()
     target.__class__ = patched
     return model
 

@@ -39,7 +39,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--fallback", default="")
-    parser.add_argument("--late", choices=["evaluation", "backward"])
+    parser.add_argument("--late", choices=["evaluation", "backward", "step"])
     for case in cases:
         print(f"case {case}", flush=True)
         check(parser.parse_args(shlex.split(case)))
@@ -61,7 +61,9 @@ def check(arguments: argparse.Namespace) -> None:
         assert not computed, f"real logits were computed {len(computed)} times"
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, msg=lambda m, name=name: f"{name}: {m}")
-    if arguments.late:
+    if arguments.late == "step":
+        check_read_after_step(engine)
+    elif arguments.late:
         check_read_late(engine, evaluates=arguments.late == "evaluation")
 
 
@@ -118,6 +120,14 @@ def train(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tensor]:
             results[f"loss {step} {i}"] = outputs.loss.detach().cpu()
         engine.step()
     return results | engine.weights()
+
+
+def check_read_after_step(engine: Engine) -> None:
+    outputs = engine.module(**batch_of(engine, 9))
+    engine.backward(outputs.loss)
+    engine.step()
+    with pytest.raises(RuntimeError, match="the head's weight changed"):
+        outputs.logits.sum()
 
 
 def check_read_late(engine: Engine, *, evaluates: bool) -> None:

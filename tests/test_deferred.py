@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -580,7 +581,7 @@ def test_logits_of_hidden_states_that_have_changed_are_an_error() -> None:
         outputs.logits + 0
 
 
-@pytest.mark.parametrize("kind", ["positions", "mask", "one position"])
+@pytest.mark.parametrize("kind", ["positions", "mask", "one position", "slice"])
 def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None:
     results = []
     for patch in (False, True):
@@ -594,6 +595,7 @@ def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None
             "positions": (torch.arange(2), positions),
             "mask": mask,
             "one position": row,
+            "slice": (slice(None), slice(row, None)),
         }[kind]
         chosen = logits[index]
         positions += 1
@@ -604,19 +606,34 @@ def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None
     torch.testing.assert_close(results[1], results[0])
 
 
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_a_clone_is_computed_where_processes_are_a_group(tmp_path: Any, grad_enabled: bool) -> None:
+class Keeping(nn.Module):
+    """Keeps a clone of the logits, as a user may."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        outputs = self.model(**batch)
+        with torch.no_grad():
+            self.kept = outputs.logits.clone()
+        return outputs
+
+
+def test_a_clone_is_computed_also_within_a_distributed_model(tmp_path: Any) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
     )
     try:
-        model = apply_patch(tiny_model(LLAMA))
-        outputs = call(model, tiny_batch(model))
-        with torch.set_grad_enabled(grad_enabled):
+        model = Keeping(apply_patch(tiny_model(LLAMA)))
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        outputs = wrapped(**tiny_batch(model.model))
+        with torch.no_grad():
             clone = outputs.logits.clone()
         expected = outputs.logits.detach().clone()
-        optimizer_step(model)
-        assert torch.equal(clone.detach(), expected)
+        optimizer_step(model.model)
+        assert torch.equal(clone, expected)
+        assert torch.equal(model.kept, expected)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -640,6 +657,39 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
         traced = torch.jit.trace(Loss(apply_patch(model)), arguments, check_trace=False)
         torch.testing.assert_close(traced(*arguments), expected)
     assert patch_status(model).reason == "torch.jit.trace records the forward pass"
+
+
+class WritesThroughData(torch.optim.SGD):
+    """As the optimizers of bitsandbytes do: no version counts it."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-1.0)
+
+
+def test_an_optimizer_that_writes_through_data_is_seen() -> None:
+    """Also of a patched model that was loaded from a pickle, in another process."""
+    script = """
+import io, pickle, sys, torch
+sys.path[:0] = sys.argv[1:]
+from test_deferred import WritesThroughData
+from tiny_models import tiny_batch
+model = pickle.load(sys.stdin.buffer)
+outputs = model(**tiny_batch(model))
+outputs.loss.backward()
+WritesThroughData(model.parameters()).step()
+try:
+    outputs.logits.sum()
+except RuntimeError as error:
+    sys.exit(0 if "weight changed" in str(error) else str(error))
+sys.exit("logits of other weights were given")
+"""
+    file = io.BytesIO()
+    pickle.dump(apply_patch(tiny_model(LLAMA)), file)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", script, *folders]
+    subprocess.run(command, input=file.getvalue(), check=True, timeout=300)
 
 
 def test_an_optimizer_without_the_patch_is_not_watched() -> None:

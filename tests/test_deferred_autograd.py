@@ -253,13 +253,65 @@ def by_autograd_grad(logits: Tensor) -> Tensor:
     return torch.autograd.grad(own_loss(logits), logits)[0]
 
 
-@pytest.mark.parametrize("gradient", [by_retain_grad, by_hook, by_autograd_grad])
+def by_hook_behind_a_copy(logits: Tensor) -> Tensor:
+    copy, seen = logits[:, 1:].contiguous() * 2, []
+    logits.register_hook(seen.append)
+    own_loss(copy).backward()
+    return seen[0]
+
+
+def by_retain_grad_behind_a_cast(logits: Tensor) -> Tensor:
+    copy = logits / 2
+    logits.retain_grad()
+    (own_loss(copy) + own_loss(logits)).backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        by_retain_grad,
+        by_hook,
+        by_autograd_grad,
+        by_hook_behind_a_copy,
+        by_retain_grad_behind_a_cast,
+    ],
+)
 def test_the_gradient_of_a_loss_of_ones_own_to_the_logits_is_eagers(gradient: Any) -> None:
     model = tiny_model(LLAMA)
     batch = tiny_batch(model)
     eager = gradient(call(model, batch).logits)
     with patched(model):
         torch.testing.assert_close(gradient(call(model, batch).logits), eager)
+
+
+def test_a_hook_that_is_removed_waits_for_nothing() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    outputs = call(model, tiny_batch(model))
+    outputs.logits.register_hook(print).remove()
+    outputs.logits[:, -1].retain_grad()  # of which no loss is computed
+    outputs.loss.backward()
+
+
+def test_logits_that_a_loss_does_not_depend_on_have_no_gradient() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    logits, other = call(model, tiny_batch(model)).logits, torch.ones(3, requires_grad=True)
+    gradients = torch.autograd.grad(other.sum(), [other, logits], allow_unused=True)
+    assert gradients[1] is None
+    (zeros,) = torch.autograd.grad(other.sum(), [logits], materialize_grads=True)
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_part_of_the_gradient_to_the_logits_is_an_error(copied: bool) -> None:
+    """What a fused loss, or a copy that was computed before, leaves out."""
+    model = apply_patch(tiny_model(LLAMA))
+    outputs = call(model, tiny_batch(model))
+    part = (outputs.logits * 2).sum() if copied else outputs.loss
+    total = part + own_loss(outputs.logits)
+    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
+        torch.autograd.grad(total, outputs.logits)
 
 
 def test_a_hook_of_the_head_that_asks_for_the_gradient_makes_the_loss_fall_back() -> None:
@@ -303,6 +355,28 @@ def test_a_function_that_writes_to_logits_is_in_the_backward_pass(row: Any) -> N
         torch.testing.assert_close(result(), eager)
 
 
+def test_a_function_that_writes_to_a_view_of_logits_is_an_error() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    logits = call(model, tiny_batch(model)).logits
+    with pytest.raises(RuntimeError, match="dirty"):
+        Tripled.apply(logits[:, 1:])
+
+
+def test_a_function_that_writes_to_logits_without_gradients_leaves_the_backward_pass() -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+
+    def result() -> Step:
+        logits = call(model, batch).logits
+        with torch.no_grad():
+            Tripled.apply(logits)
+        return gradients(model, logits.square().sum())
+
+    eager = result()
+    with patched(model):
+        torch.testing.assert_close(result(), eager)
+
+
 def test_batched_upstream_gradients_are_an_error_that_names_them() -> None:
     model = apply_patch(tiny_model(LLAMA))
     loss = call(model, tiny_batch(model)).loss
@@ -315,7 +389,7 @@ def hooked_by_an_engine(logits: Tensor, seen: list[Tensor]) -> Any:
         seen.append(gradient)
         return 0.5 * gradient
 
-    hook.__module__ = "deepspeed.runtime.utils"
+    hook.__module__ = "deepspeed.runtime.utils"  # deepspeed_of_mine would be no engine
     return logits.register_hook(hook)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
@@ -29,19 +31,23 @@ def run(script: str, *arguments: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / script), *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
+    with ExitStack() as stack:
+        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(PROCESSES)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(TESTS / script), *arguments],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, file in enumerate(files)
+        ]
+        for process in started:
+            stack.callback(process.kill)
+        codes = [process.wait(timeout=300) for process in started]
+        for code, file in zip(codes, files, strict=True):
+            file.seek(0)
+            assert code == 0, file.read()
 
 
 def steps(folder: Path, *cases: str, device: str = "cpu") -> None:
@@ -90,7 +96,9 @@ def test_a_distributed_vocabulary_falls_back(tmp_path: Path) -> None:
 def test_deepspeeds_engine(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     freed = '--fallback "DeepSpeed ZeRO-3 frees the head\'s weight"'
-    steps(tmp_path, "zero1", "zero2", f"zero3 {freed}", f"zero3_plain {freed}")
+    steps(
+        tmp_path, "zero1 --late step", "zero2 --late step", f"zero3 {freed}", f"zero3_plain {freed}"
+    )
 
 
 def test_trainer_with_deepspeed(tmp_path: Path) -> None:

@@ -426,7 +426,10 @@ def test_nothing_is_replaced_that_a_hook_holds() -> None:
     assert set(count_layers(model)) == set(LAYERS)
 
 
-def test_an_attention_sees_what_its_module_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+def test_an_attention_sees_what_its_module_has_now(
+    monkeypatch: pytest.MonkeyPatch, nothing_is_compiled: None
+) -> None:
     """Whichever model of its class was patched first, and when."""
     from transformers.models.llama import modeling_llama
 
@@ -449,16 +452,21 @@ def test_an_attention_sees_what_its_module_has_now(monkeypatch: pytest.MonkeyPat
         calls.clear()
         call(model, tiny_batch(model))
         assert len(calls) == model.config.num_hidden_layers
+    calls.clear()
+    with torch.no_grad():
+        torch.compile(attending(), backend="eager")(**tiny_batch(first))
+    assert calls
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", "rotary", "gated"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_a_layer_that_is_given_shards_runs_its_own_code(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel would read memory that a tensor of tensors does not have."""
     from torch.testing._internal.two_tensor import TwoTensor
 
-    model = apply_patch(make_model(), layers=True)
+    model = apply_patch(make_model(model_type), layers=True)
     layer = model.model.layers[0]
     for module, name in ((norm_classes, "rms_norm"), (feed_forward_classes, "gated")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))

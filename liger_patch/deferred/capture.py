@@ -55,7 +55,9 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     """Whether these are plain floating-point tensors that fit each other, on one device."""
     tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
     if any(
-        type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_floating_point()
+        type(tensor) not in (Tensor, nn.Parameter)
+        or not tensor.is_floating_point()
+        or tensor.layout != torch.strided
         for tensor in tensors
     ):
         return False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_patch.deferred.changes import State, state_of
 from liger_patch.deferred.sharding import stored_parameter
+from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
 
 
@@ -53,6 +54,7 @@ class HeadCall:
     owner: Owner
 
     @classmethod
+    @runs_eagerly
     def of(
         cls,
         hidden_states: Tensor,

@@ -10,13 +10,15 @@ NotImplemented for those that it does not cover.
 from __future__ import annotations
 
 import inspect
+import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-CALLERS = 6  # frames from a handler to the line of a module that called the torch function
+CALLERS = 5  # frames from here to a function that calls a torch function, in a generator too
 
 
 class Step(NamedTuple):
@@ -43,6 +45,7 @@ class Step(NamedTuple):
 class Recordable(Tensor):
     """Logits (..., V) that steps can be recorded on."""
 
+    hooks: Any  # on the gradient of these logits: GradientHooks
     shares_memory: bool  # whether eager's result of the last step would share its input's memory
 
     def then(
@@ -54,6 +57,15 @@ class Recordable(Tensor):
     ) -> Tensor:
         """These logits after one more operation."""
         raise TypeError(f"{type(self).__name__} does not record steps")
+
+    @property
+    def value(self) -> Tensor | None:
+        """The real logits where they have been computed."""
+        return None
+
+    def read(self, name: str) -> Tensor:
+        """The real logits, for the named operation."""
+        raise TypeError(f"{type(self).__name__} has no values")
 
 
 def _scale(a: Any, b: Any) -> Tensor:
@@ -143,8 +155,17 @@ def _getitem(logits: Any, index: Any) -> Tensor:
             return NotImplemented
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
-    kept = tuple(item.clone() if isinstance(item, Tensor) else item for item in items)
+    kept = tuple(_kept(item) for item in items)
     return _rows(logits, lambda t: t[kept])
+
+
+def _kept(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.clone()
+    if isinstance(item, slice):
+        ends = item.start, item.stop, item.step
+        return slice(*(None if end is None else operator.index(end) for end in ends))
+    return item
 
 
 def _is_row_index(item: Any) -> bool:
@@ -177,16 +198,19 @@ def _contiguous(logits: Recordable) -> Tensor:
 def _clone(logits: Recordable) -> Tensor:
     # a clone is how a user keeps values; but DistributedDataParallel clones every output that needs
     # a gradient, in an autograd function of its own
-    if torch.is_grad_enabled() or not _is_called_by("torch.nn.parallel.distributed"):
+    if torch.is_grad_enabled() or not _is_called_by_ddp():
         return NotImplemented
     return logits.then(Step("clone", Tensor.clone))
 
 
-def _is_called_by(module: str) -> bool:
+def _is_called_by_ddp() -> bool:
+    sink = getattr(sys.modules.get("torch.nn.parallel.distributed"), "_DDPSink", None)
+    if sink is None:
+        return False
     frame = inspect.currentframe()
     for _ in range(CALLERS):
         frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") == module:
+        if frame is not None and frame.f_code is sink.forward.__code__:
             return True
     return False
 
@@ -229,8 +253,6 @@ _METADATA_METHODS = """
     size dim numel nelement ndimension element_size is_floating_point is_complex is_contiguous
     stride get_device __len__ is_inference is_shared _is_view
 """
-# what a fused loss has no gradient for
-NEED_A_GRADIENT: frozenset[Callable] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 # what is answered without values
 METADATA: frozenset[Callable] = frozenset(
     [

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, distributed, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_patch.kernels.compilation import runs_eagerly
+_shards: Any = WeakIdKeyDictionary()  # gathered weights -> their shards, None for none
 
 
 def why_weight_is_freed(head: nn.Module) -> str | None:
@@ -48,19 +49,26 @@ def _groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-@runs_eagerly
 def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
     """The parameter that the optimizer changes: the shard of a weight that ``fully_shard`` has
     gathered, else the weight itself.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return weight
-    unit: Any = next((m for m in model.modules() if hasattr(m, "_get_fsdp_state")), None)
+    # the walk over all modules takes milliseconds, and finds the same each time
+    if weight not in _shards:
+        _shards[weight] = _shard_of(weight, model)
+    shard = _shards[weight]
+    return weight if shard is None else shard
+
+
+def _shard_of(weight: Tensor, model: nn.Module) -> Tensor | None:
+    unit: Any = next((m for m in model.modules() if hasattr(type(m), "_get_fsdp_state")), None)
     if unit is None:
-        return weight
+        return None
     context = getattr(unit._get_fsdp_state(), "_state_ctx", None)
     groups = (g for state in getattr(context, "all_states", ()) for g in _groups(state))
     for parameter in (parameter for group in groups for parameter in group.fsdp_params):
         if getattr(parameter, "_unsharded_param", None) is weight:
             return parameter.sharded_param
-    return weight
+    return None

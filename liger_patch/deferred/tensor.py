@@ -12,11 +12,8 @@ refused.
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from liger_patch.deferred.gradients import GradientHooks, autograd_grad, mark
 from liger_patch.deferred.head_call import HeadCall, Owner
 from liger_patch.deferred.ops import (
     METADATA,
-    NEED_A_GRADIENT,
     RECORDED,
     TAKE_KEYWORDS,
     Recordable,
@@ -37,10 +34,7 @@ from liger_patch.deferred.ops import (
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.differentiation import check_backward
 
-NO_GRADIENT = (
-    "the fused loss has no gradient with respect to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real "
-    "logits and an ordinary loss"
-)
+_GRADIENT_OF = cast(Any, Tensor.grad).__get__  # the getter of tensor.grad, a new object each time
 
 
 class _Record(torch.autograd.Function):
@@ -63,7 +57,7 @@ class _Record(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor | None):
         if grad_output is None:  # DistributedDataParallel runs the node of every output
-            return (None, None, *(None for _ in ctx.saved_tensors))
+            return (None,) * len(ctx.needs_input_grad)
         check_backward("outputs.logits", grad_output)
         with torch.enable_grad():
             inputs = [
@@ -100,7 +94,8 @@ class DeferredLogits(Recordable):
     _step: Step | None
     _recorded_by: Any  # the node that recorded the step; another one is that of somebody's function
     _value: Tensor | None
-    _hooks: OrderedDict[int, Callable] | None  # of engines, on the gradient of these logits
+    _version_computed: int  # of the value when it was computed
+    hooks: GradientHooks
 
     @classmethod
     def of_head(cls, call: HeadCall) -> DeferredLogits:
@@ -171,7 +166,7 @@ class DeferredLogits(Recordable):
             and step.kind in ("rows", "detach")
             and _share_memory(rows, base._rows)
         )
-        deferred._value = deferred._hooks = None
+        deferred._value, deferred.hooks = None, GradientHooks()
         with torch._C.DisableTorchFunctionSubclass():
             deferred._recorded_by = deferred.grad_fn
         return deferred
@@ -182,6 +177,7 @@ class DeferredLogits(Recordable):
         if value is None:
             with torch.inference_mode(self._head_call.hidden_states.is_inference()):
                 value = self._compute(lambda parent: parent.real_logits())
+            self._version_computed = 0 if value.is_inference() else value._version
         if self._is_foreign:  # or has become so, by ctx.mark_dirty, since they were computed
             with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
                 value = cast(Tensor, _Graft.apply(self, value))
@@ -197,7 +193,7 @@ class DeferredLogits(Recordable):
         node: DeferredLogits | None = self
         while node is not None:
             other = None if node._step is None else node._step.other
-            if node._value is not None or node._is_foreign:
+            if node._value is not None or node._is_foreign or node._is_hooked:
                 return True
             if isinstance(other, DeferredLogits) and other._is_settled:
                 return True
@@ -208,7 +204,28 @@ class DeferredLogits(Recordable):
     def _is_foreign(self) -> bool:
         """Whether somebody's autograd function returned these logits: its node is theirs now."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.grad_fn is not self._recorded_by
+            return self.grad_fn is not None and self.grad_fn is not self._recorded_by
+
+    @property
+    def _is_hooked(self) -> bool:
+        return self.hooks.waiting is not None
+
+    @property
+    def _gradient_is_wanted(self) -> bool:
+        """Whether a hook waits for the gradient of these logits or of any that they stem from, and
+        nobody has written to those since.
+        """
+        nodes = self._ancestry()
+        return any(n._is_hooked for n in nodes) and not any(n._is_written for n in nodes)
+
+    @property
+    def _is_written(self) -> bool:
+        value = self._value
+        return (
+            value is not None
+            and not value.is_inference()
+            and value._version != self._version_computed
+        )
 
     def _compute(self, of_view: Callable[[DeferredLogits], Tensor]) -> Tensor:
         parent, step = self._parent, self._step
@@ -217,15 +234,35 @@ class DeferredLogits(Recordable):
         else:
             # A view shares the memory of its parent. What eager copies was copied before anybody
             # read these logits, let alone wrote to them: it is computed from the head again.
-            value = of_view(parent) if self.shares_memory else parent._compute_untouched()
+            if self.shares_memory:
+                value = of_view(parent)
+            elif parent._gradient_is_wanted:
+                value = parent.real_logits()
+            else:
+                value = parent._compute_untouched()
+                mark(value, [node.hooks for node in parent._ancestry()])
             with torch.set_grad_enabled(step.grad_enabled):
                 if isinstance(step.other, DeferredLogits):
                     logits = step.apply(value, step.other._compute_untouched())
                 else:
                     logits = step.apply(value)
-        if self._hooks is not None and logits.requires_grad:
-            logits.register_hook(partial(_run_hooks, self._hooks))
+        if not self.hooks.are_none:
+            self.hooks.attach(logits)
         return logits
+
+    def _ancestry(self) -> list[DeferredLogits]:
+        """These logits and all that they stem from."""
+        nodes: list[DeferredLogits] = [self]
+        for node in nodes:  # which grows
+            others = (node._parent, None if node._step is None else node._step.other)
+            nodes += [other for other in others if isinstance(other, DeferredLogits)]
+        return nodes
+
+    def leave_gradient_out(self, result: Tensor) -> None:
+        """Make a fused result's backward pass an error where a hook waits for the gradient of these
+        logits, or of any that they stem from.
+        """
+        mark(result, [node.hooks for node in self._ancestry()])
 
     def _compute_untouched(self) -> Tensor:
         return self._compute(DeferredLogits._compute_untouched)
@@ -252,6 +289,15 @@ class DeferredLogits(Recordable):
         return self._rows
 
     @property
+    def value(self) -> Tensor | None:
+        return self._value
+
+    def read(self, name: str) -> Tensor:
+        if self._value is None:
+            self.owner.note_read(name)
+        return self.real_logits()
+
+    @property
     def is_computed(self) -> bool:
         return self._value is not None
 
@@ -276,10 +322,12 @@ class DeferredLogits(Recordable):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.register_hook and _is_of_engine(*args[1:]):
-            return args[0]._register_engine_hook(args[1])
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            return args[0]._register_hook(func.__name__, *(args[1:] or (None,)), **kwargs)
+        if func == _GRADIENT_OF and args[0].hooks.retained is not None:
+            return args[0].hooks.retained
         if func is torch.autograd.grad:
-            return _gradient(*args, **kwargs)
+            return autograd_grad(*args, **kwargs)
         recorded = RECORDED.get(func)
         if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
             result = recorded(*args, **kwargs)
@@ -290,13 +338,14 @@ class DeferredLogits(Recordable):
                 return func(*args, **kwargs)
             # of a property, func is its getter
             name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
-            if func in NEED_A_GRADIENT:
-                args[0].owner.note_gradient_wanted(name)
             own = args[0] if args else None
-            args, kwargs = tree_map_only(DeferredLogits, lambda d: _read(d, name), (args, kwargs))
+            args, kwargs = tree_map_only(DeferredLogits, lambda d: d.read(name), (args, kwargs))
             result = func(*args, **kwargs)
-            # an operation in place returns its own argument
-            return own if args and result is args[0] else result
+            # an operation in place returns its own argument; not on a view, whose base does not
+            # learn of an autograd function that says so by ctx.mark_dirty: an error there
+            if isinstance(own, DeferredLogits) and result is args[0] and not own.shares_memory:
+                return own
+            return result
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -304,20 +353,22 @@ class DeferredLogits(Recordable):
         if func is torch.ops.aten.detach.default:
             return args[0]
         args, kwargs = tree_map_only(
-            DeferredLogits, lambda d: _read(d, str(func)).detach(), (args, kwargs or {})
+            DeferredLogits, lambda d: d.read(str(func)).detach(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
-    def _register_engine_hook(self, hook: Callable) -> RemovableHandle:
-        """Register a hook that waits for the backward pass: on this node, and on real logits."""
-        if self._hooks is None:
-            self._hooks = OrderedDict()
-            if self._value is not None and self._value.requires_grad:
-                self._value.register_hook(partial(_run_hooks, self._hooks))
+    def _register_hook(self, name: str, hook: Callable | None) -> RemovableHandle | None:
+        """Register a hook on the gradient of these logits; None to retain it."""
+        if self.hooks.are_none:
             with torch._C.DisableTorchFunctionSubclass():
-                Tensor.register_hook(self, partial(_run_hooks, self._hooks))
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
+                if not self.requires_grad:
+                    raise RuntimeError(f"{name} of logits that require no gradient")
+                self.hooks.attach(self)
+            if self._value is not None:
+                self.hooks.attach(self._value)
+        handle = self.hooks.retain() if hook is None else self.hooks.register(hook, name)
+        if self._is_hooked:
+            self.owner.note_gradient_wanted(name)
         return handle
 
     def __hash__(self) -> int:
@@ -341,70 +392,8 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _run_hooks(hooks: OrderedDict[int, Callable], gradient: Tensor | None) -> Tensor | None:
-    for hook in list(hooks.values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
-
-
-def _gradient(
-    outputs: Any,
-    inputs: Sequence[Any],
-    *,
-    allow_unused: bool | None = None,
-    materialize_grads: bool = False,
-    **options: Any,
-) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` with deferred logits among its arguments."""
-    outputs = tree_map_only(DeferredLogits, lambda d: _read(d, "grad"), outputs)
-    # what was computed of the logits has the values where they were read, else their node
-    sources = [
-        each._value if isinstance(each, DeferredLogits) and each._value is not None else each
-        for each in inputs
-    ]
-    allow_unused = materialize_grads if allow_unused is None else allow_unused
-    allowed = allow_unused or any(isinstance(each, DeferredLogits) for each in inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        gradients = list(torch.autograd.grad(outputs, sources, allow_unused=allowed, **options))
-    for i, (source, gradient) in enumerate(zip(inputs, gradients, strict=True)):
-        if gradient is not None:
-            continue
-        if isinstance(source, DeferredLogits):
-            raise RuntimeError(f"autograd.grad with respect to outputs.logits: {NO_GRADIENT}")
-        if materialize_grads:
-            gradients[i] = torch.zeros_like(source)
-        elif not allow_unused:
-            raise RuntimeError(
-                f"inputs[{i}] of autograd.grad was not used in the graph: set allow_unused=True "
-                "if that is intended"
-            )
-    return tuple(gradients)
-
-
 def _real_values(other: Tensor | None) -> tuple[Tensor, ...]:
     return () if other is None else (real(other),)
-
-
-def _read(deferred: DeferredLogits, name: str) -> Tensor:
-    if deferred._value is None:
-        deferred.owner.note_read(name)
-    return deferred.real_logits()
-
-
-ENGINES = ("torch.distributed", "torch.utils.module_tracker", "deepspeed")
-
-
-def _is_of_engine(hook: Any = None) -> bool:
-    """Return True for a hook that an engine sets on every output and that the loss's gradient will
-    do for: those of FSDP and DeepSpeed, and of the module tracker of FlopCounterMode.
-    """
-    function = getattr(hook, "func", hook)
-    inner = None
-    if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
-        inner = inspect.getclosurevars(function).nonlocals.get("fn")
-    modules = [str(getattr(each, "__module__", "")) for each in (function, inner)]
-    return any(name.startswith(ENGINES) for name in modules)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 Function = TypeVar("Function", bound=Callable)
-_defined: set[str] = set()  # names of operators
+_defined: dict[str, str] = {}  # names of operators -> files
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # PyTorch operations serve where Triton does not
 GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
 
@@ -39,8 +39,9 @@ def operator(
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
-        if name not in _defined:  # else its file is imported again, by the link at the root
-            _defined.add(name)
+        file = function.__module__.rpartition(".")[2]
+        if _defined.get(name) != file:  # else it is imported again, by the link at the root
+            _defined[name] = file
             schema = torch.library.infer_schema(function, mutates_args=mutates)
             torch.library.define(f"liger_patch::{name}", schema)
             torch.library.impl(f"liger_patch::{name}", DEVICES)(function)

@@ -19,6 +19,8 @@ def check_backward(name: str, *upstream: Tensor | None, advice: str = LOSS_ADVIC
             f"{name} has no second derivative: backward with create_graph=True is not supported. "
             f"{advice}"
         )
+    if torch.compiler.is_compiling():  # which batches nothing, and traces no keys
+        return
     if any(each is not None and torch._C._dispatch_keys(each).has(_BATCHED) for each in upstream):
         raise RuntimeError(
             f"{name} takes one upstream gradient at a time: is_grads_batched=True is not "

@@ -84,7 +84,11 @@ def attention_class(module: Any) -> Any:
     if not names or not is_transformers(type(module).forward):
         return None
     own = type(module).forward.__globals__
-    return rotary_attention(type(module)) if all(is_transformers(own[n]) for n in names) else None
+    if not all(is_transformers(own[n]) for n in names):
+        return None
+    replacement: Any = rotary_attention(type(module))
+    replacement.forward.look_up()  # for torch.compile: its calls do not
+    return replacement
 
 
 @once_for_each_class
@@ -107,6 +111,7 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     has when it is called.
     """
     module = function.__globals__
+    own = module[name]
     found = {**module, name: value}
     # Dynamo would look names up in the module of this name instead
     found.pop("__name__", None)
@@ -116,13 +121,19 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     other.__kwdefaults__ = function.__kwdefaults__
     others = [each for each in _names_in(function.__code__) if each in module and each != name]
 
+    def look_up() -> None:
+        found[name] = value if module.get(name) is own else module.get(name)  # replaced since
+        for each in others:
+            if each in module:
+                found[each] = module[each]
+
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():  # which guards what it has found
-            for each in others:
-                found[each] = module[each]
+            look_up()
         return other(*arguments, **options)
 
+    vars(forward)["look_up"] = look_up
     return forward
 
 

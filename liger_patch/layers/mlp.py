@@ -146,8 +146,9 @@ def gated_layer(original: Any) -> type[nn.Module]:
             if weights is not None:
                 return gated_mlp(x, *weights, activation=kind)
         gate, up = products(self, x)
-        if up is not None and (gate.dtype != up.dtype or needs_own_code(gate, up)):
-            # an adapter of another dtype on one of them, or shards
+        if needs_own_code(gate, up):
+            return original.forward(self, x)
+        if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
             return self.down_proj(act(gate) * up)
         return self.down_proj(gated(gate, up, activation=kind))
 

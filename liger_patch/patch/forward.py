@@ -181,6 +181,8 @@ def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | N
         return reason
     if head is None:
         return "get_output_embeddings() returns None"
+    if isinstance(head, torch.jit.ScriptModule):
+        return "torch.jit has compiled the head"
     reason = why_weight_is_freed(head)
     if reason is not None:
         return reason
@@ -195,7 +197,7 @@ def _why_not_followed() -> str | None:
     """Why the operators of this package are left out of the forward pass."""
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the forward pass"
-    if torch._C._is_tracing():
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "torch.jit.trace records the forward pass"
     return None
 

@@ -19,7 +19,7 @@ from liger_patch import flags
 from liger_patch.deferred.fused import fused_loss
 from liger_patch.deferred.ops import RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.parts import Parts, parts_of
-from liger_patch.deferred.tensor import NO_GRADIENT, DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.head.arguments import checked_chunk_bytes
@@ -128,8 +128,8 @@ class PatchRecord:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether the loss is Transformers' own, bit for bit: with LIGER_PATCH_RETURN_LOGITS=1,
-        unless options of ``apply_patch`` change it.
+        """Whether the loss is Transformers' own, bit for bit, where a token is supervised: with
+        LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it.
         """
         return flags.return_logits() is True and not self.settings.changes_loss
 
@@ -159,7 +159,6 @@ class ForwardPass:
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
-        gradient_wanted_by: the operation that needs the gradient of the logits.
         unreached: the option that a loss of the model's own could not follow.
     """
 
@@ -171,7 +170,6 @@ class ForwardPass:
     done: bool = False
     running: bool = True
     read_by: str | None = None
-    gradient_wanted_by: str | None = None
     unreached: str | None = None
 
     def note_read(self, operation: str) -> None:
@@ -179,21 +177,19 @@ class ForwardPass:
         self.read_by = self.read_by or operation
 
     def note_gradient_wanted(self, operation: str) -> None:
-        """Take note that the named operation needs the gradient of the logits."""
-        self.gradient_wanted_by = operation
-
-    def fused_loss(self, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
-        """The fused loss, whose backward pass is an error once somebody waits for the gradient of
-        the logits.
+        """Take note that the named operation needs the gradient of the logits: a loss that is not
+        computed yet has one, unfused.
         """
-        loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
-        if loss.grad_fn is not None:
-            loss.grad_fn.register_prehook(self._check_gradient_not_wanted)
-        return loss
+        if self.running:
+            self.note_read(operation)
 
-    def _check_gradient_not_wanted(self, gradients: tuple[Tensor, ...]) -> None:
-        if self.gradient_wanted_by is not None:
-            raise RuntimeError(f"{self.gradient_wanted_by} of outputs.logits: {NO_GRADIENT}")
+    def fused_loss(
+        self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
+    ) -> Tensor:
+        """The fused loss of deferred logits and what they are made of."""
+        loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+        logits.leave_gradient_out(loss)
+        return loss
 
     @runs_eagerly
     def causal_lm_loss(
@@ -209,19 +205,14 @@ class ForwardPass:
         """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
-        if self.record.is_ordinary and (targets != ignore_index).any():
+        # of no supervised token, Transformers' mean is nan: the host asks, this once
+        is_ordinary = self.record.is_ordinary and bool((targets != ignore_index).any())
+        is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits)
+        if is_ordinary:
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
-            return ForCausalLMLoss(
-                logits,
-                labels,
-                vocab_size,
-                num_items_in_batch,  # pyright: ignore[reportArgumentType] an int is taken too
-                ignore_index,
-                shift_labels,
-                **kwargs,
-            )
-        if type(logits) not in (Tensor, nn.Parameter, DeferredLogits):
+        elif not is_plain:
             self._leave_to_transformers(type(logits).__name__)
+        if is_ordinary or not is_plain:
             return ForCausalLMLoss(
                 logits,
                 labels,
@@ -278,7 +269,7 @@ class ForwardPass:
         if parts is not None:
             self.record.fused, self.record.reason = True, None
             with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-                return self.fused_loss(parts, labels, **options)
+                return self.fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
@@ -369,7 +360,7 @@ def _cross_entropy_of_deferred(
         forward_pass.done = True
         forward_pass.record.fused, forward_pass.record.reason = True, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-        loss = forward_pass.fused_loss(parts, target, reduction=reduction, **options)
+        loss = forward_pass.fused_loss(input, parts, target, reduction=reduction, **options)
     # autocast computes cross entropy in float32
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 

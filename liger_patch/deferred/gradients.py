@@ -1,0 +1,146 @@
+"""The gradient of deferred logits: hooks on it, and ``torch.autograd.grad`` with respect to them.
+
+A fused loss has none. Losses of a user's own, on values that were read, have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from liger_patch.deferred.ops import Recordable
+
+NO_GRADIENT = (
+    "a fused loss, and what was computed of copies before anybody asked, has no gradient with "
+    "respect to them. Ask for it before their first use, or set LIGER_PATCH_RETURN_LOGITS=1 for "
+    "real logits and an ordinary loss"
+)
+# they set a hook on every output, and the gradient of the loss will do for it
+ENGINE_MODULES = ("torch.distributed.", "torch.utils.module_tracker.", "deepspeed.")
+LEFT_OUT = "liger_patch: hooks of logits whose gradient is left out"  # of an autograd node
+
+
+class GradientHooks:
+    """The hooks on the gradient of some logits, whichever tensor turns out to have it.
+
+    Attributes:
+        retained: the gradient so far, where ``retain_grad`` has asked for it.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._of_users: dict[int, str] = {}  # to the operation that has set it
+        self.retained: Tensor | None = None
+
+    @property
+    def waiting(self) -> str | None:
+        """The operation that has set a hook that is no engine's: it needs the gradient itself."""
+        return next((name for key, name in self._of_users.items() if key in self._hooks), None)
+
+    @property
+    def are_none(self) -> bool:
+        return not self._hooks
+
+    def register(self, hook: Callable, operation: str) -> RemovableHandle:
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        if not _is_of_engine(hook):
+            self._of_users[handle.id] = operation
+        return handle
+
+    def retain(self) -> None:
+        """Sum the gradients up, as ``retain_grad`` does."""
+        self.register(partial(_sum_up, self), "retain_grad")
+
+    def attach(self, tensor: Tensor) -> None:
+        """Run the hooks on the gradient of this tensor."""
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_run, self._hooks))
+
+    def check_none_waits(self, *_: Any) -> None:
+        """Raise RuntimeError in a backward pass that does not compute what a hook waits for."""
+        if self.waiting is not None:
+            raise RuntimeError(f"{self.waiting} of outputs.logits: {NO_GRADIENT}")
+
+
+def _run(hooks: OrderedDict[int, Callable], gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _sum_up(hooks: GradientHooks, gradient: Tensor) -> None:
+    before = hooks.retained
+    hooks.retained = gradient.clone() if before is None else before + gradient
+
+
+def _is_of_engine(hook: Callable) -> bool:
+    """Return True for a hook that an engine sets on every output: FSDP, DeepSpeed, and the module
+    tracker of FlopCounterMode.
+    """
+    function = getattr(hook, "func", hook)
+    inner = None
+    if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
+        inner = inspect.getclosurevars(function).nonlocals.get("fn")
+    modules = [f"{getattr(each, '__module__', '')}." for each in (function, inner)]
+    return any(name.startswith(ENGINE_MODULES) for name in modules)
+
+
+def mark(tensor: Tensor, hooks: Sequence[GradientHooks]) -> None:
+    """Make the backward pass of a tensor that is computed from logits, and leaves their gradient
+    out, an error where one of the hooks waits for it, and known to ``autograd_grad``.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        return
+    node.metadata[LEFT_OUT] = node.metadata.get(LEFT_OUT, ()) + tuple(hooks)
+    for each in hooks:
+        node.register_prehook(each.check_none_waits)
+
+
+def autograd_grad(
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    allow_unused: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """Compute ``torch.autograd.grad`` with deferred logits among its arguments.
+
+    Raises:
+        RuntimeError: a part of the outputs has no gradient with respect to the logits: a fused
+            loss, or what was computed from copies of them that were recorded before they were read.
+    """
+    outputs = tree_map_only(Recordable, lambda logits: logits.read("autograd.grad"), outputs)
+    left_out = _left_out_of(outputs)
+    if any(isinstance(each, Recordable) and each.hooks in left_out for each in inputs):
+        raise RuntimeError(f"autograd.grad with respect to outputs.logits: {NO_GRADIENT}")
+    # what was computed of the logits has their values as its input where they were read
+    sources = [
+        each.value if isinstance(each, Recordable) and each.value is not None else each
+        for each in inputs
+    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.grad(outputs, sources, allow_unused=allow_unused, **options)
+
+
+def _left_out_of(outputs: Sequence[Any]) -> list[GradientHooks]:
+    """Of the logits whose gradient is left out somewhere in the graph of these tensors."""
+    nodes = [getattr(each, "grad_fn", None) for each in outputs]
+    seen, found = set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += node.metadata.get(LEFT_OUT, ())
+            nodes += [parent for parent, _ in node.next_functions]
+    return found
