@@ -35,7 +35,7 @@ def apply_patch(
     chunk_mib: float | None = None,
     reduction: str = "mean",
     loss_average: str = "token",
-    layers: bool | Collection[str] = False,
+    layers: bool | Collection[str] = True,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
 
@@ -57,9 +57,8 @@ def apply_patch(
         loss_average: "token" for the mean over all supervised tokens; "sequence" for the mean of
             each sequence's own mean, whether rows hold one sequence or several. Over several
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
-        layers: which layers run on kernels too: True for all that the registry names for the
-            architecture, or some of "rms_norm", "rotary" and "gated". These run in calls without
-            labels too.
+        layers: which layers run on kernels too: True for all that have one, False for none, or
+            some of "rms_norm", "rotary" and "gated". These run in calls without labels too.
 
     Returns:
         The same object.
@@ -75,7 +74,7 @@ def apply_patch(
     target = transformers_model(model)
     record = record_of(target)
     row = registry.find(target)
-    if names and not row.layers:
+    if names and not row.layers and layers is not True:
         raise ValueError(
             f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
             "layers=False"
@@ -83,9 +82,7 @@ def apply_patch(
     before = frozenset(name for name, count in count_layers(target).items() if count)
     replace_layers(target, row, names)
     lacking = [n for n in sorted(names) if not count_layers(target)[n]]
-    if layers is True and len(lacking) < len(names):
-        lacking = []
-    if lacking:
+    if lacking and layers is not True:
         restore_layers(target, names - before)
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "

@@ -215,7 +215,7 @@ def test_logits_of_a_4_bit_head_are_eagers(checkpoint: Checkpoint) -> None:
     model = with_quantised_head(checkpoint.model).train()
     batch = tiny_batch(model)
     expected = model(**batch).logits
-    logits = apply_patch(model)(**batch).logits
+    logits = apply_patch(model, layers=False)(**batch).logits
     assert isinstance(logits, DeferredLogits)
     assert torch.equal(logits + 0, expected)
 
@@ -252,7 +252,7 @@ def hooked(model: PreTrainedModel) -> PreTrainedModel:
 def test_a_4_bit_head_with_another_forward_falls_back(checkpoint: Checkpoint) -> None:
     batch = tiny_batch(checkpoint.model)
     eager = results(hooked(with_quantised_head(checkpoint.model)), batch)
-    model = apply_patch(hooked(with_quantised_head(checkpoint.model)))
+    model = apply_patch(hooked(with_quantised_head(checkpoint.model)), layers=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = results(model, batch)
@@ -274,7 +274,7 @@ def test_a_4_bit_head_that_cannot_be_read_falls_back(
     expected = results(model, tiny_batch(model))
     monkeypatch.setattr(bitsandbytes, "quantized_weight", lambda *_: None)
     with pytest.warns(UserWarning, match="Linear4bit"):
-        ours = results(apply_patch(model), tiny_batch(model))
+        ours = results(apply_patch(model, layers=False), tiny_batch(model))
     assert patch_status(model).fused is False
     assert_no_worse(ours, expected, expected, torch.bfloat16)
 

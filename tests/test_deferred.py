@@ -31,7 +31,7 @@ V = 131
 @functools.cache
 def unchanged_model(patch: bool) -> Any:
     model = tiny_model(LLAMA)
-    return apply_patch(model) if patch else model
+    return apply_patch(model, layers=False) if patch else model
 
 
 def outputs_of(patch: bool, **arguments: Any) -> Any:

@@ -136,8 +136,10 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
         assert (f"{count} {name}" in str(patch_status(model))) == (name in names)
     apply_patch(model, layers="rms_norm")
     assert {name for name, count in count_layers(model).items() if count} == {"rms_norm"}
-    apply_patch(model)
+    apply_patch(model, layers=False)
     assert not any(count_layers(model).values())
+    apply_patch(model)
+    assert all(count_layers(model).values())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,8 @@ def test_an_architecture_without_kernels_for_its_layers_says_so(monkeypatch: Any
     row = dataclasses.replace(ROWS["llama"], layers="")
     monkeypatch.setattr(registry, "ARCHITECTURES", (row,))
     with pytest.raises(ValueError, match="no layers of llama"):
-        apply_patch(make_model(), layers=True)
+        apply_patch(make_model(), layers=["rms_norm"])
+    assert not any(count_layers(apply_patch(make_model())).values())
 
 
 def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
@@ -163,13 +166,14 @@ def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
     assert count_layers(apply_patch(model, layers=True))["gated"] == 0
 
 
-def test_a_model_whose_layers_are_all_hooked_is_an_error() -> None:
+def test_layers_that_are_all_hooked_are_left_alone() -> None:
     accelerate_hooks = pytest.importorskip("accelerate.hooks")
     model = make_model()
     for module in model.modules():
         accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook())
     with pytest.raises(ValueError, match="has no gated and no rms_norm and no rotary layer"):
-        apply_patch(model, layers=True)
+        apply_patch(model, layers=["gated", "rms_norm", "rotary"])
+    assert not any(count_layers(apply_patch(model)).values())
 
 
 def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +187,8 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *tables, **options: (q, k))
     eager = step(model, batch)
     with pytest.raises(ValueError, match="no gated and no rms_norm and no rotary layer"):
-        apply_patch(model, layers=True)
-    torch.testing.assert_close(step(model, batch), eager)
+        apply_patch(model, layers=["gated", "rms_norm", "rotary"])
+    torch.testing.assert_close(step(apply_patch(model), batch), eager)
 
 
 def test_a_subclass_with_the_same_name_is_left_alone() -> None:
@@ -225,7 +229,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     if way_back == "hooks_first":
         hooks.remove_hook_from_submodules(model.model)
     if way_back == "patch_again":
-        apply_patch(model)
+        apply_patch(model, layers=False)
     else:
         revert_patch(model)
     kernels: list[tuple[Any, str]] = [

@@ -201,7 +201,7 @@ def test_positional_arguments_are_packed_too_and_surplus_ones_are_the_models_err
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_a_compiled_model_packs_too() -> None:
     model, samples = make_model().float(), make_samples(9, 4, 13, 6)
-    with patched(model, loss_average="sequence"):
+    with patched(model, loss_average="sequence", layers=False):
         expected = model(**positions_only(samples)).loss
         compiled: Any = torch.compile(model, backend="eager", dynamic=False)
         loss = compiled(**positions_only(samples)).loss

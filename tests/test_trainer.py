@@ -252,7 +252,7 @@ def test_compute_metrics_gets_eagers_logits(
     for patch in (False, True):
         model = make_model(model_type)
         if patch:
-            apply_patch(model)
+            apply_patch(model, layers=False)
         seen[patch] = []
         trainer = make_trainer(
             model,

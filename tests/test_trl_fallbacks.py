@@ -27,7 +27,7 @@ from trl_models import (
 )
 from unusual_heads import sharded
 
-from liger_patch import patch_status
+from liger_patch import apply_patch, patch_status
 from liger_patch.patch import loss
 
 pytestmark = MARKS
@@ -35,7 +35,7 @@ pytestmark = MARKS
 
 def test_return_logits_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trls = train(sft_trainer(make_model("gemma2"), tmp_path))
-    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     assert_bitwise(train(trainer), trls)
     status = patch_status(trainer.model)
@@ -71,7 +71,7 @@ def test_a_head_that_cannot_be_fused_is_left_to_trl(
     model = with_head_changed(change)
     batch = tiny_batch(model)
     trls = call(model, batch)
-    apply_trl_patch(model)
+    apply_trl_patch(model, layers=False)
     with backbone_calls(model) as calls:
         with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the head") as warned:
             assert_bitwise(call(model, batch), trls)
@@ -109,7 +109,7 @@ def test_a_head_in_bfloat16_that_is_wanted_in_float32_is_left_to_trl() -> None:
     model = with_head(make_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
     batch = tiny_batch(model)
     trls = call(model, batch)
-    apply_trl_patch(model)
+    apply_trl_patch(model, layers=False)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the head is not in float32"):
         ours = call(model, batch)
     assert_bitwise(ours, trls)
@@ -120,7 +120,7 @@ def test_a_backward_hook_of_the_head_leaves_the_call_to_trl() -> None:
     model = with_head(make_model())
     batch = tiny_batch(model)
     trls = call(model, batch)
-    apply_trl_patch(model)
+    apply_trl_patch(model, layers=False)
     handle = model.lm_head.register_full_backward_hook(lambda *_: None)
     with (
         backbone_calls(model) as calls,
@@ -154,7 +154,7 @@ def test_a_model_that_verify_distrusts_is_left_to_trl(
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
     monkeypatch.setattr(loss, "disagreement", lambda *args, **options: "the kernel is broken")
     trls = train(sft_trainer(make_model("gemma2"), tmp_path))
-    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
         assert_bitwise(train(trainer), trls)
     assert patch_status(trainer.model).reason == "the kernel is broken"

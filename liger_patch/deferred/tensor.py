@@ -171,6 +171,7 @@ class DeferredLogits(Recordable):
             deferred._recorded_by = deferred.grad_fn
         return deferred
 
+    @runs_eagerly
     def real_logits(self) -> Tensor:
         """The real logits, computed at the first call."""
         value = self._value

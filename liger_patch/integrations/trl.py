@@ -90,7 +90,7 @@ def apply_trl_patch(
     *,
     same_gradient: bool = False,
     chunk_mib: float | None = None,
-    layers: bool | Collection[str] = False,
+    layers: bool | Collection[str] = True,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
 
