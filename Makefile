@@ -40,8 +40,8 @@ check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-bench: setup ## time and weigh against peers (BENCH=training_step ARGS="--help")
-	$(VENV)/bin/python benchmarks/$(BENCH).py $(ARGS)
+bench: setup ## time and memory beside peers (BENCH=training_step ARGS="--help")
+	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
 
 clean: ## remove the environments, builds and caches
 	rm -rf $(VENV) $(OLDEST) build dist liger_patch.egg-info

@@ -1,4 +1,4 @@
-"""Times of short calls, by the batch.
+"""Time short calls in batches.
 
 A call that takes microseconds takes less than the host needs to queue it, and its inputs fit into
 the L2 cache. So the calls of a batch have memory of their own, results included, and are queued
@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from attempts import Failure
-from measure import Measurement, measure
 from torch import Tensor
 
-BATCH_BYTES = 2 * 2**30  # that its calls move: they replace the L2 cache, of 60 MB, many times
+from .measure import Failure, Measurement, measure
+
+BATCH_BYTES = 2 * 2**30  # that its calls move: many times the L2 cache of 60 MB
 FEWEST_CALLS, MOST_CALLS = 4, 24  # of a batch: 24 of eager's queue hundreds of kernels
 LOAD_MS = 20.0  # of copies in front of a batch: several times what queueing takes
 MOST_QUEUEING_MS = 0.75 * LOAD_MS  # of a batch: the load has to be queued in front of it
@@ -27,7 +27,7 @@ Batch = Callable[[], object]
 
 
 class Inputs(NamedTuple):
-    """Of one call.
+    """Tensors of one call.
 
     Attributes:
         leaves: what gets a gradient.
@@ -40,11 +40,11 @@ class Inputs(NamedTuple):
     upstream: tuple[Tensor, ...]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
-        """What the function makes of each tensor."""
+        """Apply the function to each tensor."""
         return Inputs(*(tuple(function(each) for each in group) for group in self))
 
     def trainable(self) -> Inputs:
-        """The same tensors, of which the leaves require gradients from now on."""
+        """Make the leaves require gradients, and return the same tensors."""
         for leaf in self.leaves:
             leaf.requires_grad_()
         return self
@@ -54,7 +54,7 @@ class Slots:
     """Inputs of several calls: equal, of the same strides, each in memory of its own.
 
     Attributes:
-        inputs: one a call.
+        inputs: one of each call.
     """
 
     def __init__(self, inputs: Inputs, calls: int) -> None:
@@ -75,7 +75,7 @@ class Slots:
 
 
 def calls_of(size: int) -> int:
-    """How many calls make a batch, of calls that move so many bytes."""
+    """Return how many calls make a batch, where each moves so many bytes."""
     return min(MOST_CALLS, max(FEWEST_CALLS, math.ceil(BATCH_BYTES / size)))
 
 
@@ -99,7 +99,7 @@ def backward_batch(function: Function, slots: Slots) -> Batch:
 
 
 def copies(size: int, calls: int, device: torch.device | str) -> Batch:
-    """Each from one place of the device to another; half of the bytes are read, half written."""
+    """Return a batch of copies on the device; half of the bytes are read, half written."""
     sources = torch.randint(256, (calls, size // 2), dtype=torch.uint8, device=device)
     places = torch.empty_like(sources)
     pairs = list(zip(places, sources, strict=True))
@@ -113,8 +113,9 @@ def measure_batches(
     rounds: int,
     device: torch.device | str = "cuda",
 ) -> dict[str, Measurement | Failure]:
-    """As ``measure``, with the times of one call; of a batch that the device had to wait for, a
-    failure.
+    """Measure batches as ``measure`` does, and return the times of one call.
+
+    A batch that the device had to wait for is a failure.
     """
     # restoring is a load of copies, of memory that a batch reads anyway
     measured = measure(batches, before=slots.restore, load_ms=LOAD_MS, rounds=rounds, device=device)
@@ -133,6 +134,6 @@ def _of_a_call(batch: Measurement | Failure, calls: int, waits: bool) -> Measure
 
 
 def _stack(tensor: Tensor, calls: int) -> Tensor:
-    """Room for as many tensors of these strides, one behind the other."""
+    """Allocate room for as many tensors of these strides, one behind the other."""
     shape, stride = (calls, *tensor.shape), (tensor.numel(), *tensor.stride())
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)

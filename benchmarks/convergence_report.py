@@ -1,14 +1,78 @@
-"""Training runs in words: a table on the terminal, and what the documents say of them."""
+"""Compare patched runs with eager's, in units of how far eager's seeds are apart; format tables."""
 
 from __future__ import annotations
 
-from convergence_verdict import by_model, by_seed, curve_difference, verdicts
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one patched run ended.
+
+    Attributes:
+        model: ``model_type``.
+        contender: its name.
+        difference: of its last held-out loss from that of eager with the same seed, in nats.
+        spread: from the lowest to the highest last held-out loss of eager's seeds, in nats.
+        fused: whether its last loss was fused; otherwise the comparison means nothing.
+    """
+
+    model: str
+    contender: str
+    difference: float
+    spread: float
+    fused: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.fused and abs(self.difference) <= self.spread  # False for nan
+
+    def __str__(self) -> str:
+        if not self.fused:
+            return "not fused"
+        return f"{'less' if self.holds else 'NOT less'} than seeds differ"
+
+
+def verdicts(rows: list[dict]) -> list[Verdict]:
+    """Return one for each patched run of each model."""
+    found = []
+    for model, runs in by_model(rows).items():
+        seeds = by_seed(runs)
+        ends = [run["held_out"][-1] for run in seeds.values()]
+        for run in runs:
+            if run["patched"]:
+                difference = run["held_out"][-1] - seeds[run["seed"]]["held_out"][-1]
+                spread = max(ends) - min(ends)
+                found.append(Verdict(model, run["contender"], difference, spread, run["fused"]))
+    return found
+
+
+def by_model(rows: list[dict]) -> dict[str, list[dict]]:
+    """Return the runs of each model."""
+    return {
+        model: [row for row in rows if row["model"] == model]
+        for model in dict.fromkeys(row["model"] for row in rows)
+    }
+
+
+def by_seed(runs: list[dict]) -> dict[int, dict]:
+    """Return eager's run of each seed: the first unpatched one."""
+    found: dict[int, dict] = {}
+    for run in runs:
+        if not run["patched"]:
+            found.setdefault(run["seed"], run)
+    return found
+
+
+def curve_difference(run: dict, other: dict) -> float:
+    """Return the mean absolute difference of the training losses, in nats."""
+    pairs = list(zip(run["training"], other["training"], strict=True))
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
 def terminal_convergence_table(rows: list[dict]) -> str:
-    """The runs of one model: last held-out loss, how far it is from eager's, and the verdict.
-
-    The last number of a line is the mean absolute difference of the training losses from eager's.
+    """Format the runs of one model: last held-out loss, its difference from eager's, the spread of
+    eager's seeds, the mean absolute difference of the training losses, and the verdict.
     """
     eager = rows[0]
     said = {verdict.contender: verdict for verdict in verdicts(rows)}
@@ -26,8 +90,8 @@ def terminal_convergence_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def losses_table(report: dict) -> str:
-    """Markdown: a line a model; the last held-out losses, those of eager's other seeds together."""
+def losses(report: dict) -> list[list[str]]:
+    """Return cells: a line a model, the last held-out losses, eager's other seeds in one column."""
     lines = []
     for runs in by_model(report["convergence"]).values():
         eager, *others = by_seed(runs).values()
@@ -38,14 +102,12 @@ def losses_table(report: dict) -> str:
                 difference = run["held_out"][-1] - eager["held_out"][-1]
                 line[run["contender"]] = f"{_end(run)} ({difference:+.4f})"
         lines.append(line)
-    steps = report["settings"]["steps"]
-    header = [f"held-out loss after {steps} steps", *list(lines[0])[1:]]
-    cells = [header, ["---"] * len(header), *(line.values() for line in lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    heading = f"held-out loss after {report['settings']['steps']} steps"
+    return [[heading, *list(lines[0])[1:]], *(list(line.values()) for line in lines)]
 
 
 def judgement(rows: list[dict]) -> str:
-    """Every verdict in one sentence, and the training curves in another."""
+    """Say every verdict in one sentence, and how far training curves are apart in another."""
     wrong = [f"{v.model}, {v.contender} ({v})" for v in verdicts(rows) if not v.holds]
     if wrong:
         ends = f"NOT every patched run ends as near to eager's as seeds do: {'; '.join(wrong)}."

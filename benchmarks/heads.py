@@ -1,5 +1,6 @@
-"""The heads that are measured: shapes of named models, and batches for them. N tokens, H hidden
-size, V vocabulary.
+"""Define the heads that are measured, in the shapes of real models, and make batches for them.
+
+N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Head:
-    """One case: the head of a model, and how it is trained.
+    """The head of a model, and how it is trained.
 
     Attributes:
         name: model and what is special.
@@ -63,17 +64,17 @@ SWEEP = tuple(
 def batch(
     head: Head, *, device: torch.device | str = "cuda", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random hidden states (N, H) and weight (V, H) in bf16, and labels (N,).
+    """Return random hidden states (N, H) and weight (V, H) in bf16, and labels (N,).
 
     Each token's hidden state holds the direction of its label, or of another class where it is
-    mistaken, times a number between 0 and the peak: so that a part of the tokens is predicted well.
+    mistaken, times a number between 0 and the peak. So some of the tokens are predicted well.
     """
     generator = torch.Generator(device).manual_seed(seed)
     normal = {"device": device, "generator": generator, "dtype": torch.float32}
     weight = torch.randn(head.vocab_size, head.hidden_size, **normal).mul_(head.hidden_size**-0.5)
     classes = torch.randint(head.vocab_size, (2, head.tokens), device=device, generator=generator)
     if head.zipf:
-        # ranks whose logarithm is uniform; which class has which rank matters to nobody
+        # ranks whose logarithm is uniform; which class has which rank does not matter
         uniform = torch.rand(2, head.tokens, **normal)
         classes = (head.vocab_size**uniform).long().clamp_(max=head.vocab_size) - 1
     labels, others = classes

@@ -1,43 +1,37 @@
-"""Heads with LoRA and quantised heads, beside the plain frozen head: time and memory.
+"""Measure heads with LoRA and quantised heads beside the plain frozen head.
 
-    python benchmarks/kinds_of_heads.py
+    python -m benchmarks kinds_of_heads
 
-Forward and backward of the loss and of the head itself, with the gradients of the hidden states and
-of the adapter. The kinds run in this one process, contenders interleaved; before anything is timed,
-our gradients are compared with eager's. Writes JSON.
+Forward and backward of head and loss, with the gradients of the hidden states and of the adapter.
+All kinds run in this one process, contenders interleaved. Before anything is timed, our gradients
+are compared with eager's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from attempts import Failure, attempt, release_memory
-from contenders import bare_products
-from gradient_check import MAX_RELATIVE_ERROR
-from heads import HEADS, Head, batch
-from measure import measure
-from provenance import command_line, provenance
-from report import FLOOR, terminal_table
 from torch import Tensor, nn
 
 from liger_patch import linear_cross_entropy
 
-PACKAGES = ("bitsandbytes",)
+from .benchmark import Benchmark, Rows
+from .heads import HEADS, Head, batch
+from .lower_bounds import head_matmuls
+from .measure import MAX_RELATIVE_ERROR, Failure, attempt, measure, relative_error, release_memory
+from .report import LOWER_BOUND, terminal_table
+
 (LLAMA,) = (head for head in HEADS if head.name == "Llama-3-8B, frozen")
 QWEN = Head("Qwen3-8B, frozen", 4096, 151936, 8192, frozen=True)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One case.
+    """A head, frozen, with or without an adapter.
 
     Attributes:
         name: of the model and what is special.
@@ -62,28 +56,18 @@ KINDS = (
 )
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks need a CUDA GPU")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / "kinds_of_heads.json"
-    report = {**provenance(command_line(__file__, arguments), PACKAGES), "heads": []}
-    for kind in KINDS:
-        rows = attempt(lambda kind=kind: run_kind(kind, rounds=arguments.rounds))
-        if isinstance(rows, Failure):
-            key = {"case": kind.name, "tokens": kind.head.tokens, "contender": FLOOR}
-            rows = [key | asdict(rows)]
-        release_memory()
-        print(terminal_table(rows), flush=True)
-        report["heads"] += rows
-        path.write_text(json.dumps(report, indent=1) + "\n")
+def run_kind(kind: Kind, *, rounds: int, device: torch.device | str = "cuda") -> Rows:
+    """Compare, then time eager and ours on one kind; the lower bound is the first row."""
+    rows = attempt(lambda: _rows(kind, rounds, device))
+    release_memory()
+    if isinstance(rows, Failure):
+        return [{**_key(kind, LOWER_BOUND), **asdict(rows)}]
+    return rows
 
 
-def run_kind(kind: Kind, *, rounds: int, device: torch.device | str = "cuda") -> list[dict]:
-    """Compare, then time eager and ours on one kind; the floor is the first row."""
+def _rows(kind: Kind, rounds: int, device: torch.device | str) -> Rows:
     hidden_states, weight, labels = batch(kind.head, device=device)
-    floor = bare_products(kind.head, hidden_states, weight, labels)
+    bound = head_matmuls(kind.head, hidden_states, weight, labels)
     leaves, layer = [hidden_states], None
     if kind.rank:
         a = torch.randn(kind.rank, kind.head.hidden_size, device=device) / 64
@@ -97,22 +81,23 @@ def run_kind(kind: Kind, *, rounds: int, device: torch.device | str = "cuda") ->
         "liger_patch": partial(_step, partial(_ours, layer, weight, labels), leaves),
     }
     eager, ours = (step() for step in steps.values())
-    errors = [
-        ((a.float() - b.float()).norm() / a.float().norm()).item()
-        for a, b in zip(eager, ours, strict=True)
-    ]
+    errors = [relative_error(own, true) for own, true in zip(ours, eager, strict=True)]
     del eager, ours
     if max(errors) > MAX_RELATIVE_ERROR:
         raise RuntimeError(f"{kind.name}: gradients differ from eager's by {errors}")
-    measured = measure({FLOOR: floor, **steps}, before=floor, rounds=rounds, device=device)
+    measured = measure({LOWER_BOUND: bound, **steps}, before=bound, rounds=rounds, device=device)
     rows = []
     for name, outcome in measured.items():
-        row = {"case": kind.name, "tokens": kind.head.tokens, "contender": name, **asdict(outcome)}
-        of_floor = measured[FLOOR]
-        if "ms" in row and not isinstance(of_floor, Failure):
-            row["floor_over_time"] = of_floor.ms / row["ms"]
+        row = {**_key(kind, name), **asdict(outcome)}
+        lower_bound = measured[LOWER_BOUND]
+        if "ms" in row and not isinstance(lower_bound, Failure):
+            row["floor_over_time"] = lower_bound.ms / row["ms"]
         rows.append(row)
     return rows
+
+
+def _key(kind: Kind, contender: str) -> dict:
+    return {"case": kind.name, "tokens": kind.head.tokens, "contender": contender}
 
 
 def _quantised(weight: Tensor, device: torch.device | str) -> nn.Module:
@@ -155,18 +140,11 @@ def _step(loss: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ..
     return torch.autograd.grad(loss(*leaves), leaves)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=10, help="timed calls of each contender (default 10)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    packages=("bitsandbytes",),
+    cases=lambda options: {
+        "heads": [partial(run_kind, kind, rounds=options.rounds) for kind in KINDS]
+    },
+    table=terminal_table,
+    rounds=10,
+)

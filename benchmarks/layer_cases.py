@@ -1,7 +1,7 @@
-"""The layers whose kernels are measured: the sizes of real models, in bf16.
+"""Define the layers whose kernels are measured: the sizes of real models, in bf16.
 
-Each case knows its inputs, how many bytes a kernel must read and write, each once, and how the
-contenders compute it.
+Each case has its inputs, the number of bytes that a kernel must read and write, each once, and the
+contenders' functions.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import torch
-from batches_of_calls import Inputs
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
+
+from .batches_of_calls import Inputs
 
 EPS = 1e-6
 ELEMENT = 2  # bytes: bf16
@@ -41,15 +42,15 @@ class Norm:
         return Inputs((x, _randn(self.hidden_size, device=device)), (), (dy,))
 
     def forward_bytes(self) -> int:
-        """x and weight are read, y and the rows' statistics written."""
+        """Count reads of x and weight, writes of y and the rows' statistics."""
         return ELEMENT * (2 * self.rows + 1) * self.hidden_size + STATISTIC * self.rows
 
     def backward_bytes(self) -> int:
-        """dy, x, weight and the rows' statistics are read, dx and dweight written."""
+        """Count reads of dy, x, weight and the rows' statistics, writes of dx and dweight."""
         return ELEMENT * (3 * self.rows + 2) * self.hidden_size + STATISTIC * self.rows
 
     def eager(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As the models of Transformers have it: Llama's rounds in front of the weight."""
+        """Compute as Transformers' models do: Llama's rounds in front of the weight."""
         wide = _wide(x)
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
         if self.offset:
@@ -57,7 +58,7 @@ class Norm:
         return weight * normed.to(x.dtype)
 
     def liger(self, x: Tensor, weight: Tensor) -> Tensor:
-        """With the options that it gives the models: of Gemma's, no gradient is overwritten."""
+        """Call it with the options that it gives the models: for Gemma, not in place."""
         casting_mode = "gemma" if self.offset else "llama"
         in_place = not self.offset
         return _liger().liger_rms_norm(x, weight, EPS, self.offset, casting_mode, in_place)
@@ -84,11 +85,11 @@ class Gate:
         return Inputs((gate, up), (), (dy,))
 
     def forward_bytes(self) -> int:
-        """gate and up are read, y written."""
+        """Count reads of gate and up, writes of y."""
         return ELEMENT * 3 * self.tokens * self.size
 
     def backward_bytes(self) -> int:
-        """dy, gate and up are read, dgate and dup written."""
+        """Count reads of dy, gate and up, writes of dgate and dup."""
         return ELEMENT * 5 * self.tokens * self.size
 
     def eager(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class Rotation:
         return f"rotary {self.batch} x {heads} x {self.tokens} x {part}, {self.model}"
 
     def inputs(self, device: torch.device | str) -> Inputs:
-        """Tokens in front of heads in memory; the angles are shared by all sequences."""
+        """Return tensors with tokens in front of heads in memory; sequences share the angles."""
 
         def made(heads: int) -> Tensor:
             return _randn(self.batch, self.tokens, heads, self.size, device=device).transpose(1, 2)
@@ -142,12 +143,12 @@ class Rotation:
         return Inputs((q, k), tables, (dq, dk))
 
     def forward_bytes(self) -> int:
-        """q, k, cos and sin are read, the turned q and k written."""
+        """Count reads of q, k, cos and sin, writes of the turned q and k."""
         heads = self.batch * (self.heads + self.key_heads) * self.size
         return ELEMENT * self.tokens * (2 * heads + 2 * (self.turned or self.size))
 
     def backward_bytes(self) -> int:
-        """The gradients take the places of queries and keys."""
+        """Count the same: gradients have the shapes of queries and keys."""
         return self.forward_bytes()
 
     def eager(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -182,7 +183,7 @@ CASES: tuple[Case, ...] = (
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the models of Transformers have it, partly too."""
+    """Turn all features or the first ones, as Transformers' models do."""
     turned = cos.shape[-1]
     if turned < x.shape[-1]:
         return torch.cat((_rotated(x[..., :turned], cos, sin), x[..., turned:]), -1)

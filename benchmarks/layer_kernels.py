@@ -1,29 +1,26 @@
-"""Kernels of layers, forward and backward apart: how near each comes to the bandwidth of a copy.
+"""Measure how near the kernels of layers come to the bandwidth of a copy, forward and backward.
 
-    python benchmarks/layer_kernels.py
-    python benchmarks/layer_kernels.py --case rotary
+    python -m benchmarks layer_kernels
+    python -m benchmarks layer_kernels --case rotary
 
-These kernels wait for memory, so the yardstick is a copy, from one place of the device to another,
-that moves as many bytes as the kernel has to: what it reads and what it writes, each once. The
-share is the time of that copy over the kernel's, of the same run and in turns. Before anything is
-timed, results and gradients are compared with eager's in float64, on the inputs that are timed: a
-contender that is wrong is not timed. ``batches_of_calls.py`` says how the others are. Writes JSON
-after every case.
+These kernels are bound by memory. So each is compared with a copy on the device that moves as many
+bytes as the kernel has to read and to write, each once. The share is the time of that copy over the
+kernel's, in the same run and in turns. Before anything is timed, results and gradients are compared
+with eager's in float64, on the inputs that are timed: a contender that is wrong is not timed.
+``batches_of_calls.py`` times the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-from attempts import Failure, attempt, release_memory
-from batches_of_calls import (
+
+from .batches_of_calls import (
     Function,
     Slots,
     backward_batch,
@@ -34,33 +31,14 @@ from batches_of_calls import (
     measure_batches,
     results_of,
 )
-from gradient_check import Errors, is_right
-from layer_cases import CASES, Case
-from measure import Measurement
-from provenance import command_line, provenance
-from report import COPY, terminal_layer_kernels_table
-from torch import Tensor
-
-PACKAGES = ("liger-kernel",)
-
-
-def main() -> None:
-    arguments = _parser().parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks need a CUDA GPU")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / "layer_kernels.json"
-    report = {**provenance(command_line(__file__, arguments), PACKAGES), "layer_kernels": []}
-    for case in CASES:
-        if arguments.case is None or arguments.case in case.name:
-            rows = run_case(case, contenders(case), rounds=arguments.rounds)
-            print(terminal_layer_kernels_table(rows), flush=True)
-            report["layer_kernels"] += rows
-            path.write_text(json.dumps(report, indent=1) + "\n")
+from .benchmark import Benchmark
+from .layer_cases import CASES, Case
+from .measure import Errors, Failure, Measurement, attempt, is_right, relative_error, release_memory
+from .report import COPY, terminal_layer_kernels_table
 
 
 def contenders(case: Case) -> dict[str, Function]:
-    """Name to function, eager first."""
+    """Return functions by name, eager first."""
     theirs: dict[str, Function] = {}
     if find_spec("liger_kernel"):
         theirs["Liger-Kernel"] = case.liger
@@ -121,7 +99,7 @@ def _rows(
 
 
 def _errors(case: Case, functions: Mapping[str, Function], slots: Slots) -> dict[str, Errors]:
-    """Relative errors, by norm, of each contender's results and then gradients."""
+    """Return the relative errors, by norm, of each contender's results and then gradients."""
     inputs = slots.inputs[0]
     wide = inputs.map(lambda each: each.detach().double()).trainable()
     exact_results = results_of(case.eager, wide)
@@ -130,33 +108,29 @@ def _errors(case: Case, functions: Mapping[str, Function], slots: Slots) -> dict
     def errors(function: Function) -> list[float]:
         slots.restore()
         results = results_of(function, inputs)
-        found = [_error(*pair) for pair in zip(results, exact_results, strict=True)]
+        found = [relative_error(*pair) for pair in zip(results, exact_results, strict=True)]
         gradients = gradients_of(results, inputs)
-        return found + [_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
+        return found + [
+            relative_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)
+        ]
 
     return {name: attempt(lambda f=function: errors(f)) for name, function in functions.items()}
 
 
-@torch.no_grad()
-def _error(value: Tensor, truth: Tensor) -> float:
-    if value.shape != truth.shape:
-        raise RuntimeError(f"the shape is {tuple(value.shape)} instead of {tuple(truth.shape)}")
-    return ((value.double() - truth).norm() / truth.norm()).item()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", help="only the cases whose name contains this")
-    parser.add_argument(
-        "--rounds", type=int, default=8, help="timed batches of each contender (default 8)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON"
-    )
-    return parser
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    packages=("liger-kernel",),
+    cases=lambda options: {
+        "layer_kernels": [
+            partial(run_case, case, contenders(case), rounds=options.rounds)
+            for case in CASES
+            if (options.case or "") in case.name
+        ]
+    },
+    table=terminal_layer_kernels_table,
+    rounds=8,
+    add_options=_add_options,
+)

@@ -1,71 +1,100 @@
-"""Forward and backward of the loss of real heads: time and memory beside peers and bare products.
+"""Measure the loss of real heads, forward and backward, beside peers and a lower bound.
 
-    python benchmarks/linear_cross_entropy.py                     everything
-    python benchmarks/linear_cross_entropy.py --part cases --case Gemma-2-2B
+    python -m benchmarks linear_cross_entropy                     everything
+    python -m benchmarks linear_cross_entropy --part cases --case Gemma-2-2B
 
-Two parts: cases, with every contender, and a sweep over the number of tokens, with few. All of it
-runs in this one process, contenders interleaved. Before anything is timed, each contender's
-gradients are compared with float64 on a part of the tokens: one that is wrong is not timed, and one
-that fails or runs out of memory is reported. Writes JSON after every case, then pictures.
+Two parts: cases, with every contender, and a sweep over the number of tokens, with few. All run in
+this one process, contenders interleaved. Before anything is timed, each contender's gradients are
+compared with float64 on a part of the tokens: one that is wrong is not timed, and one that fails or
+runs out of memory is reported. Beyond 16384 tokens, there are fewer rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from attempts import Failure, attempt, release_memory
-from contenders import OURS, bare_products, contenders, step, sweep_contenders
-from drawing import draw_where_possible
-from gradient_check import POWER_OF_TWO, gradient_errors, is_right
-from heads import HEADS, SWEEP, Head, batch
-from measure import Measurement, measure
-from peers import Loss
-from provenance import command_line, provenance
-from report import FLOOR, terminal_table
+from torch import Tensor
 
-PACKAGES = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels")
-PARTS = {"cases": "results", "sweep": "sweep"}  # to their keys in the report
+from .benchmark import Benchmark, Cases, Rows
+from .head_contenders import OURS, Loss, contenders, eager, step, sweep_contenders
+from .heads import HEADS, SWEEP, Head, batch
+from .lower_bounds import head_matmuls
+from .measure import (
+    Errors,
+    Failure,
+    Measurement,
+    attempt,
+    is_right,
+    measure,
+    relative_error,
+    release_memory,
+)
+from .report import LOWER_BOUND, terminal_table
+
+# Not a power of two: there, eager's factor 1/N is exact, and its gradients better than elsewhere.
+# A multiple of 8, because QuACK asks for one.
+TOKENS = 2040
+POWER_OF_TWO = 2048
 LOAD_TOKENS = 16384  # the load before each turn; a case of more takes seconds, so has fewer rounds
 FEWEST_ROUNDS = 5
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks need a CUDA GPU")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / "linear_cross_entropy.json"
-    report = {**provenance(command_line(__file__, arguments), PACKAGES), "results": [], "sweep": []}
-    for part in PARTS if arguments.part is None else [arguments.part]:
-        for head in HEADS if part == "cases" else SWEEP:
-            if arguments.case is not None and not head.name.startswith(arguments.case):
-                continue
-            if part == "cases":
-                losses = contenders(head, compiled=not arguments.no_compile)
-            else:
-                losses = sweep_contenders(head)
-            rows = run_case(head, losses, rounds=arguments.rounds)
-            print(terminal_table(rows), flush=True)
-            report[PARTS[part]] += rows
-            path.write_text(json.dumps(report, indent=1) + "\n")
-    draw_where_possible(report, path)
+def gradient_errors(
+    head: Head,
+    losses: Mapping[str, Loss],
+    *,
+    tokens: int = TOKENS,
+    device: torch.device | str = "cuda",
+) -> dict[str, Errors]:
+    """Return the relative errors, by norm, of each contender's gradients on a few tokens."""
+    inputs = batch(replace(head, tokens=tokens), device=device, seed=1)
+    _, *truth = step(eager(head), *(_widened(tensor) for tensor in inputs))
+
+    def errors(loss: Loss) -> list[float]:
+        _, *gradients = step(loss, *inputs)
+        return [relative_error(*pair) for pair in zip(gradients, truth, strict=True)]
+
+    return {name: attempt(lambda loss=loss: errors(loss)) for name, loss in losses.items()}
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+
+def cases(options: argparse.Namespace) -> Cases:
+    """Return the heads of each part whose name starts with --case."""
+
+    def case(head: Head) -> Rows:
+        losses = contenders(head, compiled=not options.no_compile)
+        return run_case(head, losses, rounds=options.rounds)
+
+    def point(head: Head) -> Rows:
+        return run_case(head, sweep_contenders(head), rounds=options.rounds)
+
+    found: Cases = {}
+    for key, part, heads, measured in (
+        ("results", "cases", HEADS, case),
+        ("sweep", "sweep", SWEEP, point),
+    ):
+        chosen = [head for head in heads if head.name.startswith(options.case or "")]
+        found[key] = [partial(measured, head) for head in chosen if options.part in (None, part)]
+    return found
 
 
 def run_case(
     head: Head, losses: Mapping[str, Loss], *, rounds: int, device: torch.device | str = "cuda"
 ) -> list[dict]:
-    """Check, then time every contender on one case; the floor is the first row."""
+    """Check, then time every contender on one case; the lower bound is the first row."""
     rows = attempt(lambda: _rows(head, losses, rounds, device))
     release_memory()
-    if isinstance(rows, Failure):  # of the inputs, of the true gradients or of the floor
-        return [{**_key(head, FLOOR), **asdict(rows)}]
+    if isinstance(rows, Failure):  # of the inputs, the true gradients or the lower bound
+        return [{**_key(head, LOWER_BOUND), **asdict(rows)}]
     return rows
 
 
@@ -81,11 +110,11 @@ def _rows(
         rounds,
         device,
     )
-    floor = measured[FLOOR]
-    if isinstance(floor, Failure):
-        raise RuntimeError(floor.failure)
+    bound = measured[LOWER_BOUND]
+    if isinstance(bound, Failure):
+        raise RuntimeError(bound.failure)
     rows = []
-    for name in (FLOOR, *losses):
+    for name in (LOWER_BOUND, *losses):
         row = _key(head, name)
         for field, errors in (
             ("gradient_errors", checks.get(name)),
@@ -95,7 +124,7 @@ def _rows(
                 row[field] = errors
         outcome = measured.get(name, checks.get(name))
         if isinstance(outcome, Measurement):
-            row |= {**asdict(outcome), "floor_over_time": floor.ms / outcome.ms}
+            row |= {**asdict(outcome), "floor_over_time": bound.ms / outcome.ms}
         elif isinstance(outcome, Failure):
             row |= asdict(outcome)
         else:
@@ -108,39 +137,28 @@ def _measured(
     head: Head, losses: Mapping[str, Loss], rounds: int, device: torch.device | str
 ) -> dict[str, Measurement | Failure]:
     inputs = hidden_states, weight, labels = batch(head, device=device)
-    floor = load = bare_products(head, *inputs)
+    bound = load = head_matmuls(head, *inputs)
     if head.tokens > LOAD_TOKENS:
-        load = bare_products(head, hidden_states[:LOAD_TOKENS], weight, labels[:LOAD_TOKENS])
+        load = head_matmuls(head, hidden_states[:LOAD_TOKENS], weight, labels[:LOAD_TOKENS])
         rounds = min(rounds, max(FEWEST_ROUNDS, rounds * LOAD_TOKENS // head.tokens))
     steps = {name: partial(step, loss, *inputs) for name, loss in losses.items()}
-    return measure({FLOOR: floor, **steps}, before=load, rounds=rounds, device=device)
+    return measure({LOWER_BOUND: bound, **steps}, before=load, rounds=rounds, device=device)
 
 
 def _key(head: Head, contender: str) -> dict:
     return {"case": head.name, "tokens": head.tokens, "contender": contender}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--part", choices=PARTS, help="only this part")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=("cases", "sweep"), help="only this part")
     parser.add_argument("--case", help="only the cases whose name starts with this")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=10,
-        help=f"timed calls of each contender, fewer beyond {LOAD_TOKENS} tokens (default 10)",
-    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("outputs/benchmarks"),
-        help="folder of JSON and pictures",
-    )
-    return parser
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    packages=("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels"),
+    cases=cases,
+    table=terminal_table,
+    rounds=10,  # fewer beyond LOAD_TOKENS
+    add_options=_add_options,
+)

@@ -1,21 +1,69 @@
-"""Times and memory of competing functions, interleaved in one process, on one device."""
+"""Measure times and memory of competing functions, interleaved in one process on one device.
+
+A contender that fails or is wrong is reported, not timed, and stops nothing.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from attempts import Failure, attempt
+from torch import Tensor
 
 MIB = 2**20
-LOAD_MS = 40.0  # of products: after 10 the clock is still above what it holds in a sustained run
+MAX_RELATIVE_ERROR = 0.02  # by norm: bf16 rounding leaves about 0.003
+LOAD_MS = 40.0  # of matmuls: after 10 ms the clock is still higher than in a sustained run
 MOST_LOADS = 1000
 HOST_CALLS = 5  # for a median
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result, in words."""
+
+    failure: str
+
+
+Errors = list[float] | Failure  # relative, one a gradient or result
+
+
+class Unsupported(Exception):
+    """Raised for what a contender cannot compute."""
+
+
+def attempt(function: Callable[[], Result]) -> Result | Failure:
+    """Return the function's result, or why there is none; a failure leaves no memory allocated."""
+    try:
+        return function()
+    except Exception as error:
+        failure = Failure(_in_words(error))
+    release_memory()  # here, where the traceback and the tensors of its frames are gone
+    return failure
+
+
+def release_memory() -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    message = str(error).strip().partition("\n")[0]
+    if isinstance(error, Unsupported):
+        return f"does not run: {message}"
+    return f"does not run: {type(error).__name__}" + (f": {message}" if message else "")
 
 
 @dataclass(frozen=True)
@@ -26,7 +74,7 @@ class Measurement:
         ms: median over the rounds, by CUDA events.
         ms_low, ms_high: first and last decile.
         peak_mib: MiB.
-        host_ms: median time until the call returns, of a device that is idle before it.
+        host_ms: median time until the call returns, on an idle device.
     """
 
     ms: float
@@ -34,6 +82,25 @@ class Measurement:
     ms_high: float
     peak_mib: float
     host_ms: float
+
+
+@torch.no_grad()
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Return the norm of the difference over that of the truth."""
+    if value.shape != truth.shape:
+        raise RuntimeError(f"the shape is {tuple(value.shape)} instead of {tuple(truth.shape)}")
+    truth = truth.double()
+    return ((value.double() - truth).norm() / truth.norm()).item()
+
+
+def is_right(errors: Errors, eager_errors: Errors) -> bool:
+    """Tell whether each error is small, or at most twice eager's, which grows with the logits."""
+    if isinstance(errors, Failure):
+        return False
+    plain = eager_errors if isinstance(eager_errors, list) else [0.0] * len(errors)
+    return all(
+        error <= max(MAX_RELATIVE_ERROR, 2 * own) for error, own in zip(errors, plain, strict=True)
+    )
 
 
 def measure(
@@ -44,14 +111,13 @@ def measure(
     rounds: int = 10,
     device: torch.device | str = "cuda",
 ) -> dict[str, Measurement | Failure]:
-    """Weigh every function, then time all of them in turn, ``rounds`` times.
+    """Measure the peak memory of every function, then time all of them in turn, ``rounds`` times.
 
-    Each is called once before it is weighed, and all take a turn before the timed ones, which fills
-    the allocator's cache. A GPU at its power limit clocks higher after a light load: so the turns
-    are interleaved in an order that is drawn anew for each round, and in front of each ``before``
-    runs, untimed, as often as takes ``load_ms``: shorter loads of products than LOAD_MS leave a
-    clock that no training step holds. What a call returns is dropped before the next. A function
-    that fails has no more turns.
+    Each is called once before its memory is measured, and once more before the timed rounds: that
+    fills the allocator's cache. A GPU at its power limit clocks higher after a light load. So each
+    round has an order of its own, and ``before`` runs in front of each call, untimed, for about
+    ``load_ms``: after shorter loads than LOAD_MS, the clock is higher than in any training step.
+    What a call returns is freed before the next. A function that fails is not called again.
     """
     kind = torch.device(device).type
     results: dict[str, Measurement | Failure] = {}
@@ -114,7 +180,7 @@ def _ms(function: Callable[[], object], kind: str) -> float:
 
 
 def _times_to_last(function: Callable[[], object], ms: float, kind: str) -> int:
-    """How often the function must run to keep the device busy for so long."""
+    """Return how often the function must run to keep the device busy for so long."""
     if kind != "cuda":
         return 1
     _ms(function, kind)
@@ -133,7 +199,7 @@ def _host_ms(function: Callable[[], object], kind: str) -> float:
 
 
 def _deciles(values: list[float]) -> tuple[float, float]:
-    """The first and the last: of fewer than ten values, the least and the greatest."""
+    """Return the first and the last; of fewer than ten values, the smallest and the largest."""
     ordered = sorted(values)
     beyond = len(ordered) // 10
     return ordered[beyond], ordered[-1 - beyond]

@@ -1,7 +1,7 @@
-"""Ways to run a model: as it is, compiled, with our loss, with Liger-Kernel's kernels.
+"""Run a model in several ways: as it is, compiled, with our loss, with Liger-Kernel's kernels.
 
-Compiled as a whole, Transformers' attention reads a mask of its own before torch 2.14, where it
-needs none otherwise; compiled layer by layer, it does not.
+Before torch 2.14, a model that is compiled as a whole gets an attention mask that it does not need
+otherwise; one that is compiled layer by layer does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
 def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callable[[], Loss]]:
-    """Name to what makes the contender, eager first. All share the weights of ``model``."""
+    """Return functions that make the contenders, by name, eager first.
+
+    All share the weights of ``model``.
+    """
     found: dict[str, Callable[[], Loss]] = {"eager": partial(_eager, model)}
     if compiled:
         found["torch.compile"] = partial(_compiled, model)
@@ -46,7 +49,7 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
 def some_contenders(
     names: Sequence[str] | None, model: nn.Module, *, compiled: bool
 ) -> dict[str, Callable[[], Loss]]:
-    """Eager, and of the others those of these names."""
+    """Return eager and the contenders of these names; None: all."""
     found = contenders(model, compiled=compiled)
     if names is None:
         return found
@@ -57,7 +60,7 @@ def some_contenders(
 
 
 def shared_copy(model: nn.Module) -> Any:
-    """Modules of its own around the same weights: what is done to it is not done to ``model``."""
+    """Return new modules around the same weights, so that a patch leaves ``model`` as it is."""
     weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, weights)
 
@@ -96,8 +99,10 @@ def _by_layer(model: Any) -> Any:
 
 
 def _liger(model: nn.Module, **kernels: bool) -> Loss:
-    """Part of what it does to a model it does to the model's module in Transformers: to all models
-    of that kind. So those replacements are in place only while this contender runs.
+    """Return the loss of a copy with Liger-Kernel's patch.
+
+    The patch replaces functions of the model's module in Transformers, that is, of all models of
+    that architecture. These replacements are in place only while this contender runs.
     """
     own = shared_copy(model)
     inner = own.get_base_model() if hasattr(own, "get_base_model") else own

@@ -1,6 +1,6 @@
-"""The models whose training steps are measured: real sizes, random weights, bf16.
+"""Define the models whose training steps are measured: real sizes, random weights, bf16.
 
-What costs no time is left at its default: the bases of rotary embeddings, special tokens.
+Options that cost no time have their defaults: the bases of rotary embeddings, special tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from heads import IGNORE_INDEX
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -20,15 +19,17 @@ from transformers import (
     Qwen3Config,
 )
 
+from .heads import IGNORE_INDEX
+
 IGNORED = 0.4  # of the labels
 
 
 @dataclass(frozen=True)
 class Model:
-    """One case: a model, its batch, and how it is trained.
+    """A model, its batch, and how it is trained.
 
     Attributes:
-        name: as it is known, and what is special.
+        name: of the model, and what is special.
         config: of the text model.
         sequences, length: shape of a batch.
         lora_rank: of adapters on all linear layers but the head, None for training every weight.
@@ -43,7 +44,7 @@ class Model:
     quantised: bool = False
 
     def build(self, device: torch.device | str = "cuda") -> Any:
-        """In training mode, with random weights made on the device."""
+        """Return the model in training mode, with random weights made on the device."""
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
@@ -59,7 +60,7 @@ class Model:
         return model.train()
 
     def batch(self, device: torch.device | str = "cuda") -> dict[str, Tensor]:
-        """Random tokens, which are their own labels where they are not ignored."""
+        """Return random tokens, which are their own labels where they are not ignored."""
         generator = torch.Generator(device).manual_seed(0)
         shape = (self.sequences, self.length)
         input_ids = torch.randint(self.config.vocab_size, shape, device=device, generator=generator)

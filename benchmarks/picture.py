@@ -1,38 +1,36 @@
-"""Pictures of a benchmark's report: time over the floor against peak memory, a panel a case; both
-against the number of tokens; time and memory of training steps, a group of bars a model; losses of
-training runs, a column a model.
+"""Draw the pictures of a report.
 
-python benchmarks/picture.py outputs/benchmarks/*.json
+Heads: time over the lower bound against peak memory, and both against the number of tokens.
+Training steps: bars of time and peak memory. Training runs: losses.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
-from convergence_verdict import by_model
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from report import FLOOR
+
+from .convergence_report import by_model
+from .report import LOWER_BOUND
 
 GIB = 1024  # MiB
 COLUMNS = 3
 OUR_COLOURS = ("black", "dimgray", "darkgray", "lightgray")
 PEER_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")  # C7 is grey
-TIMES = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)  # ticks, in bare products
+TIMES = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)  # ticks, in lower bounds
 ROOM_FOR_LABELS = 1.15  # of the highest bar
 
 
 def draw_all(report: dict, path: Path) -> list[Path]:
-    """What the report has, each beside ``path``, the place of the report."""
+    """Draw every list of the report that has a picture, beside ``path``, its place."""
     drawn = []
     for key, ending, draw_part in (
         ("results", "", draw),
@@ -47,12 +45,12 @@ def draw_all(report: dict, path: Path) -> list[Path]:
 
 
 def _is_drawn(row: dict) -> bool:
-    return row["contender"] != FLOOR and ("ms" in row or "held_out" in row)
+    return row["contender"] != LOWER_BOUND and ("ms" in row or "held_out" in row)
 
 
 def draw(report: dict, path: Path) -> None:
-    """One point a contender: left is less memory, low is close to the bare products."""
-    rows = [row for row in report["results"] if "ms" in row and row["contender"] != FLOOR]
+    """Draw a panel a case, one point a contender: left is less memory, low is less time."""
+    rows = [row for row in report["results"] if "ms" in row and row["contender"] != LOWER_BOUND]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     styles = _styles(report)
     columns = min(COLUMNS, len(cases))
@@ -81,8 +79,8 @@ def draw(report: dict, path: Path) -> None:
 
 
 def draw_sweep(report: dict, path: Path) -> None:
-    """One line a contender: time over the bare products above, peak memory below."""
-    rows = [row for row in report["sweep"] if "ms" in row and row["contender"] != FLOOR]
+    """Draw one line a contender: time over the lower bound above, peak memory below."""
+    rows = [row for row in report["sweep"] if "ms" in row and row["contender"] != LOWER_BOUND]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     styles = _styles(report)
     figure, axes = plt.subplots(
@@ -115,12 +113,12 @@ def draw_sweep(report: dict, path: Path) -> None:
 
 
 def draw_steps(report: dict, path: Path) -> None:
-    """One group of bars a model: time on the left, peak memory on the right."""
+    """Draw a group of bars a model: time on the left, peak memory on the right."""
     rows = [row for row in report["steps"] if "ms" in row]
-    floors = {row["model"]: row["ms"] for row in rows if row["contender"] == FLOOR}
-    rows = [row for row in rows if row["contender"] != FLOOR]
+    bounds = {row["model"]: row["ms"] for row in rows if row["contender"] == LOWER_BOUND}
+    rows = [row for row in rows if row["contender"] != LOWER_BOUND]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    places = [(models.index(model), ms) for model, ms in floors.items() if model in models]
+    places = [(models.index(model), ms) for model, ms in bounds.items() if model in models]
     styles = _styles(report)
     height = 0.8 / len(styles)
     figure, axes = plt.subplots(
@@ -145,14 +143,14 @@ def draw_steps(report: dict, path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
     for place, ms in places:
         ends = [place - 0.4, place + 0.4]
-        axes[0].plot([ms, ms], ends, color="C7", linestyle="--", label=FLOOR)
+        axes[0].plot([ms, ms], ends, color="C7", linestyle="--", label=LOWER_BOUND)
     axes[0].set_yticks(range(len(models)), models)
     axes[0].invert_yaxis()
     _finish(figure, report, path, "training step")
 
 
 def draw_convergence(report: dict, path: Path) -> None:
-    """Losses of the runs above, and below how far the held-out ones are from the first run's."""
+    """Draw losses above, and below how far the held-out ones are from the first run's."""
     models, settings = by_model(report["convergence"]), report["settings"]
     styles, evaluated = _styles(report), settings["evaluated_after"]
     figure, axes = plt.subplots(
@@ -181,12 +179,14 @@ def draw_convergence(report: dict, path: Path) -> None:
 
 
 def _styles(report: dict) -> dict[str, dict]:
-    """Each contender's colour and marker: ours in black and greys, the same in every picture."""
+    """Return each contender's colour and marker: ours in black and greys, alike in all panels."""
     rows = [
         row for key in ("results", "sweep", "steps", "convergence") for row in report.get(key, ())
     ]
     styles, peers, own = {}, 0, 0
-    for contender in dict.fromkeys(row["contender"] for row in rows if row["contender"] != FLOOR):
+    for contender in dict.fromkeys(
+        row["contender"] for row in rows if row["contender"] != LOWER_BOUND
+    ):
         if contender.startswith("liger_patch"):
             styles[contender] = {"color": OUR_COLOURS[own % len(OUR_COLOURS)], "marker": "o"}
             own += 1
@@ -204,8 +204,8 @@ def _powers_of_two(panel: Axes, axis: Axis) -> None:
 
 
 def _times(panel: Axes) -> None:
-    """The vertical axis: time over the bare products, from 1."""
-    panel.set_ylabel("time / bare products")
+    """Make the vertical axis time over the lower bound, from 1."""
+    panel.set_ylabel(f"time / {LOWER_BOUND}")
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(FixedLocator(TIMES))
     panel.yaxis.set_minor_locator(NullLocator())
@@ -227,15 +227,3 @@ def _finish(figure: Figure, report: dict, path: Path, what: str) -> None:
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the pictures of reports, beside them.")
-    parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
-    for place in parser.parse_args().reports:
-        drawn = draw_all(json.loads(place.read_text(encoding="utf-8")), place)
-        print("\n".join(f"wrote {picture}" for picture in drawn) or f"{place}: tables alone")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,202 +1,204 @@
-"""A benchmark's report in words: the table on the terminal, and those in the README.
-
-python benchmarks/report.py benchmarks/results/*.json
-"""
+"""Format the tables of a report, for the terminal and for README and docs."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from convergence_report import judgement, losses_table
+from .convergence_report import judgement, losses
 
 RESULTS = Path(__file__).parent / "results"
-FLOOR = "bare products"
-FLOOR_OF_STEPS = (
-    " The bare products are the matrix products and attentions of eager's step alone, the head's "
-    "for supervised tokens only."
-)
+LOWER_BOUND = "matmul-only bound"
 COPY = "copy"
+TIME_AND_MEMORY = "forward + backward, ms / GiB"
+SUMMARY = {  # contenders of training steps -> columns of the README's table
+    "eager": "eager",
+    "torch.compile": "torch.compile",
+    "Liger, all kernels": "Liger-Kernel",
+    "liger_patch, layers": "liger_patch",
+}
+HEADLINE = "Llama-3.2-1B, 8 x 2048"
+
+Row = dict
 
 
-def terminal_table(rows: list[dict]) -> str:
-    """The rows of one case: time, how much of it the bare products need, memory, errors."""
-    first = rows[0]
-    title = f"{first['case']} ({first['tokens']} tokens)" if "tokens" in first else first["case"]
-    columns = f"{'ms':>8s}{'floor/ms':>10s}{'host ms':>9s}{'peak MiB':>10s}{'error of dX, dW':>20s}"
-    lines = [title, f"  {'':24s}{columns}"]
-    for row in rows:
-        errors = ", ".join(f"{error:.3%}" for error in row.get("gradient_errors", ()))
-        if "ms" in row:
-            said = f"{row['ms']:8.2f}{row['floor_over_time']:10.3f}{row['host_ms']:9.2f}"
-            said += f"{row['peak_mib']:10.0f}"
-            said += f"{errors:>20s}"
-        elif "failure" in row:
-            said = f"  {row['failure']}"
-        else:
-            said = f"  {'wrong gradients':26s}{errors:>20s}"
-        lines.append(f"  {row['contender']:24s}{said}".rstrip())
-    return "\n".join(lines)
-
-
-def terminal_steps_table(rows: list[dict]) -> str:
-    """The rows of one model: time, memory over the weights, loss and norm of the gradient."""
-    columns = f"{'ms':>8s}{'host ms':>9s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
-    lines = [rows[0]["model"], f"  {'':24s}{columns}"]
-    for row in rows:
-        said = f"  {row['failure']}" if "failure" in row else ""
-        if row["contender"] == FLOOR and "ms" in row:
-            said = f"{row['ms']:8.1f}{row['host_ms']:9.1f}"
-        if "loss" in row:
-            numbers = f"{row['loss']:10.4f}{row['gradient_norm']:12.4g}"
-            if "ms" in row:
-                said = (
-                    f"{row['ms']:8.1f}{row['host_ms']:9.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
-                )
-            elif "wrong" in row:
-                said = f"  {'wrong':25s}{numbers}"
-        lines.append(f"  {row['contender']:24s}{said}")
-    return "\n".join(lines)
-
-
-def terminal_layer_kernels_table(rows: list[dict]) -> str:
-    """The rows of one case, forward then backward: time, bandwidth, its share of a copy's, errors.
-
-    The host's time is that of queueing a call.
+def read(path: Path) -> dict:
+    """Read a report. Those of before November 23, 2026 have another command and another name of
+    the lower bound.
     """
-    columns = f"{'µs':>8s}{'TB/s':>8s}{'share':>8s}{'host µs':>9s}{'errors':>24s}"
-    lines = [rows[0]["case"], f"  {'':24s}{columns}"]
-    for row in rows:
-        errors = ", ".join(f"{error:.3%}" for error in row.get("errors", ()))
+    text = path.read_text(encoding="utf-8").replace('"bare products"', f'"{LOWER_BOUND}"')
+    report = json.loads(text)
+    was = r"python benchmarks/(\w+)\.py"
+    return report | {"command": re.sub(was, r"python -m benchmarks \1", report["command"])}
+
+
+def terminal_table(rows: list[Row]) -> str:
+    """Format one head: time, the lower bound's share of it, memory, errors of the gradients."""
+
+    def line(row: Row) -> str:
+        errors = _percent(row.get("gradient_errors", ()))
+        if "ms" not in row:
+            return "  " + row.get("failure", f"{'wrong gradients':26s}{errors:>20s}")
+        numbers = f"{row['ms']:8.2f}{row['floor_over_time']:10.3f}{row['host_ms']:9.2f}"
+        return f"{numbers}{row['peak_mib']:10.0f}{errors:>20s}"
+
+    columns = f"{'ms':>8s}{'bound/ms':>10s}{'host ms':>9s}{'peak MiB':>10s}{'error of dX, dW':>20s}"
+    return _terminal(f"{rows[0]['case']} ({rows[0]['tokens']} tokens)", columns, rows, line)
+
+
+def terminal_steps_table(rows: list[Row]) -> str:
+    """Format one model: time, memory over the weights, loss and norm of the gradient."""
+
+    def line(row: Row) -> str:
+        if "failure" in row:
+            return f"  {row['failure']}"
+        numbers = f"{row['loss']:10.4f}{row['gradient_norm']:12.4g}" if "loss" in row else ""
+        if "ms" not in row:
+            return f"  {'wrong':25s}{numbers}"
+        return f"{row['ms']:8.1f}{row['host_ms']:9.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
+
+    columns = f"{'ms':>8s}{'host ms':>9s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
+    return _terminal(rows[0]["model"], columns, rows, line)
+
+
+def terminal_layer_kernels_table(rows: list[Row]) -> str:
+    """Format one layer: time, bandwidth, its share of a copy's, time to queue a call, errors."""
+
+    def line(row: Row) -> str:
+        errors = _percent(row.get("errors", ()))
         if "ms" in row:
-            said = f"{1000 * row['ms']:8.1f}{row['tb_per_s']:8.2f}{row['share']:8.3f}"
-            said += f"{1000 * row['host_ms']:9.1f}{errors:>24s}"
-        elif "failure" in row:
-            said = f"  {row['failure']}"
+            numbers = f"{1000 * row['ms']:8.1f}{row['tb_per_s']:8.2f}{row['share']:8.3f}"
+            numbers += f"{1000 * row['host_ms']:9.1f}{errors:>24s}"
         else:
-            said = f"  {'wrong':31s}{errors:>24s}"
-        lines.append(f"  {row['direction']:9s}{row['contender']:15s}{said}".rstrip())
-    return "\n".join(lines)
+            numbers = "  " + row.get("failure", f"{'wrong':31s}{errors:>24s}")
+        return f"{row['direction']:>9s}{numbers}"
+
+    columns = f"{'':9s}{'µs':>8s}{'TB/s':>8s}{'share':>8s}{'host µs':>9s}{'errors':>24s}"
+    return _terminal(rows[0]["case"], columns, rows, line)
 
 
 def readme_table(report: dict) -> str:
-    """Markdown: a line a case, a column a contender, each with time and peak memory."""
-    return "\n".join(
-        [
-            _markdown("forward + backward, ms / GiB", report["results"], _head_and_tokens),
-            "",
-            f"{_measured(report)}: medians "
-            f"in one process, peak memory over the inputs, `{report['command']}`. The bare "
-            "products are the matrix products alone, a lower bound for any exact loss.",
-        ]
+    note = (
+        ": medians in one process, peak memory over the inputs, {command}. The matmul-only bound "
+        "is the matrix products alone, a lower bound for any exact loss."
+    )
+    return _document(report, _cells(TIME_AND_MEMORY, report["results"], _head_and_tokens), note)
+
+
+def headline(report: dict) -> str:
+    """Say in a sentence what eager and we need for one training step."""
+    rows = {
+        SUMMARY.get(row["contender"]): row for row in report["steps"] if row["model"] == HEADLINE
+    }
+    eager, ours = rows["eager"], rows["liger_patch"]
+    name, batch = HEADLINE.split(", ")
+    return (
+        f"**A training step of {name} on {batch} tokens needs {ours['peak_mib'] / 1024:.1f} GiB "
+        f"over the weights instead of {eager['peak_mib'] / 1024:.1f} GiB, and takes "
+        f"{ours['ms']:.0f} ms instead of {eager['ms']:.0f} ms** (forward and backward, bf16, one "
+        f"{report['gpu']})."
     )
 
 
+def summary_table(report: dict, compiled: dict) -> str:
+    """Format a line a model, a column for each of SUMMARY; torch.compile's from another run."""
+    cells, of_other_run = (
+        {(row["model"], row["contender"]): row for row in each["steps"]}
+        for each in (report, compiled)
+    )
+    shared = [key for key in cells if key in of_other_run and key[1] in SUMMARY]
+    slower = max(of_other_run[key]["ms"] / cells[key]["ms"] for key in shared) - 1
+    found, missing = of_other_run | cells, {"failure": "not measured"}
+    rows = [
+        {**found.get((model, contender), missing), "model": model, "contender": column}
+        for model in dict.fromkeys(map(_model, report["steps"]))
+        for contender, column in SUMMARY.items()
+    ]
+    note = (
+        ": forward and backward of the whole model with random weights, 40 % of the labels "
+        "ignored, without checkpointing; medians, peak memory over the weights, {command}. The "
+        "column of torch.compile is from another run, in which the same contenders took up to "
+        f"{100 * slower:.0f} % longer."
+    )
+    return _document(report, _cells("training step, ms / GiB", rows, _model), note)
+
+
 def sweep_table(report: dict) -> str:
-    """Markdown: a line a head and number of tokens, a column a contender."""
-    return "\n".join(
-        [
-            _markdown("forward + backward, ms / GiB", report["sweep"], _head_and_tokens),
-            "",
-            f"{_measured(report)}, `{report['command']}`.",
-        ]
+    return _document(
+        report, _cells(TIME_AND_MEMORY, report["sweep"], _head_and_tokens), ", {command}."
     )
 
 
 def heads_table(report: dict) -> str:
-    """Markdown: a line a kind of head, a column a contender, each with time and peak memory."""
-    return "\n".join(
-        [
-            _markdown("forward + backward, ms / GiB", report["heads"], lambda row: row["case"]),
-            "",
-            f"{_measured(report)}: 8192 tokens, medians in one process, peak memory over the "
-            f"inputs, `{report['command']}`.",
-        ]
-    )
+    note = ": 8192 tokens, medians in one process, peak memory over the inputs, {command}."
+    return _document(report, _cells(TIME_AND_MEMORY, report["heads"], _case), note)
 
 
 def log_probs_table(report: dict) -> str:
-    """Markdown: a line a head, a column a contender, each with time and peak memory."""
-    return "\n".join(
-        [
-            _markdown("forward + backward, ms / GiB", report["log_probs"], lambda row: row["case"]),
-            "",
-            f"{_measured(report)}: medians in one process, peak memory over the inputs, "
-            f"`{report['command']}`. Eager computes the loss alone, TRL and liger_patch entropy "
-            "and accuracy too.",
-        ]
+    note = (
+        ": medians in one process, peak memory over the inputs, {command}. Eager computes the loss "
+        "alone, TRL and liger_patch entropy and accuracy too."
     )
+    return _document(report, _cells(TIME_AND_MEMORY, report["log_probs"], _case), note)
 
 
 def sft_steps_table(report: dict) -> str:
-    """Markdown: a line a model, a column a contender, each with time and peak memory."""
-    return "\n".join(
-        [
-            _markdown("step of SFTTrainer, ms / GiB", report["sft_steps"], lambda r: r["model"]),
-            "",
-            f"{_measured(report)}: loss, metrics and backward pass of the whole model with random "
-            "weights, every weight trained, 40 % of the labels ignored, without checkpointing; "
-            f"medians in one process, peak memory over the weights, `{report['command']}`.",
-        ]
+    note = (
+        ": loss, metrics and backward pass of the whole model with random weights, every weight "
+        "trained, 40 % of the labels ignored, without checkpointing; medians in one process, peak "
+        "memory over the weights, {command}."
+    )
+    return _document(
+        report, _cells("step of SFTTrainer, ms / GiB", report["sft_steps"], _model), note
     )
 
 
 def steps_table(report: dict) -> str:
-    """Markdown: a line a model, a column a contender, each with time and peak memory."""
-    has_floor = any(row["contender"] == FLOOR for row in report["steps"])
-    floor = FLOOR_OF_STEPS if has_floor else ""
-    return "\n".join(
-        [
-            _markdown("training step, ms / GiB", report["steps"], lambda row: row["model"]),
-            "",
-            f"{_measured(report)}: forward and backward of the whole model with random weights, "
-            "40 % of the labels ignored, without checkpointing; medians in one process, peak "
-            f"memory over the weights, gradients included, `{report['command']}`.{floor}",
-        ]
+    note = (
+        ": forward and backward of the whole model with random weights, 40 % of the labels "
+        "ignored, without checkpointing; medians in one process, peak memory over the weights, "
+        "gradients included, {command}."
     )
+    if any(row["contender"] == LOWER_BOUND for row in report["steps"]):
+        note += (
+            " The matmul-only bound is the matrix products and attentions of eager's step alone, "
+            "the head's for supervised tokens only."
+        )
+    return _document(report, _cells("training step, ms / GiB", report["steps"], _model), note)
 
 
 def convergence_table(report: dict) -> str:
-    """Markdown: a line a model, a column a contender, each with its last held-out loss."""
-    settings = report["settings"]
-    return "\n".join(
-        [
-            losses_table(report),
-            "",
-            f"{_measured(report)} (autocast over float32 weights): "
-            f"{settings['batch_size'] * settings['length']} tokens of Python's standard library a "
-            "step, from random weights. Another seed gives other weights and another order of the "
-            "text; rounded is seed 0 with each first weight moved by half an eps of bfloat16 at "
-            "most. Held-out losses are those of the trained weights in an unpatched model, in "
-            f"float32. {judgement(report['convergence'])} `{report['command']}`.",
-        ]
+    tokens = report["settings"]["batch_size"] * report["settings"]["length"]
+    note = (
+        f" (autocast over float32 weights): {tokens} tokens of Python's standard library a step, "
+        "from random weights. Another seed gives other weights and another order of the text; "
+        "rounded is seed 0 with each first weight moved by half an eps of bfloat16 at most. "
+        "Held-out losses are those of the trained weights in an unpatched model, in float32. "
+        f"{judgement(report['convergence'])} {{command}}."
     )
+    return _document(report, losses(report), note)
 
 
 def layer_kernels_table(report: dict) -> str:
-    """Markdown: a line a case, a column a contender, each with both directions."""
+    """Format a line a case, a column a contender; a cell has both directions."""
     rows = report["layer_kernels"]
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    lines = [["share of a copy's bandwidth, forward / backward (µs)", *contenders]]
-    lines.append(["---"] * len(lines[0]))
-    for case in dict.fromkeys(row["case"] for row in rows):
+    cells = [["share of a copy's bandwidth, forward / backward (µs)", *contenders]]
+    for case in dict.fromkeys(map(_case, rows)):
         of_case = [row for row in rows if row["case"] == case]
-        cells = ([row for row in of_case if row["contender"] == name] for name in contenders)
-        lines.append([case, *map(_both_directions, cells)])
-    return "\n".join(
-        [
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-            f"{_measured(report)}: medians in one process, `{report['command']}`. The copy moves "
-            "as many bytes as the kernel has to read and to write, each once; its own column is "
-            "its bandwidth in TB/s, one number where both directions have the same.",
-        ]
+        both = ([row for row in of_case if row["contender"] == name] for name in contenders)
+        cells.append([case, *map(_both_directions, both)])
+    note = (
+        ": medians in one process, {command}. The copy moves as many bytes as the kernel has to "
+        "read and to write, each once; its own column is its bandwidth in TB/s, one number where "
+        "both directions have the same."
     )
+    return _document(report, cells, note)
 
 
-TABLES = {
+TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "results": readme_table,
     "sweep": sweep_table,
     "steps": steps_table,
@@ -208,61 +210,71 @@ TABLES = {
 }
 
 
-def _markdown(title: str, rows: list[dict], line_of: Callable[[dict], str]) -> str:
+def tables(report: dict) -> list[str]:
+    """Return the table of each list that the report has."""
+    return [table(report) for key, table in TABLES.items() if report.get(key)]
+
+
+def _terminal(title: str, columns: str, rows: list[Row], line: Callable[[Row], str]) -> str:
+    lines = [f"  {row['contender']:24s}{line(row)}".rstrip() for row in rows]
+    return "\n".join([title, f"  {'':24s}{columns}", *lines])
+
+
+def _document(report: dict, cells: list[list[str]], note: str) -> str:
+    """Format cells, the first line as heading, and what was measured, where and how."""
+    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    measured = f"Measured on one {report['gpu']} on {report['date']} in bf16 with {versions}"
+    note = note.replace("{command}", f"`{report['command']}`")
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
+
+
+def _cells(heading: str, rows: list[Row], line_of: Callable[[Row], str]) -> list[list[str]]:
+    """Return a line a case or model and a column a contender, each with time and peak memory."""
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    cells = {(line_of(row), row["contender"]): _cell(row) for row in rows}
-    lines = [[title, *contenders], ["---"] * (1 + len(contenders))]
-    for name in dict.fromkeys(line_of(row) for row in rows):
-        lines.append([name, *(cells.get((name, contender), "") for contender in contenders)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    found = {(line_of(row), row["contender"]): _cell(row) for row in rows}
+    names = dict.fromkeys(map(line_of, rows))
+    lines = ([name, *(found.get((name, each), "") for each in contenders)] for name in names)
+    return [[heading, *contenders], *lines]
 
 
-def _head_and_tokens(row: dict) -> str:
+def _case(row: Row) -> str:
+    return row["case"]
+
+
+def _model(row: Row) -> str:
+    return row["model"]
+
+
+def _head_and_tokens(row: Row) -> str:
     head = row["case"].removesuffix(f", N {row['tokens']}")
     return f"{head}, {row['tokens']} tokens"
 
 
-def _cell(row: dict) -> str:
+def _cell(row: Row) -> str:
     if "failure" in row:
         return row["failure"].partition(":")[0]
     if row.get("wrong"):
         errors = row.get("gradient_errors")
         return f"gradient off by {max(errors):.1%}" if errors else "wrong"
-    if row["contender"] == FLOOR:
+    if row["contender"] == LOWER_BOUND:
         return f"{row['ms']:.1f}"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
 
 
-def _both_directions(rows: list[dict]) -> str:
-    said = [_share(row) for row in rows]
+def _both_directions(rows: list[Row]) -> str:
+    shares = [_share(row) for row in rows]
     if rows and all("share" in row and row["contender"] != COPY for row in rows):
         times = " / ".join(f"{1000 * row['ms']:.0f}" for row in rows)
-        return f"{' / '.join(said)} ({times})"
-    return " / ".join(dict.fromkeys(said))  # what failed in both directions is said once
+        return f"{' / '.join(shares)} ({times})"
+    return " / ".join(dict.fromkeys(shares))  # one word where both directions have the same
 
 
-def _share(row: dict) -> str:
-    if "failure" in row:
-        return row["failure"].partition(":")[0]
-    if row.get("wrong"):
-        return "wrong"
+def _share(row: Row) -> str:
+    if "share" not in row:
+        return _cell(row)
     return f"{row['tb_per_s']:.2f}" if row["contender"] == COPY else f"{row['share']:.2f}"
 
 
-def _measured(report: dict) -> str:
-    used = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"Measured on one {report['gpu']} on {report['date']} in bf16 with {used}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the tables of reports.")
-    parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
-    for place in parser.parse_args().reports:
-        read = json.loads(place.read_text(encoding="utf-8"))
-        for key, table in TABLES.items():
-            if read.get(key):
-                print(f"{table(read)}\n")
-
-
-if __name__ == "__main__":
-    main()
+def _percent(errors: Iterable[float]) -> str:
+    return ", ".join(f"{error:.3%}" for error in errors)

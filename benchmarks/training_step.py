@@ -1,75 +1,172 @@
-"""Forward and backward of whole models: time and memory of our loss beside peers.
+"""Measure training steps of whole models, forward and backward, beside peers.
 
-    python benchmarks/training_step.py                       all models
-    python benchmarks/training_step.py --model Gemma --model Llama --compile
+    python -m benchmarks training_step                all models
+    python -m benchmarks training_step --model Gemma --model Llama --compile
 
 The contenders of a model share one set of weights and one batch, so all of them are interleaved in
-this one process, whatever the model's size; models run one after the other. One step of each is
+this one process; models run one after the other. One step of each is
 compared with eager's first: a contender whose loss or gradient differs is not timed. Gradients are
 made anew in every step and count as its memory, weights do not. No optimizer, no checkpointing.
-Beside them the bare products, eager's matrix products and attentions alone, but for 4-bit models.
-Writes JSON after every model, then a picture.
+The lower bound is eager's matmuls and attentions alone; 4-bit models have none.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
-from drawing import draw_where_possible
-from model_contenders import some_contenders
-from model_steps import run_model
-from models import MODELS
-from provenance import command_line, provenance
-from report import terminal_steps_table
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-PACKAGES = ("transformers", "peft", "bitsandbytes", "liger-kernel")
+from .benchmark import Benchmark, Cases
+from .heads import IGNORE_INDEX
+from .lower_bounds import step_matmuls
+from .measure import Failure, attempt, measure, release_memory
+from .model_contenders import Loss, contenders, some_contenders
+from .models import MODELS, Model
+from .report import LOWER_BOUND, terminal_steps_table
 
-
-def main() -> None:
-    arguments = _parser().parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks need a CUDA GPU")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / "training_step.json"
-    report = {**provenance(command_line(__file__, arguments), PACKAGES), "steps": []}
-    chosen = partial(some_contenders, arguments.contender)
-    for model in MODELS:
-        if arguments.model is None or any(part in model.name for part in arguments.model):
-            rows = run_model(model, rounds=arguments.rounds, compiled=arguments.compile, of=chosen)
-            print(terminal_steps_table(rows), flush=True)
-            report["steps"] += rows
-            path.write_text(json.dumps(report, indent=1) + "\n")
-    draw_where_possible(report, path)
+MAX_LOSS_DIFFERENCE = 0.02  # of eager's loss
+MAX_NORM_DIFFERENCE = 0.05  # of eager's norm of all gradients
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def run_model(
+    model: Model,
+    *,
+    rounds: int,
+    compiled: bool = False,
+    device: torch.device | str = "cuda",
+    of: Callable[..., dict[str, Callable[[], Loss]]] = contenders,
+) -> list[dict]:
+    """Compare, then time every contender on one model, and the lower bound.
+
+    ``of``: returns the contenders of the model.
+    """
+    rows = attempt(lambda: _rows(model, rounds, compiled, device, of))
+    if compiled:
+        torch.compiler.reset()  # it holds on to the model
+    release_memory()
+    if isinstance(rows, Failure):  # of building the model
+        return [{"model": model.name, "contender": "eager", **asdict(rows)}]
+    return rows
+
+
+def _rows(
+    model: Model,
+    rounds: int,
+    compiled: bool,
+    device: torch.device | str,
+    of: Callable[..., dict[str, Callable[[], Loss]]],
+) -> list[dict]:
+    built, batch = model.build(device), model.batch(device)
+    attention = built.config._attn_implementation  # the default, which differs by version
+    losses: dict[str, Loss] = {}
+    first_steps: dict[str, dict[str, float] | Failure] = {}
+    for name, make in of(built, compiled=compiled).items():
+        loss = attempt(make)
+        if isinstance(loss, Failure):
+            first_steps[name] = loss
+        else:
+            losses[name] = loss
+            first_steps[name] = attempt(lambda loss=loss: _first_step(loss, built, batch))
+    truth = next((first for first in first_steps.values() if isinstance(first, dict)), {})
+    right = [name for name, first in first_steps.items() if _agrees(first, truth)]
+    steps = {name: partial(_step, losses[name], built, batch) for name in right}
+    rows: list[dict] = []
+    bounds: dict[str, Callable[[], None]] = {}
+    if "eager" in steps and not model.quantised:  # 4-bit matmuls unpack their weights
+        bound = attempt(lambda: _step_bound(steps["eager"], built, batch))
+        if isinstance(bound, Failure):
+            rows.append({"model": model.name, "contender": LOWER_BOUND, **asdict(bound)})
+        else:
+            bounds[LOWER_BOUND] = bound
+    measured = measure({**bounds, **steps}, rounds=rounds, device=device)
+    rows += [{"model": model.name, "contender": name, **asdict(measured[name])} for name in bounds]
+    for name, first in first_steps.items():
+        row: dict = {"model": model.name, "attention": attention, "contender": name}
+        row |= asdict(first) if isinstance(first, Failure) else first
+        if name in measured:
+            row |= asdict(measured[name])
+        elif isinstance(first, dict):
+            row["wrong"] = True
+        rows.append(row)
+    return rows
+
+
+def _step_bound(
+    step: Callable[[], None], model: PreTrainedModel, batch: Mapping[str, Tensor]
+) -> Callable[[], None]:
+    return step_matmuls(
+        step,
+        tokens=batch["labels"].numel(),
+        supervised=int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        vocab_size=model.config.vocab_size,
     )
+
+
+def _step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    try:
+        loss(batch).backward()
+    finally:
+        model.zero_grad()
+
+
+def _first_step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    try:
+        value = loss(batch)
+        value.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        return {"loss": value.item(), "gradient_norm": torch.stack(norms).norm().item()}
+    finally:
+        model.zero_grad()
+
+
+def _agrees(first: dict[str, float] | Failure, truth: dict[str, float]) -> bool:
+    """Tell whether it has eager's loss and gradients, or those of the first contender that runs."""
+    if isinstance(first, Failure):
+        return False
+    return all(
+        abs(first[name] - truth[name]) <= most * abs(truth[name])
+        for name, most in (
+            ("loss", MAX_LOSS_DIFFERENCE),
+            ("gradient_norm", MAX_NORM_DIFFERENCE),
+        )
+    )
+
+
+def cases(options: argparse.Namespace) -> Cases:
+    """Return the models whose name contains one of --model."""
+    chosen = partial(some_contenders, options.contender)
+    parts = options.model or [""]
+    return {
+        "steps": [
+            partial(run_model, model, rounds=options.rounds, compiled=options.compile, of=chosen)
+            for model in MODELS
+            if any(part in model.name for part in parts)
+        ]
+    }
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", help="only the models whose name contains this, or another"
     )
     parser.add_argument(
-        "--contender",
-        action="append",
-        help="only eager and the contender of this name, or another",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=8, help="timed steps of each contender (default 8)"
+        "--contender", action="append", help="only eager and the contender of this name, or another"
     )
     parser.add_argument(
         "--compile", action="store_true", help="eager and our layers compiled too: minutes"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/benchmarks"), help="folder of JSON and picture"
-    )
-    return parser
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    packages=("transformers", "peft", "bitsandbytes", "liger-kernel"),
+    cases=cases,
+    table=terminal_steps_table,
+    rounds=8,
+    add_options=_add_options,
+)

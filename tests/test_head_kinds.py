@@ -161,12 +161,12 @@ KINDS: dict[str, Kind] = {
     "… rank-stabilised, with dropout": Kind(adapted(use_rslora=True, lora_dropout=0.2)),
     "… two adapters at once": Kind(adapted(second=True)),
     "… merged": Kind(merged),
-    "… DoRA": Kind(adapted(use_dora=True), why="scales the sum by a vector of its own"),
+    "… DoRA": Kind(adapted(use_dora=True), why="scales the sum by a vector"),
     "PEFT: IA³ on `lm_head`": Kind(with_ia3, why="scales the logits by a vector"),
     'PEFT: `modules_to_save=["lm_head"]`': Kind(adapted("q_proj", modules_to_save=["lm_head"])),
     "PEFT: trainable tokens of a tied head": Kind(
         adapted("q_proj", trainable_token_indices=[20, 21]),
-        why="its weight is put together anew at each call",
+        why="builds its weight anew at each call",
         model_type="gemma2",
         trained=FROZEN_HEAD,
     ),
@@ -175,23 +175,23 @@ KINDS: dict[str, Kind] = {
     "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantised=True),
     "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantised=True),
     "a tensor subclass (torchao)": Kind(
-        replaced(int8), why="its product is its own", trained=FROZEN_HEAD, quantised=True
+        replaced(int8), why="not a plain tensor", trained=FROZEN_HEAD, quantised=True
     ),
-    "a distributed tensor": Kind(replaced(sharded), why="its product is its own"),
+    "a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),
     "packed integers (GPTQ, AWQ)": Kind(
-        replaced(packed), why="no reader for it yet", trained=FROZEN_HEAD, quantised=True
+        replaced(packed), why="no reader for this format", trained=FROZEN_HEAD, quantised=True
     ),
-    "any other module": Kind(replaced(two_layers), why="nobody knows what it computes"),
+    "any other module": Kind(replaced(two_layers), why="unknown module"),
 }
 
 
 def build(kind: Kind, dtype: torch.dtype, patch: str) -> Any:
     model = tiny_model(ROWS[kind.model_type], dtype=dtype).train()
     if patch == "before":
-        apply_patch(model)
+        apply_patch(model, layers=False)
     torch.manual_seed(1)
     model = kind.change(model)
-    return apply_patch(model) if patch == "after" else model
+    return apply_patch(model, layers=False) if patch == "after" else model
 
 
 def train_only(model: Any, trained: str) -> None:

@@ -5,24 +5,26 @@ UPDATE_README=1 writes them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from report import (
+from sections import check_section
+
+from benchmarks.report import (
     RESULTS,
     convergence_table,
+    headline,
     heads_table,
     layer_kernels_table,
     log_probs_table,
+    read,
     readme_table,
     sft_steps_table,
     steps_table,
+    summary_table,
 )
-from sections import check_section
-
 from liger_patch.registry import ARCHITECTURES, Architecture
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -47,23 +49,26 @@ def table(rows: tuple[Architecture, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def of_results(table: Callable[[dict], str], name: str) -> Callable[[], str]:
-    return lambda: table(json.loads((RESULTS / name).read_text(encoding="utf-8")))
+def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
+    return lambda: table(*(read(RESULTS / name) for name in names))
 
 
 README = Path(__file__).parents[1] / "README.md"
-HEADS, TRL, LAYERS = DOCS / "heads.md", DOCS / "trl.md", DOCS / "layers.md"
+PERFORMANCE = DOCS / "performance.md"
+STEPS, COMPILED = "training_step.json", "training_step_compiled.json"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "headline": (README, of_results(headline, STEPS)),
     "architectures": (README, lambda: table(ARCHITECTURES)),
-    "benchmark": (README, of_results(readme_table, "linear_cross_entropy.json")),
-    "steps": (README, of_results(steps_table, "training_step.json")),
-    "heads": (HEADS, of_results(heads_table, "kinds_of_heads.json")),
-    "qlora": (HEADS, of_results(steps_table, "qlora_step.json")),
-    "log_probs": (TRL, of_results(log_probs_table, "log_probs.json")),
-    "sft_steps": (TRL, of_results(sft_steps_table, "sft_step.json")),
-    "layer_kernels": (LAYERS, of_results(layer_kernels_table, "layer_kernels.json")),
-    "compiled": (LAYERS, of_results(steps_table, "training_step_compiled.json")),
-    "convergence": (LAYERS, of_results(convergence_table, "convergence.json")),
+    "summary": (README, of_results(summary_table, STEPS, COMPILED)),
+    "steps": (PERFORMANCE, of_results(steps_table, STEPS)),
+    "compiled": (PERFORMANCE, of_results(steps_table, COMPILED)),
+    "benchmark": (PERFORMANCE, of_results(readme_table, "linear_cross_entropy.json")),
+    "heads": (PERFORMANCE, of_results(heads_table, "kinds_of_heads.json")),
+    "qlora": (PERFORMANCE, of_results(steps_table, "qlora_step.json")),
+    "log_probs": (PERFORMANCE, of_results(log_probs_table, "log_probs.json")),
+    "sft_steps": (PERFORMANCE, of_results(sft_steps_table, "sft_step.json")),
+    "layer_kernels": (PERFORMANCE, of_results(layer_kernels_table, "layer_kernels.json")),
+    "convergence": (PERFORMANCE, of_results(convergence_table, "convergence.json")),
 }
 
 

@@ -1,9 +1,9 @@
-"""The matrix products and attentions of eager's step alone: the floor of a step that keeps them.
+"""Compute lower bounds: the matmuls of a head, and the matmuls and attentions of eager's step.
 
-Each kind of call (same operator, shapes, strides and dtypes) is made again as often as in the step,
-with the numbers of the first of its kind: so what it reads may lie in the cache. Products with the
-vocabulary have rows for the supervised tokens only. Products by other operators than PRODUCTS, a
-library's own, are not known here.
+Of a step, each kind of call (same operator, shapes, strides and dtypes) is repeated as often as in
+the step, with the inputs of the first call of its kind, which may lie in the cache. Matmuls with
+the vocabulary have rows for the supervised tokens only. Operators of other libraries are not
+recorded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,35 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .heads import IGNORE_INDEX, Head
+
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def head_matmuls(
+    head: Head, hidden_states: Tensor, weight: Tensor, labels: Tensor
+) -> Callable[[], None]:
+    """Return a function that computes a head's matmuls for the supervised tokens, into allocated
+    memory.
+    """
+    with torch.no_grad():
+        x = hidden_states[labels != IGNORE_INDEX].contiguous()
+        logits = x.new_empty(len(x), head.vocab_size)
+        dx, dw = torch.empty_like(x), None if head.frozen else torch.empty_like(weight)
+
+    @torch.no_grad()
+    def matmuls() -> None:
+        torch.mm(x, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dx)
+        if dw is not None:
+            torch.mm(logits.t(), x, out=dw)
+
+    return matmuls
 
 
 class _Record(TorchDispatchMode):
-    """Holds the arguments of each different call once, and the order of all calls."""
+    """Record the arguments of each different call once, and the order of all calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +53,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in PRODUCTS or "attention" in func.name():
+        if func in MATMULS or "attention" in func.name():
             key = (func, *(_kind(each) for each in tree_leaves((args, kwargs))))
             self.order.append(key)
             if key not in self.calls:
@@ -45,34 +68,34 @@ def _kind(value: Any) -> object:
     return value
 
 
-def step_products(
+def step_matmuls(
     step: Callable[[], object], *, tokens: int, supervised: int, vocab_size: int
 ) -> Callable[[], None]:
-    """A function that computes the products and attentions of one call of ``step``.
+    """Return a function that computes the matmuls and attentions of one call of ``step``.
 
     Args:
-        tokens: of a step, which is no size of the head.
-        supervised: of these.
-        vocab_size: of the head, which is the size of nothing else.
+        tokens: number of tokens of a step; no dimension of the head has this size.
+        supervised: how many of them have a label.
+        vocab_size: of the head; no other dimension has this size.
 
     Raises:
-        ValueError: no product has rows for the tokens and columns for the vocabulary.
+        ValueError: no matmul has rows for the tokens and columns for the vocabulary.
     """
     with _Record() as record:
         step()
     order, calls = record.order, record.calls
     of_head = [key for key, call in calls.items() if _sizes(call) >= {tokens, vocab_size}]
     if not of_head:
-        raise ValueError(f"no product of {tokens} tokens and a vocabulary of {vocab_size}")
+        raise ValueError(f"no matmul of {tokens} tokens and a vocabulary of {vocab_size}")
     for key in of_head:
         calls[key] = _of_supervised(calls[key], tokens, supervised)
 
-    def products() -> None:
+    def matmuls() -> None:
         for key in order:
             func, args, kwargs = calls[key]
             func(*args, **kwargs)
 
-    return products
+    return matmuls
 
 
 def _sizes(call: tuple[Any, tuple, dict]) -> set[int]:

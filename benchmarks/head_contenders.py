@@ -1,7 +1,7 @@
-"""Other people's losses of a head, where their packages are installed.
+"""Compute the loss of a head in several ways: plain PyTorch, peers, ours at several budgets.
 
-Each imports its package in the call: a package that does not import here is then a contender that
-does not run.
+Peers take part where their packages are installed. Each imports its package in the call: a package
+that does not import here is then a contender that does not run.
 """
 
 from __future__ import annotations
@@ -12,18 +12,80 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from attempts import Unsupported
-from heads import IGNORE_INDEX, Head
 from torch import Tensor
+
+from liger_patch import linear_cross_entropy
+
+from .heads import IGNORE_INDEX, Head
+from .measure import Unsupported
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+OURS = "liger_patch"  # how the names of all of ours begin
+BUDGETS_MIB = (1024, 768, 128)  # beside the default
 QUACK_CHUNK = 4096  # tokens: the default of chunked_linear_cross_entropy
 
 
+def contenders(head: Head, *, compiled: bool = True) -> dict[str, Loss]:
+    """Return losses by name, eager first."""
+    losses = {"eager": eager(head)}
+    if compiled:
+        # Each head has its own graph, and at most eight are kept of one function; static shapes,
+        # because the check on fewer tokens would otherwise make the measured graph a general one.
+        torch.compiler.reset()
+        losses["torch.compile"] = torch.compile(eager(head), dynamic=False)
+    return {
+        **losses,
+        **peers(head),
+        OURS: ours(head),
+        **{f"{OURS} {budget} MiB": ours(head, chunk_mib=budget) for budget in BUDGETS_MIB},
+    }
+
+
+def sweep_contenders(head: Head) -> dict[str, Loss]:
+    """Return a few of them, without torch.compile: it compiles again for each number of tokens."""
+    kept = ("eager", "Liger-Kernel", OURS)
+    return {name: f for name, f in contenders(head, compiled=False).items() if name in kept}
+
+
+def eager(head: Head) -> Loss:
+    """Return what Transformers' models do: logits, then cross entropy in at least float32."""
+
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(hidden_states, weight)
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+
+    return loss
+
+
+def ours(head: Head, **options: Any) -> Loss:
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden_states,
+            weight,
+            labels,
+            ignore_index=IGNORE_INDEX,
+            softcap=head.softcap,
+            **options,
+        )
+
+    return loss
+
+
+def step(loss: Loss, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Run forward and backward; return the loss and the gradients."""
+    value = loss(hidden_states, weight, labels)
+    return value, *torch.autograd.grad(
+        value, [t for t in (hidden_states, weight) if t.requires_grad]
+    )
+
+
 def peers(head: Head) -> dict[str, Loss]:
-    """Name to loss."""
+    """Return the losses of the installed packages by name."""
     found: dict[str, Loss] = {}
     if find_spec("liger_kernel"):
         found["Liger-Kernel"] = _liger(head)
@@ -50,7 +112,7 @@ def _liger(head: Head) -> Loss:
 
 
 def _cut_cross_entropy(head: Head, **options: Any) -> Loss:
-    """With its gradient filter, which is not exact, unless the options say otherwise."""
+    """Return its loss; by default its gradient filter is on, which is not exact."""
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         cce = import_module("cut_cross_entropy").linear_cross_entropy
@@ -60,7 +122,7 @@ def _cut_cross_entropy(head: Head, **options: Any) -> Loss:
 
 
 def _trl(head: Head) -> Loss:
-    """The head that SFTTrainer gives a model, with what it asks for and the mean that it takes."""
+    """Return the loss of SFTTrainer's own head, with the outputs that it asks for."""
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         utils = import_module("trl.trainer.utils")
@@ -93,9 +155,9 @@ def _pytorch(head: Head) -> Loss:
 
 
 def _quack(head: Head, **options: Any) -> Loss:
-    """Its choice of pipeline, or the one that its options name.
+    """Return its loss with its own choice of pipeline, or with the one of the options.
 
-    In 0.6.5 the one that it prefers on Hopper raises where H equals the chunk.
+    QuACK 0.6.5's default on Hopper raises where H equals the chunk.
     """
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

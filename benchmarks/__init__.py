@@ -1,0 +1,1 @@
+"""Time and memory beside plain PyTorch and peers: ``python -m benchmarks``."""

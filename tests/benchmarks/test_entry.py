@@ -1,0 +1,106 @@
+"""The one entry of all benchmarks: names, options, and the report that is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import BENCHMARKS, main, run
+from benchmarks.benchmark import Benchmark, command_line, in_json
+from benchmarks.report import RESULTS, TABLES, read, tables
+
+ROWS = [{"case": "head", "contender": "eager", "ms": 1.0, "gradient_errors": [0.1, 0.2]}]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def benchmark_of(*cases: Callable[[], list[dict]], **fields) -> Benchmark:
+    return Benchmark(("pytest", "no-such-package"), lambda _: {"rows": cases}, str, **fields)
+
+
+def test_help_lists_every_benchmark(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said and what in said for name, what in BENCHMARKS.items())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_has_help_without_a_gpu_and_needs_one_to_run(name: str, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert f"python -m benchmarks {name}" in said
+    assert "--output" in said
+    assert ("--rounds" in said) is (name != "convergence")
+    with pytest.raises(SystemExit, match="benchmarks need a CUDA GPU"):
+        main([name])
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "convergence"])
+def test_every_list_of_a_report_has_a_table(name: str):
+    options = argparse.Namespace(rounds=1, case=None, part=None, no_compile=True)
+    options.model = options.contender = options.compile = None
+    lists = import_module(f"benchmarks.{name}").BENCHMARK.cases(options)
+    assert lists.keys() <= TABLES.keys()
+    assert all(lists.values())
+
+
+def test_the_report_is_written_after_every_case(a_gpu, tmp_path: Path):
+    options = argparse.Namespace(rounds=3, output=tmp_path / "new")
+    path = tmp_path / "new" / "tiny.json"
+
+    def second() -> list[dict]:
+        assert json.loads(path.read_text(encoding="utf-8"))["rows"] == ROWS
+        return ROWS
+
+    assert run("tiny", benchmark_of(lambda: ROWS, second, finish=lambda report: 7), options) == 7
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["rows"] == ROWS * 2
+    assert report["command"] == "python -m benchmarks tiny --rounds 3"
+    assert report["gpu"] == "a GPU"
+    assert report["date"]
+    assert list(report["versions"]) == ["python", "torch", "triton", "pytest"]
+
+
+def test_no_case_of_a_name_is_said(a_gpu, tmp_path: Path):
+    with pytest.raises(SystemExit, match="no case has such a name"):
+        main(["training_step", "--model", "GPT-5", "--output", str(tmp_path)])
+
+
+def test_the_command_says_what_was_measured_but_not_where_it_went():
+    options = argparse.Namespace(
+        part=None, model=["Gemma-3 270M", "Llama"], rounds=3, no_compile=True, output=Path("place")
+    )
+    assert command_line("linear_cross_entropy", options) == (
+        "python -m benchmarks linear_cross_entropy --model 'Gemma-3 270M' --model Llama "
+        "--rounds 3 --no-compile"
+    )
+
+
+def test_lists_of_numbers_are_lines_of_the_json():
+    report = {"text": "a [b]", "rows": [{"training": [1.5, 2.5, 3.5], "name": "x"}]}
+    written = in_json(report)
+    assert json.loads(written) == report
+    assert "[ 1.5, 2.5, 3.5 ]" in written
+
+
+def test_reports_are_shown(tmp_path: Path, capsys):
+    place = tmp_path / "training_step.json"
+    place.write_text((RESULTS / place.name).read_text(encoding="utf-8"), encoding="utf-8")
+    assert main(["show", str(place)]) == 0
+    (table,) = tables(read(place))
+    picture = place.with_suffix(".png")
+    assert capsys.readouterr().out == f"{table}\n\nwrote {picture}\n"
+    assert picture.stat().st_size > 10_000

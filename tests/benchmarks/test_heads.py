@@ -1,0 +1,194 @@
+"""The benchmarks of heads, but for their times: what they measure, and how."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from benchmarks.head_contenders import (
+    BUDGETS_MIB,
+    OURS,
+    contenders,
+    eager,
+    ours,
+    step,
+    sweep_contenders,
+)
+from benchmarks.heads import HEADS, IGNORE_INDEX, SWEEP, SWEEP_TOKENS, Head, batch
+from benchmarks.kinds_of_heads import KINDS as KINDS_OF_HEADS
+from benchmarks.kinds_of_heads import Kind, run_kind
+from benchmarks.linear_cross_entropy import TOKENS, gradient_errors, run_case
+from benchmarks.log_probs import CASES
+from benchmarks.log_probs import contenders as log_probs_contenders
+from benchmarks.measure import (
+    Failure,
+    Unsupported,
+    is_right,
+)
+from benchmarks.report import LOWER_BOUND
+
+TINY = Head("tiny", 16, 64, 40, ignored=0.3)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def raising(*_) -> torch.Tensor:
+    raise ValueError("weight is too long\nand a second line")
+
+
+def wrong(hidden_states, weight, labels) -> torch.Tensor:
+    return 1.1 * eager(TINY)(hidden_states, weight, labels)
+
+
+def test_cases_have_names_of_their_own():
+    names = {head.name for head in HEADS}
+    assert len(names) == len(HEADS)
+    assert names >= set(CASES)
+
+
+def test_cases_are_heads_that_can_be_trained():
+    for head in (*HEADS, *SWEEP):
+        assert min(head.hidden_size, head.vocab_size, head.tokens) > 0, head
+        assert 0 <= head.ignored < 1, head
+        assert 0 <= head.mistaken < 1, head
+        assert head.softcap is None or head.softcap > 0, head
+        assert (head.tokens % 8, head.vocab_size % 8) == (0, 0), f"QuACK cannot take {head}"
+
+
+def test_the_sweep_varies_only_the_tokens():
+    heads = {head.name: head for head in HEADS}
+    names = {head.name for head in SWEEP}
+    assert names == {"Llama-3-8B", "Gemma-3-270M"}
+    assert {(head.name, head.tokens) for head in SWEEP} == {
+        (name, tokens) for name in names for tokens in SWEEP_TOKENS
+    }
+    assert all(head == replace(heads[head.name], tokens=head.tokens) for head in SWEEP)
+
+
+def test_the_check_is_on_a_number_of_tokens_whose_inverse_is_rounded():
+    assert TOKENS & (TOKENS - 1) != 0
+    assert TOKENS % 8 == 0, "QuACK asks for it"
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_HEADS, ids=lambda kind: kind.name)
+def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
+    if kind.quantised:
+        pytest.importorskip("bitsandbytes")
+    small = replace(TINY, frozen=True, hidden_size=64)
+    rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")
+    assert [row["contender"] for row in rows] == [LOWER_BOUND, "eager", "liger_patch"]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_log_probabilities_are_compared_with_eager_and_measured(frozen: bool, softcap: float):
+    head = replace(TINY, frozen=frozen, softcap=softcap)
+    rows = run_case(head, log_probs_contenders(head), rounds=1, device="cpu")
+    names = [LOWER_BOUND, "eager", *(["TRL"] if find_spec("trl") else []), "liger_patch"]
+    assert [row["contender"] for row in rows] == names
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_batch_plants_the_labels():
+    head = replace(TINY, tokens=400, hidden_size=256, peak=40.0, mistaken=0.25)
+    hidden_states, weight, labels = batch(head, device="cpu")
+    assert hidden_states.shape == (400, 256)
+    assert weight.shape == (64, 256)
+    assert hidden_states.dtype == weight.dtype == torch.bfloat16
+    assert hidden_states.requires_grad
+    assert weight.requires_grad
+    supervised = labels != IGNORE_INDEX
+    assert supervised.float().mean().item() == pytest.approx(0.7, abs=0.1)
+    logits = (hidden_states @ weight.t()).float()
+    certain = supervised & (logits.softmax(-1).amax(-1) > 0.99)
+    right = logits.argmax(-1) == labels
+    assert right[certain].float().mean().item() == pytest.approx(0.75, abs=0.1)
+
+
+def test_zipfs_labels_are_as_frequent_as_words():
+    head = replace(TINY, tokens=4096, ignored=0.0, zipf=True)
+    _, _, labels = batch(head, device="cpu")
+    counts = labels.bincount(minlength=head.vocab_size)
+    assert len(counts) == head.vocab_size
+    share = math.log(2) / math.log(head.vocab_size)  # of the first rank
+    assert counts[0].item() / head.tokens == pytest.approx(share, abs=0.02)
+    assert (counts[:4].diff() < 0).all()
+
+
+def test_a_batch_is_the_same_for_the_same_seed():
+    first, again, other = (batch(TINY, device="cpu", seed=seed) for seed in (0, 0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_a_frozen_head_gets_no_gradient():
+    inputs = batch(replace(TINY, frozen=True), device="cpu")
+    assert not inputs[1].requires_grad
+    assert len(step(eager(TINY), *inputs)) == 2
+
+
+def test_eager_comes_first_and_the_sweep_has_fewer():
+    names = list(contenders(TINY, compiled=False))
+    assert names[0] == "eager"
+    assert names[-4:] == [OURS, *(f"{OURS} {budget} MiB" for budget in BUDGETS_MIB)]
+    assert set(sweep_contenders(TINY)) <= {"eager", "Liger-Kernel", "liger_patch"}
+
+
+@pytest.mark.parametrize("head", [TINY, replace(TINY, softcap=5.0), replace(TINY, frozen=True)])
+def test_the_check_passes_what_is_right_and_nothing_else(head: Head):
+    losses = {"eager": eager(head), "liger_patch": ours(head), "wrong": wrong, "fails": raising}
+    errors = gradient_errors(head, losses, device="cpu")
+    assert {name for name in losses if is_right(errors[name], errors["eager"])} == {
+        "eager",
+        "liger_patch",
+    }
+    assert len(errors["eager"]) == (1 if head.frozen else 2)
+    assert isinstance(errors["fails"], Failure)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="from torch 2.13 on")
+def test_pytorchs_own_loss_is_right_and_has_no_softcap():
+    pytorch = contenders(TINY, compiled=False)["PyTorch"]
+    errors = gradient_errors(TINY, {"eager": eager(TINY), "PyTorch": pytorch}, device="cpu")
+    assert is_right(errors["PyTorch"], errors["eager"])
+    capped = replace(TINY, softcap=5.0)
+    with pytest.raises(Unsupported, match="no softcap"):
+        contenders(capped, compiled=False)["PyTorch"](*batch(capped, device="cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_contender_that_fails_is_reported_and_stops_nothing(device: str):
+    losses = {
+        "eager": eager(TINY),
+        "huge": lambda *_: torch.empty(2**56, device=device),
+        "raises": raising,
+        "wrong": wrong,
+        "liger_patch": ours(TINY),
+    }
+    rows = {row["contender"]: row for row in run_case(TINY, losses, rounds=1, device=device)}
+    assert list(rows) == [LOWER_BOUND, *losses]
+    for name in (LOWER_BOUND, "eager", "liger_patch"):
+        assert rows[name]["ms"] > 0
+        assert rows[name]["floor_over_time"] > 0
+        assert rows[name]["host_ms"] > 0
+    for name in ("eager", "liger_patch"):
+        assert len(rows[name]["gradient_errors"]) == 2
+        assert len(rows[name]["gradient_errors_power_of_two"]) == 2
+    assert "ms" not in rows["huge"]
+    assert device == "cpu" or rows["huge"]["failure"] == "out of memory"
+    assert rows["raises"]["failure"] == "does not run: ValueError: weight is too long"
+    assert rows["wrong"]["wrong"] is True
+    assert rows["wrong"]["gradient_errors"][0] == pytest.approx(0.1, rel=0.1)
+    assert json.loads(json.dumps(list(rows.values()))) == list(rows.values())
+
+
+def test_a_case_without_room_for_its_inputs_is_reported():
+    huge = replace(TINY, vocab_size=2**56)
+    (row,) = run_case(huge, {"eager": eager(huge)}, rounds=1, device="cpu")
+    assert row["contender"] == LOWER_BOUND
+    assert row["failure"].startswith("does not run: RuntimeError")
