@@ -20,11 +20,7 @@ class Owner(Protocol):
     """The forward pass that deferred logits belong to."""
 
     def note_read(self, operation: str) -> None:
-        """Take note that the named operation needs the values of the logits."""
-        ...
-
-    def note_gradient_wanted(self, operation: str) -> None:
-        """Take note that the named operation needs the gradient of the logits."""
+        """Take note that the named operation needs the values of the logits, or their gradient."""
         ...
 
 

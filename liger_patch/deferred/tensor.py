@@ -369,7 +369,7 @@ class DeferredLogits(Recordable):
                 self.hooks.attach(self._value)
         handle = self.hooks.retain() if hook is None else self.hooks.register(hook, name)
         if self._is_hooked:
-            self.owner.note_gradient_wanted(name)
+            self.owner.note_read(name)
         return handle
 
     def __hash__(self) -> int:

@@ -173,15 +173,10 @@ class ForwardPass:
     unreached: str | None = None
 
     def note_read(self, operation: str) -> None:
-        """Take note that the named operation needs the values of the logits."""
-        self.read_by = self.read_by or operation
-
-    def note_gradient_wanted(self, operation: str) -> None:
-        """Take note that the named operation needs the gradient of the logits: a loss that is not
-        computed yet has one, unfused.
+        """Take note that the named operation needs the values of the logits, or their gradient: a
+        loss that is not computed yet is not fused.
         """
-        if self.running:
-            self.note_read(operation)
+        self.read_by = self.read_by or operation
 
     def fused_loss(
         self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
