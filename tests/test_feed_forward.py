@@ -17,7 +17,7 @@ from training_step import step, tell_apart
 from transformers.activations import ACT2FN
 
 from liger_patch import apply_patch, registry, revert_patch
-from liger_patch.layers import mlp as feed_forward_classes
+from liger_patch.layers import mlp
 from liger_patch.layers.replace import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
@@ -31,13 +31,13 @@ def make_model(model_type: str = "llama") -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each feed-forward layer that ran as one function."""
     found: list[Any] = []
-    function = feed_forward_classes.gated_mlp
+    function = mlp.gated_mlp
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
         found.append(arguments)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(feed_forward_classes, "gated_mlp", counted)
+    monkeypatch.setattr(mlp, "gated_mlp", counted)
     return found
 
 
@@ -145,44 +145,44 @@ def test_the_activation_is_not_kept(
         parameter.requires_grad_(not (frozen and "mlp" in name))
     batch = tiny_batch(model)
     ours = bytes_kept(model, batch)
-    monkeypatch.setattr(feed_forward_classes, "_plain_weight", lambda module: None)
+    monkeypatch.setattr(mlp, "_plain_weight", lambda module: None)
     of_modules = bytes_kept(model, batch)
     activations = 2 * batch["input_ids"].numel() * model.config.intermediate_size  # of two layers
     assert ours == of_modules - (0 if frozen else 4 * activations)
 
 
 def hooked(name: str, register: str) -> Callable[[nn.Module, list[int]], Any]:
-    def hang(mlp: Any, ran: list[int]) -> None:
-        getattr(getattr(mlp, name), register)(lambda *_: ran.append(1))
+    def hang(layer: Any, ran: list[int]) -> None:
+        getattr(getattr(layer, name), register)(lambda *_: ran.append(1))
 
     return hang
 
 
-def biased(mlp: Any, ran: list[int]) -> None:
-    mlp.up_proj.bias = nn.Parameter(torch.ones(mlp.up_proj.out_features))
-    mlp.up_proj.bias.register_hook(lambda gradient: ran.append(1))
+def biased(layer: Any, ran: list[int]) -> None:
+    layer.up_proj.bias = nn.Parameter(torch.ones(layer.up_proj.out_features))
+    layer.up_proj.bias.register_hook(lambda gradient: ran.append(1))
 
 
-def subclassed(mlp: Any, ran: list[int]) -> None:
+def subclassed(layer: Any, ran: list[int]) -> None:
     class Doubled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             ran.append(1)
             return 2 * super().forward(input)
 
-    mlp.down_proj.__class__ = Doubled
+    layer.down_proj.__class__ = Doubled
 
 
-def replaced(mlp: Any, ran: list[int]) -> None:
-    forward = mlp.gate_proj.forward
-    mlp.gate_proj.forward = lambda x: ran.append(1) or 2 * forward(x)
+def replaced(layer: Any, ran: list[int]) -> None:
+    forward = layer.gate_proj.forward
+    layer.gate_proj.forward = lambda x: ran.append(1) or 2 * forward(x)
 
 
-def another_tensor(mlp: Any, ran: list[int]) -> None:
+def another_tensor(layer: Any, ran: list[int]) -> None:
     class Quantised(nn.Parameter):
         pass
 
-    mlp.up_proj.weight = Quantised(mlp.up_proj.weight.detach())
-    mlp.up_proj.weight.register_hook(lambda gradient: ran.append(1))
+    layer.up_proj.weight = Quantised(layer.up_proj.weight.detach())
+    layer.up_proj.weight.register_hook(lambda gradient: ran.append(1))
 
 
 NOT_PLAIN: dict[str, Callable[[Any, list[int]], Any]] = {
@@ -344,6 +344,28 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     monkeypatch.setattr(layer, "forward", forward)
     counts = {"rms_norm": 5, "rotary": 2, "gated": 0}
     assert count_layers(apply_patch(model, layers=True)) == counts
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
+def test_layers_of_one_configuration_are_probed_once(
+    model_type: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, probes = make_model(model_type), []
+    if adapters:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
+    real = mlp.results_match
+    monkeypatch.setattr(mlp, "results_match", lambda *ways: probes.append(1) or real(*ways))
+    for number in (1, 2):  # a second patch tries again: a class may compute something else by then
+        assert count_layers(apply_patch(model, layers=True))["gated"] == 2
+        assert len(probes) == number
+
+
+def test_a_layer_whose_activation_is_configured_otherwise_is_probed_for_itself() -> None:
+    model = make_model("gemma2")
+    model.model.layers[1].mlp.act_fn.act = nn.functional.relu
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

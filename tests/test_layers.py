@@ -28,9 +28,7 @@ from training_step import (
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import attention as attention_classes
-from liger_patch.layers import mlp as feed_forward_classes
-from liger_patch.layers import norm as norm_classes
+from liger_patch.layers import attention, mlp, norm
 from liger_patch.layers.attention import ATTENTIONS, ROTATIONS
 from liger_patch.layers.norm import NORMS
 from liger_patch.layers.replace import ENDINGS, LAYERS, count_layers
@@ -233,10 +231,10 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     else:
         revert_patch(model)
     kernels: list[tuple[Any, str]] = [
-        (norm_classes, "rms_norm"),
-        (attention_classes, "rotary"),
-        (feed_forward_classes, "gated"),
-        (feed_forward_classes, "gated_mlp"),
+        (norm, "rms_norm"),
+        (attention, "rotary"),
+        (mlp, "gated"),
+        (mlp, "gated_mlp"),
     ]
     for module, name in kernels:
         monkeypatch.setattr(module, name, lambda *_, **__: calls.append(1))
@@ -472,7 +470,7 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
 
     model = apply_patch(make_model(model_type), layers=True)
     layer = model.model.layers[0]
-    for module, name in ((norm_classes, "rms_norm"), (feed_forward_classes, "gated")):
+    for module, name in ((norm, "rms_norm"), (mlp, "gated")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
     monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
     x = torch.randn(2, 9, model.config.hidden_size)

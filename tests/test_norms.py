@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import apply_patch, registry
-from liger_patch.layers.checks import make_the_same
+from liger_patch.layers import norm
 from liger_patch.layers.norm import PROBED
+from liger_patch.layers.probing import results_match
 from liger_patch.layers.replace import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
@@ -38,7 +39,7 @@ def test_layers_are_tried_without_autocast() -> None:
     """In which a product has another dtype than a sum of products."""
     x = torch.linspace(-1.0, 2.0, 6).view(2, 3)
     with torch.autocast("cpu"):
-        assert make_the_same(lambda: [x @ x.mT], lambda: [(x[:, None] * x).sum(-1)])
+        assert results_match(lambda: [x @ x.mT], lambda: [(x[:, None] * x).sum(-1)])
 
 
 def another_result(self: Any, x: Tensor) -> Tensor:
@@ -73,23 +74,53 @@ def test_a_norm_that_computes_something_else_is_left_alone(
 ) -> None:
     """As another version of Transformers might."""
     model = make_model()
-    norm = type(model.model.norm)
-    monkeypatch.setattr(forward, "__module__", norm.forward.__module__)
-    monkeypatch.setattr(norm, "forward", forward)
+    original = type(model.model.norm)
+    monkeypatch.setattr(forward, "__module__", original.forward.__module__)
+    monkeypatch.setattr(original, "forward", forward)
     if forward is groups:
-        monkeypatch.setattr(norm, "group_size", PROBED, raising=False)
+        monkeypatch.setattr(original, "group_size", PROBED, raising=False)
     assert count_layers(apply_patch(model, layers=True)) == {"rms_norm": 0, "rotary": 2, "gated": 2}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gemma3n_text"])
+def test_norms_of_one_configuration_are_probed_once(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, probes = make_model(model_type), []
+    monkeypatch.setattr(
+        norm, "results_match", lambda *ways: probes.append(1) or results_match(*ways)
+    )
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    kinds = {(type(m), getattr(m, "with_scale", None)) for m in norms}
+    for number in (1, 2):  # a second patch tries again: a class may compute something else by then
+        assert count_layers(apply_patch(model, layers=True))["rms_norm"] == len(norms)
+        assert len(probes) == number * len(kinds)
+
+
+def test_a_norm_of_another_configuration_is_probed_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return LLAMA_NORM_FORWARD(self, x) * getattr(self, "scale", 1.0)
+
+    scaled.__module__ = LlamaRMSNorm.__module__
+    monkeypatch.setattr(LlamaRMSNorm, "forward", scaled)
+    model = make_model()
+    model.model.layers[0].input_layernorm.scale = 1.0
+    model.model.layers[1].input_layernorm.scale = 2.0
+    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 4
+    assert type(model.model.layers[1].input_layernorm) is LlamaRMSNorm
 
 
 def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
     """As FSDP holds it, without use_orig_params."""
     model = make_model()
-    norm = model.model.norm
-    weight = norm.weight.detach()
-    del norm.weight
-    norm.weight = weight
+    last = model.model.norm
+    weight = last.weight.detach()
+    del last.weight
+    last.weight = weight
     assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 5
-    assert norm.weight is weight
+    assert last.weight is weight
 
 
 def test_norms_without_a_weight_are_replaced_too() -> None:

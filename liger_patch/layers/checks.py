@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -14,10 +12,7 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # of saved tensors, which torch 2.6 does not tell
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -32,19 +27,6 @@ def names_of(cls: Any) -> frozenset[str]:
 def is_transformers(function: Any) -> bool:
     """Whether a function is Transformers' own: nobody has replaced it by another."""
     return getattr(function, "__module__", "").startswith("transformers.")
-
-
-def make_the_same(*ways: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether two ways to compute the same few tensors do, on the CPU; not where one fails."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
-        # with real numbers, whatever the caller makes (FakeTensorMode, torch.device("meta"))
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.device("cpu"))
-        try:
-            pairs = list(zip(*(way() for way in ways), strict=True))
-            return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2) for a, b in pairs)
-        except Exception:  # a layer that is called, or holds its numbers, in a way of its own
-            return False
 
 
 def needs_own_code(*arguments: object) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,11 @@ from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers.checks import (
     has_hooks,
     is_transformers,
-    make_the_same,
     names_of,
     needs_own_code,
     packs_saved_tensors,
 )
+from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of the layer that is tried
@@ -90,6 +90,14 @@ def mlp_class(module: Any) -> Any:
     return gated_layer(type(module))
 
 
+def mlp_configuration(module: Any) -> Hashable:
+    """Return what ``mlp_class`` depends on: equal configurations have the same class."""
+    gate = GATES.get(names_of(type(module)))
+    if gate is None:
+        return type(module)
+    return configuration(module, without=(*gate.projections, "down_proj"))
+
+
 def _agree(module: Any, gate: Gate, activation: str) -> bool:
     """Whether the layer's own forward computes what its gate says, on a small input."""
 
@@ -99,7 +107,7 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         return [forward(_with_few_features(module, gate), _few_numbers(2, PROBED_HIDDEN))]
 
-    return make_the_same(lambda: results(type(module).forward), lambda: results(on_kernel))
+    return results_match(lambda: results(type(module).forward), lambda: results(on_kernel))
 
 
 def _with_few_features(module: Any, gate: Gate) -> Any:

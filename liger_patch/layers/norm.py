@@ -7,14 +7,15 @@ replaced: another version of Transformers may compute something else under the s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.rms_norm import rms_norm
-from liger_patch.layers.checks import is_transformers, make_the_same, needs_own_code
+from liger_patch.layers.checks import is_transformers, needs_own_code
+from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
@@ -61,6 +62,13 @@ def norm_class(module: Any) -> Any:
     return replacement if _agree(module, replacement) else None
 
 
+def norm_configuration(module: Any) -> Hashable:
+    """Return what ``norm_class`` depends on: equal configurations have the same class."""
+    weight = getattr(module, "weight", None)
+    rank = getattr(weight, "ndim", None)
+    return configuration(module, without=("weight",)), type(weight), rank
+
+
 def _agree(module: Any, replacement: Any) -> bool:
     """Whether both classes make the same of a small input."""
 
@@ -70,7 +78,7 @@ def _agree(module: Any, replacement: Any) -> bool:
         x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
         return [forward(probe, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
-    return make_the_same(
+    return results_match(
         lambda: results(type(module).forward), lambda: results(replacement.forward)
     )
 

@@ -8,17 +8,25 @@ another function under the name of its rotary embedding, ``apply_rotary_pos_emb`
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from torch import nn
 
 from liger_patch.layers.attention import attention_class
-from liger_patch.layers.mlp import mlp_class
-from liger_patch.layers.norm import norm_class
+from liger_patch.layers.mlp import mlp_class, mlp_configuration
+from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.registry import Architecture
 from liger_patch.subclass import ORIGINAL
 
 CLASSES = {"rms_norm": norm_class, "rotary": attention_class, "gated": mlp_class}
 LAYERS = tuple(CLASSES)
+# Instances for which these are equal get the same class: a probe runs once for all of them.
+CONFIGURATIONS: dict[str, Callable[[Any], Hashable]] = {
+    "rms_norm": norm_configuration,
+    "rotary": type,
+    "gated": mlp_configuration,
+}
 LAYER_NAME = "_liger_patch_layer"  # attribute of the classes that are made here
 ENDINGS = {  # of the classes' names, after what the registry says
     "L2Norm": "rms_norm",
@@ -39,14 +47,18 @@ def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -
     """
     _check_classes(model)
     prefixes = row.layers.split()
+    # Only for this call: before the next one, somebody may replace the forward of a class.
+    replacements: dict[Hashable, Any] = {}
     for module in list(model.modules()):
         layer = _layer(type(module).__name__, prefixes)
         if layer not in names or "forward" in vars(module):
             continue
-        _restore(module)  # and look again: its class's forward may be another since
-        replacement = CLASSES[layer](module)
-        if replacement is not None:
-            module.__class__ = replacement
+        _restore(module)  # decide anew: somebody may have replaced its class's forward
+        key = layer, CONFIGURATIONS.get(layer, id)(module)
+        if key not in replacements:
+            replacements[key] = CLASSES[layer](module)
+        if replacements[key] is not None:
+            module.__class__ = replacements[key]
 
 
 def _layer(class_name: str, prefixes: list[str]) -> str | None:

@@ -1,0 +1,58 @@
+"""Try on the CPU whether a kernel computes what a layer's own forward computes.
+
+A probe runs both on a few numbers. Layers of one configuration need one probe.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+PLAIN = bool, int, float, str, type(None), torch.dtype  # compared by value
+# the tensors, modules and hooks that each module holds
+CONTAINERS = vars(nn.Module()).keys() - {"training"}
+
+
+def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
+    """Return whether two ways to compute a few tensors give the same results on the CPU.
+
+    The answer is False where one of them raises an error.
+    """
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
+        # the caller may be in a mode without values: FakeTensorMode, torch.device("meta")
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.device("cpu"))
+        try:
+            pairs = list(zip(*(way() for way in ways), strict=True))
+            return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2) for a, b in pairs)
+        except Exception:  # other arguments, or other attributes, than the kernel knows
+            return False
+
+
+def configuration(module: nn.Module, without: Collection[str] = ()) -> Hashable:
+    """Return the class and the attributes of a module: equal ones give equal results of a probe.
+
+    Numbers, strings and dtypes count by value, modules by their own configuration, all else
+    (tensors too) by identity. So the result is valid only as long as the module lives.
+
+    Args:
+        without: names of the attributes that a probe replaces by its own.
+    """
+    attributes = {n: value for n, value in vars(module).items() if n not in CONTAINERS}
+    attributes |= module._parameters | module._buffers | module._modules
+    kept = ((name, _compared(value)) for name, value in attributes.items() if name not in without)
+    return type(module), frozenset(kept)
+
+
+def _compared(value: object) -> Hashable:
+    if isinstance(value, nn.Module):
+        return configuration(value)
+    if isinstance(value, functools.partial):  # the activation of Transformers' GELUTanh
+        options = frozenset((name, _compared(each)) for name, each in value.keywords.items())
+        return id(value.func), tuple(_compared(each) for each in value.args), options
+    return (type(value), value) if isinstance(value, PLAIN) else id(value)
