@@ -1,1 +1,1 @@
-"""Layers on kernels: norms, attention, feed-forward layers."""
+"""Run layers on kernels: norms, attention, feed-forward layers."""

@@ -1,6 +1,7 @@
-"""The classes of attentions whose rotary embedding is on a kernel, each made of an attention's own.
+"""Derive the classes of attentions on the kernel of rotary embeddings, each from its own class.
 
-What the kernel must know of a class stands in two tables: ROTATIONS and ATTENTIONS.
+Two tables say what the kernel must know of a class: ROTATIONS and ATTENTIONS. In shapes, B is the
+batch size, T the number of tokens, D the features of a query or key.
 """
 
 from __future__ import annotations
@@ -18,67 +19,69 @@ from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
-def _turned_by_sections(
+def _rotate_by_sections(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Qwen 2-VL's, before Transformers 5.17: tables of time, height and width (3, B, T, D)."""
+    """Rotate by tables (3, B, T, D) of time, height and width (Qwen2-VL, Transformers < 5.17)."""
     sections = [size for _ in range(2) for size in mrope_section]
     parts = [table.split(sections, -1) for table in (cos, sin)]
     cos, sin = (torch.cat([each[i % 3] for i, each in enumerate(part)], -1) for part in parts)
     return rotary(q, k, cos, sin)
 
 
-def _turned_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4's: cos + i sin, and tokens in front of heads."""
+def _rotate_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, T, num_heads, D) by angles cos + i sin (Llama 4)."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     q, k = rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def _turned_in_own_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """OLMo 2's: the results have the dtype of queries and keys, however wide the tables are."""
+def _rotate_in_own_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables of any dtype; results have the dtype of q and k (OLMo 2)."""
     return rotary(q, k, cos, sin, dtype=q.dtype)
 
 
-def _turned_alone(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """Gemma 3n's and 4's: queries and keys come one by one, heads in this dimension."""
-    turned, _ = rotary(x.transpose(1, unsqueeze_dim), None, cos, sin)
-    return turned.transpose(1, unsqueeze_dim)
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Rotate q or k alone; dimension ``unsqueeze_dim`` has size num_heads (Gemma 3n and 4)."""
+    rotated, _ = rotary(x.transpose(1, unsqueeze_dim), None, cos, sin)
+    return rotated.transpose(1, unsqueeze_dim)
 
 
-def _turned_beside(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """GLM 4's: the tables' second halves repeat the first."""
+def _rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs; the second half of each table repeats the first (GLM 4)."""
     half = cos.shape[-1] // 2
     return rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True)
 
 
-def _turned_beside_in_own_dtype(
+def _rotate_pairs_in_own_dtype(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cohere's: the tables hold each angle twice, side by side."""
+    """Rotate features in pairs; tables hold each angle twice, side by side (Cohere)."""
     return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True, dtype=q.dtype)
 
 
-ROTATIONS: dict[str, Callable[..., Any]] = {  # by the names that attentions call
-    "apply_multimodal_rotary_pos_emb": _turned_by_sections,
-    "apply_rotary_emb": _turned_by_complex,
+ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that an attention calls
+    "apply_multimodal_rotary_pos_emb": _rotate_by_sections,
+    "apply_rotary_emb": _rotate_by_complex,
     "apply_rotary_pos_emb": rotary,
 }
-ATTENTIONS: dict[str, Callable[..., Any]] = {  # that call another function by one of these names
-    "Cohere2Attention": _turned_beside_in_own_dtype,
-    "CohereAttention": _turned_beside_in_own_dtype,
-    "Gemma3nTextAttention": _turned_alone,
-    "Gemma4TextAttention": _turned_alone,
-    "Gemma4UnifiedTextAttention": _turned_alone,
-    "Glm4Attention": _turned_beside,
-    "Olmo2Attention": _turned_in_own_dtype,
-    "Olmo3Attention": _turned_in_own_dtype,
+ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose function of that name rotates in another way
+    "Cohere2Attention": _rotate_pairs_in_own_dtype,
+    "CohereAttention": _rotate_pairs_in_own_dtype,
+    "Gemma3nTextAttention": _rotate_one,
+    "Gemma4TextAttention": _rotate_one,
+    "Gemma4UnifiedTextAttention": _rotate_one,
+    "Glm4Attention": _rotate_pairs,
+    "Olmo2Attention": _rotate_in_own_dtype,
+    "Olmo3Attention": _rotate_in_own_dtype,
 }
 
 
 def attention_class(module: Any) -> Any:
-    """The class of an attention whose rotary embedding is on a kernel; None where it has none, or
-    one that is not Transformers'.
+    """Return the class that puts an attention's rotary embedding on a kernel, or None.
+
+    It is None where the attention has no rotary embedding, and where its code is not Transformers'
+    own.
     """
     names = names_of(type(module)) & ROTATIONS.keys()
     if not names or not is_transformers(type(module).forward):
@@ -87,33 +90,35 @@ def attention_class(module: Any) -> Any:
     if not all(is_transformers(own[n]) for n in names):
         return None
     replacement: Any = rotary_attention(type(module))
-    replacement.forward.look_up()  # for torch.compile: its calls do not
+    replacement.forward.look_up()  # for torch.compile, whose calls do not look up
     return replacement
 
 
 @once_for_each_class
 def rotary_attention(original: Any) -> type[nn.Module]:
-    """An attention whose forward calls another function by the name of its rotary embedding."""
+    """Derive the class of an attention whose forward calls the kernel for its rotary embedding."""
     (name,) = names_of(original) & ROTATIONS.keys()
     own = original.forward.__globals__[name]
-    turn = ATTENTIONS.get(original.__name__, ROTATIONS[name])
+    rotate = ATTENTIONS.get(original.__name__, ROTATIONS[name])
 
-    def turned(*arguments: Any, **options: Any) -> Any:
-        function = own if needs_own_code(*arguments) else turn
+    def rotated(*arguments: Any, **options: Any) -> Any:
+        function = own if needs_own_code(*arguments) else rotate
         return function(*arguments, **options)
 
-    forward = _with_global(original.forward, name, turned)
+    forward = _with_global(original.forward, name, rotated)
     return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 
 
 def _with_global(function: Any, name: str, value: object) -> Any:
-    """The same code, which finds this value under the name, and under all others what its module
-    has when it is called.
+    """Return a function of the same code, for which the global ``name`` is ``value``.
+
+    Each call looks up all other globals in the function's module, and uses the function that it
+    finds there under ``name`` if somebody has replaced it since.
     """
     module = function.__globals__
     own = module[name]
     found = {**module, name: value}
-    # Dynamo would look names up in the module of this name instead
+    # with a __name__, Dynamo would look globals up in that module
     found.pop("__name__", None)
     other = types.FunctionType(
         function.__code__, found, function.__name__, function.__defaults__, function.__closure__
@@ -122,14 +127,15 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     others = [each for each in _names_in(function.__code__) if each in module and each != name]
 
     def look_up() -> None:
-        found[name] = value if module.get(name) is own else module.get(name)  # replaced since
+        current = module.get(name)
+        found[name] = value if current is own else current
         for each in others:
             if each in module:
                 found[each] = module[each]
 
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():  # which guards what it has found
+        if not torch.compiler.is_compiling():  # Dynamo guards the globals that it has found
             look_up()
         return other(*arguments, **options)
 
@@ -138,6 +144,6 @@ def _with_global(function: Any, name: str, value: object) -> Any:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """In the code of a function, and of those within it."""
+    """Return the names in the code of a function and of the functions within it."""
     within = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*(_names_in(each) for each in within))

@@ -1,4 +1,4 @@
-"""What the code of a layer is, and whether a call of it can be another call."""
+"""Tell whether a layer's code is Transformers' own, and whether a call may run on a kernel."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# of saved tensors, which torch 2.6 does not tell
+# the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def names_of(cls: Any) -> frozenset[str]:
-    """In the code of its forward, where it has some."""
+    """Return the names in the code of a class's forward; none where that is no Python function."""
     code = getattr(cls.forward, "__code__", None)
     return frozenset() if code is None else frozenset(code.co_names)
 
 
 def is_transformers(function: Any) -> bool:
-    """Whether a function is Transformers' own: nobody has replaced it by another."""
+    """Return whether a function is defined in Transformers: a replaced one is not."""
     return getattr(function, "__module__", "").startswith("transformers.")
 
 
 def needs_own_code(*arguments: object) -> bool:
-    """Return True if a layer's own code must run: torch.func transforms the call, for which the
-    kernels have no rules, or a tensor holds others instead of numbers (DTensor, and what
-    collectives return before they have finished), which is no memory that a kernel can read.
+    """Return whether a layer's own code must run.
+
+    It must where torch.func transforms the call: the kernels have no rules for that. It must, too,
+    where an argument is a tensor without memory of its own, which a kernel cannot read: a DTensor,
+    or the result of a collective that has not finished.
     """
     if torch._C._are_functorch_transforms_active():
         return True
-    # most are of these two classes, which is faster to find out
+    # most arguments are of these two classes, and this test is the faster one
     return any(
         type(each) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(each)
         for each in arguments
@@ -44,8 +46,9 @@ def needs_own_code(*arguments: object) -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether hooks take what is kept for the backward pass: those of gradient checkpointing, or of
-    offloading.
+    """Return whether hooks take the tensors that autograd saves for the backward pass.
+
+    Gradient checkpointing has such hooks, and so has offloading.
     """
     if TOP_HOOKS is None or torch.compiler.is_compiling():
         return False
@@ -53,7 +56,7 @@ def packs_saved_tensors() -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's forward."""
+    """Return whether a call of the module does more than its class's forward."""
     return bool(
         _global_forward_hooks
         or _global_forward_pre_hooks

@@ -1,7 +1,7 @@
-"""The classes of gated feed-forward layers on kernels, each made of a layer's own class.
+"""Derive the classes of gated feed-forward layers on kernels, each from a layer's own class.
 
-What must be known of a class stands in GATES, and is tried on a few numbers before a layer is
-replaced: another version of Transformers may compute something else under the same names.
+GATES says what the kernel must know of a class. A probe tests it before a layer is replaced:
+another version of Transformers may compute something else under the same names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from liger_patch.layers.checks import (
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
-PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of the layer that is tried
-PRODUCT = nn.Linear.forward, nn.functional.linear  # which others replace
-# what the forwards of activations compute; another one in their place is not known
+PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
+PRODUCT = nn.Linear.forward, nn.functional.linear  # as torch defines them: others replace them
+# by their forwards: an activation whose forward was replaced is not in the table
 ACTIVATIONS = {
     type(ACT2FN["silu"]).forward: "silu",
     nn.SiLU.forward: "silu",  # ACT2FN["swish"]
@@ -38,10 +38,10 @@ ACTIVATIONS = {
 
 
 class Gate(NamedTuple):
-    """How a class computes ``down_proj(act(gate) * up)``."""
+    """Describe how a class computes ``down_proj(act(gate) * up)``."""
 
-    products: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]  # of x: gate and up
-    projections: tuple[str, ...] = ("gate_proj", "up_proj")  # the attributes: these products'
+    products: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]  # gate and up, from x
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")  # the attributes of gate and up
     activation: str = "act_fn"
 
 
@@ -50,12 +50,12 @@ def _two_products(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _one_product(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Phi-3's and GLM-4's: gate and up are halves of it."""
+    """Compute gate and up as the halves of one product (Phi-3, GLM-4)."""
     return self.gate_up_proj(x), None
 
 
 def _sparse_gate(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gemma 3n's: some layers keep the largest gates."""
+    """Keep only the largest gates in some layers (Gemma 3n)."""
     gate = self.gate_proj(x)
     if self.activation_sparsity > 0.0:
         gate = self._gaussian_topk(gate)
@@ -78,8 +78,10 @@ GATES = {  # by the names in the code of forward
 
 
 def mlp_class(module: Any) -> Any:
-    """The class of a feed-forward layer whose gate is on a kernel; None where it has another form,
-    computes something else, has an activation that has no kernel, or is not Transformers'.
+    """Return the class that puts a feed-forward layer on a kernel, or None.
+
+    It is None where the layer has another form, computes something else than GATES says, has an
+    activation without a kernel, and where its code is not Transformers' own.
     """
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
@@ -99,7 +101,7 @@ def mlp_configuration(module: Any) -> Hashable:
 
 
 def _agree(module: Any, gate: Gate, activation: str) -> bool:
-    """Whether the layer's own forward computes what its gate says, on a small input."""
+    """Return whether the layer's own forward computes what its gate says, on a small input."""
 
     def on_kernel(layer: Any, x: Tensor) -> Tensor:
         return layer.down_proj(gated(*gate.products(layer, x), activation=activation))
@@ -111,21 +113,21 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
 
 
 def _with_few_features(module: Any, gate: Gate) -> Any:
-    """The layer with other projections, and without anybody's hooks."""
+    """Return a copy with small projections and without hooks."""
     first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
     shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
     shapes["down_proj"] = PROBED_HIDDEN, PROBED_SIZE
     probe = copy.copy(module)
     probe._modules = dict(module._modules)
     for name, shape in shapes.items():
-        weight = _few_numbers(*shape) + 0.1 * len(name)  # of gate and up, different numbers
+        weight = _few_numbers(*shape) + 0.1 * len(name)  # different numbers for gate and up
         probe._modules[name] = functools.partial(torch.nn.functional.linear, weight=weight)
     probe._modules[gate.activation] = _without_hooks(getattr(module, gate.activation))
     return probe
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """A copy whose call is its class's forward."""
+    """Return a copy whose call is its class's forward."""
     bare = copy.copy(module)
     cls: Any = type(module)
     bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
@@ -139,8 +141,10 @@ def _few_numbers(rows: int, columns: int) -> Tensor:
 
 @once_for_each_class
 def gated_layer(original: Any) -> type[nn.Module]:
-    """A feed-forward layer that is one function where its projections are plain, else one whose
-    activation and its product with up are one kernel.
+    """Derive the class of a feed-forward layer on kernels.
+
+    The layer is one function where its projections are plain. Otherwise the activation and its
+    product with up are one kernel.
     """
     products, projections, activation = GATES[names_of(original)]
 
@@ -168,11 +172,12 @@ def _activation(act: Any) -> str | None:
 
 
 def _keeps_tensors() -> bool:
-    """Whether what is kept for the backward pass stays until then.
+    """Return whether autograd keeps the tensors that are saved for the backward pass.
 
-    Without a backward pass nothing is, and autocast holds the weights that it has cast. Gradient
-    checkpointing keeps nothing either, and computes again only as far as the last thing kept: down
-    to the last product of modules, behind that of one function.
+    Without a backward pass, one function has nothing to save, and under autocast it would cast the
+    weights in each call; autocast caches the weights of modules. Gradient checkpointing drops saved
+    tensors and computes them again. It stops at the last saved tensor: with modules that is before
+    the last product, with one function behind it.
     """
     return torch.is_grad_enabled() and not packs_saved_tensors()
 
@@ -180,7 +185,7 @@ def _keeps_tensors() -> bool:
 def _plain_weights(
     layer: Any, projections: tuple[str, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """Of gate, up and down, where the layer does nothing but multiply with them; else None."""
+    """Return the weights of gate, up and down if the layer only multiplies by them, else None."""
     if getattr(layer, "activation_sparsity", 0.0) > 0.0:
         return None
     weights = [_plain_weight(getattr(layer, name)) for name in (*projections, "down_proj")]
@@ -191,7 +196,7 @@ def _plain_weights(
 
 
 def _plain_weight(module: nn.Module) -> Any:
-    """The weight, where a call of the module is the product with it and nothing else; else None."""
+    """Return the weight if a call of the module only multiplies by it, else None."""
     if type(module) is not nn.Linear or (nn.Linear.forward, nn.functional.linear) != PRODUCT:
         return None
     weight = module.weight

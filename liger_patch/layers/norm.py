@@ -1,7 +1,7 @@
-"""The classes of norms on kernels, each made of a norm's own class.
+"""Derive the classes of norms on kernels, each from a norm's own class.
 
-What the kernel must know of a class stands in NORMS, and is tried on a few numbers before a norm is
-replaced: another version of Transformers may compute something else under the same name.
+NORMS says what the kernel must know of a class. A probe tests it before a norm is replaced: another
+version of Transformers may compute something else under the same name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from liger_patch.subclass import derived_class, once_for_each_class
 
 
 class Norm(NamedTuple):
-    """How a class computes its norm. One without a weight (or ``with_scale``) scales nothing."""
+    """Describe how a class computes its norm.
 
-    eps: str = "variance_epsilon"  # the attribute
+    A norm scales its result unless it has no weight, or a false ``with_scale``.
+    """
+
+    eps: str = "variance_epsilon"  # the name of the attribute
     offset: float = 0.0  # added to the weight
-    promotes: bool = False  # the weight's dtype takes part in the result's
+    promotes: bool = False  # the result has the promoted dtype of input and weight
 
 
-PROBED = 8  # features of the input that a norm is tried on
+PROBED = 8  # features of a probe's input
 LLAMA_NORM = Norm(promotes=True)
 GEMMA_NORM = Norm("eps", offset=1.0)
 UNSHIFTED_GEMMA_NORM = Norm("eps")
@@ -52,8 +55,10 @@ NORMS = {  # of the classes that are not like Llama's
 
 
 def norm_class(module: Any) -> Any:
-    """The class of a norm on a kernel; None where it norms groups of features, computes anything
-    else than NORMS says, or is not Transformers'.
+    """Return the class that puts a norm on a kernel, or None.
+
+    It is None where the norm works on groups of features, where it computes something else than
+    NORMS says, and where its code is not Transformers' own.
     """
     norms_groups = getattr(module, "group_size", None) is not None
     if norms_groups or not is_transformers(type(module).forward):
@@ -70,11 +75,11 @@ def norm_configuration(module: Any) -> Hashable:
 
 
 def _agree(module: Any, replacement: Any) -> bool:
-    """Whether both classes make the same of a small input."""
+    """Return whether both classes compute the same from a small input."""
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         probe = _with_few_features(module)
-        # so small that epsilon counts
+        # so small that epsilon matters
         x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
         return [forward(probe, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
@@ -84,14 +89,14 @@ def _agree(module: Any, replacement: Any) -> bool:
 
 
 def _with_few_features(module: Any) -> Any:
-    """The module with another weight, whatever holds its own (FSDP: an attribute)."""
+    """Return a copy with a weight of few features. FSDP holds the weight as a plain attribute."""
     probe = copy.copy(module)
     probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
     own = getattr(module, "weight", None)
     if own is not None:
         del probe.weight
         weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
-        if own.dim() == 0:  # Gemma 3n's 1.0 where there is no scale, in older versions
+        if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
             weight = torch.ones((), dtype=torch.float32)
         probe.register_parameter("weight", nn.Parameter(weight))
     return probe
@@ -99,14 +104,14 @@ def _with_few_features(module: Any) -> Any:
 
 @once_for_each_class
 def norm(original: Any) -> type[nn.Module]:
-    """A norm that is one call."""
+    """Derive the class of a norm whose forward is one call of the kernel."""
     eps, offset, promotes = NORMS.get(original.__name__, LLAMA_NORM)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, dtype = getattr(self, "weight", None), x.dtype
         if needs_own_code(x, weight):
             return original.forward(self, x)
-        # most have no with_scale, which nn.Module's own lookup would take longer to find out
+        # __dict__: most have no with_scale, and nn.Module's own lookup would take longer
         if not self.__dict__.get("with_scale", True):
             weight = None  # where Transformers 5.0 has 1.0
         if weight is not None and promotes:

@@ -1,8 +1,11 @@
-"""The layers of one model on the kernels of this package: norms, rotary embeddings, gates.
+"""Put the layers of one model on kernels, and take them back: norms, rotary embeddings, gates.
 
-Only the classes of these instances change: a norm gets a forward that is one call, and so does a
-feed-forward layer where its projections are plain; an attention's forward is its own code with
-another function under the name of its rotary embedding, ``apply_rotary_pos_emb``.
+Only the classes of these instances change:
+
+- A norm's forward becomes one call of a kernel.
+- So does a feed-forward layer's, where its projections are plain.
+- An attention runs its own code. Only the function of its rotary embedding,
+  ``apply_rotary_pos_emb``, is another.
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ ENDINGS = {  # of the classes' names, after what the registry says
 
 
 def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
-    """Put the layers of these names, where the row has them, on kernels; the others stay as they
-    are. So do those whose forwards hooks of accelerate hold, on kernels or not.
+    """Put the layers of these names, where the row has them, on kernels.
+
+    All other layers stay as they are. So do layers whose forward a hook of accelerate holds,
+    whether they are on kernels or not.
 
     Raises:
-        RuntimeError: a layer has been given another class since; then none has changed.
+        RuntimeError: a layer was given another class since the last patch. Then none has changed.
     """
     _check_classes(model)
     prefixes = row.layers.split()
@@ -74,7 +79,7 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
     """Give every layer of these names its own class back.
 
     Raises:
-        RuntimeError: a layer has been given another class since; then none has changed.
+        RuntimeError: a layer was given another class since the patch. Then none has changed.
     """
     _check_classes(model)
     for module in list(model.modules()):
@@ -102,7 +107,7 @@ def _restore(module: nn.Module) -> None:
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:
-    """How many layers of each name are on kernels."""
+    """Return how many layers of each name are on kernels."""
     counts: dict[str, int] = dict.fromkeys(LAYERS, 0)
     for module in model.modules():
         name = getattr(type(module), LAYER_NAME, None)
