@@ -3,14 +3,12 @@ several files.
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from kernel_forms import FORMS, INTERPRETED, form
 
 torch.set_num_threads(1)  # pytest-xdist starts a process per core
 
@@ -38,19 +36,6 @@ def same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
-FORMS = [
-    pytest.param("cpu", id="pytorch"),
-    pytest.param("cpu", id="interpreter", marks=pytest.mark.interpreter),
-    pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
-]
-
-
-def form(request: pytest.FixtureRequest) -> torch.device:
-    if INTERPRETED and request.node.get_closest_marker("interpreter") is None:
-        pytest.skip("with TRITON_INTERPRET=1 the CPU runs Triton's interpreter")
-    return torch.device(request.param)
-
-
 @pytest.fixture(params=FORMS)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """A device for each form of the kernels: PyTorch operations, Triton's interpreter, Triton on a
@@ -65,28 +50,13 @@ def cpu_form(request: pytest.FixtureRequest) -> torch.device:
     return form(request)
 
 
-FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
-
-
 @pytest.fixture(scope="module")
-def trl_is_imported() -> Iterator[None]:
-    """Trainer collects garbage in each run: seconds over all that these imports make."""
-    import datasets
-    import trl
-
-    for trainer in ("DPOTrainer", "KTOTrainer", "SFTTrainer"):
-        getattr(trl, trainer)  # trl imports each when it is asked for
-    datasets.disable_progress_bars()
+def imported_objects_are_not_collected() -> Iterator[None]:
+    """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     gc.freeze()
     yield
     gc.unfreeze()
-    datasets.enable_progress_bars()
-
-
-@pytest.fixture
-def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FLAGS:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

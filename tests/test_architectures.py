@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
-from tiny_models import takes_images, tiny_batch, tiny_model, with_image
+from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
 from torch import Tensor
 from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
 from transformers import PreTrainedModel
@@ -31,9 +31,6 @@ class Subject:
 
 def model_type(row: registry.Architecture) -> str:
     return row.model_type
-
-
-WITH_IMAGES = [r for r in registry.available() if r.class_name.endswith("ConditionalGeneration")]
 
 
 @pytest.fixture(scope="module", params=registry.available(), ids=model_type)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import INTERPRETED
+from kernel_forms import INTERPRETED
 
 import liger_patch
 

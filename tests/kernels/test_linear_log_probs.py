@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from conftest import FORMS, form
 from exactness import assert_no_worse
+from kernel_forms import FORMS, form
 from log_probs_ways import (
     DIFFERENTIABLE,
     FIELDS,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import INTERPRETED
 from exactness import assert_no_worse
+from kernel_forms import INTERPRETED
 from log_probs_ways import check_log_probs
 from three_ways import (
     OPTIONS,

@@ -6,9 +6,9 @@ luck. The 16-bit dtypes run the same float32 code, and float64 shows every error
 
 import pytest
 import torch
-from conftest import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_forms import INTERPRETED
 from three_ways import check_linear, check_logits, chunk_mib, filled
 
 NARROW = [torch.bfloat16, torch.float16]

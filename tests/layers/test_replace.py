@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from test_architectures import WITH_IMAGES
-from tiny_models import takes_images, tiny_batch, tiny_model, with_image
+from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
 from torch import Tensor
 from training_step import (
     call,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from functorch.compile import make_boxed_func
-from test_compile import Graphs
 from tiny_models import tiny_batch, tiny_model
 from torch._dynamo.backends.common import aot_autograd
 from training_step import joined, step, widened
@@ -21,13 +21,7 @@ from liger_patch.layers.replace import LAYERS
 
 ROWS = {row.model_type: row for row in registry.available()}
 
-
-# What torch says of its own tracing; pyproject.toml makes every warning an error.
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_compiled"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
-]
+pytestmark = MARKS
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:

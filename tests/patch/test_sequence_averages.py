@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ from training_step import Step, call, gradients, patched
 from liger_patch import apply_patch, registry
 from liger_patch.patch.packing import count_sequences
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
 
 
 def takes_no_number_of_tokens(row: registry.Architecture) -> bool:
@@ -70,15 +70,6 @@ def test_a_number_of_tokens_alone_is_refused() -> None:
     batch = flattened(make_samples(9, 4))
     with pytest.raises(ValueError, match=r"num_sequences_in_batch .*integrations\.transformers"):
         call(model, batch, num_items_in_batch=11)
-
-
-@pytest.fixture(scope="module")
-def imported_objects_are_not_collected() -> Iterator[None]:
-    """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
@@ -140,13 +131,13 @@ def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -
     model = apply_patch(make_model(), loss_average=average)
     expected = weights_after(model, tmp_path, per_device=4, accumulated=1)
     shared = {
-        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        "PYTHONPATH": f"{HELPERS}{os.pathsep}{ROOT}",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / "distributed_trainer.py"), average, str(tmp_path)],
+            [sys.executable, str(HELPERS / "distributed_trainer.py"), average, str(tmp_path)],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -14,7 +14,8 @@ from tempfile import TemporaryFile
 import pytest
 import torch
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
 PROCESSES = 2
 
 fully_shard = pytest.mark.skipif(
@@ -23,8 +24,8 @@ fully_shard = pytest.mark.skipif(
 
 
 def run(script: str, *arguments: str) -> None:
-    """Run a script of this folder with these arguments in each of the processes."""
-    folders = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    """Run a script of tests/helpers with these arguments in each of the processes."""
+    folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "WORLD_SIZE": str(PROCESSES),
@@ -35,7 +36,7 @@ def run(script: str, *arguments: str) -> None:
         files = [stack.enter_context(TemporaryFile("w+")) for _ in range(PROCESSES)]
         started = [
             subprocess.Popen(
-                [sys.executable, str(TESTS / script), *arguments],
+                [sys.executable, str(HELPERS / script), *arguments],
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,7 @@ from transformers import (
 ROWS = {row.model_type: row for row in registry.available()}
 MODEL_TYPES = ["llama", "gemma2", "qwen3_moe", "gemma3"]  # plain, softcap, auxiliary loss, vision
 LENGTH = 9  # tokens of a sample
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_objects_are_not_collected() -> Iterator[None]:
-    """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:

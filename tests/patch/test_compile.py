@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from training_step import joined, step, tell_apart
 from transformers import PreTrainedModel
 
@@ -19,35 +19,8 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = {row.model_type: row for row in registry.available()}
-# What torch says of its own tracing; pyproject.toml makes every warning an error.
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_compiled"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
-]
+pytestmark = MARKS
 IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
-
-
-class Graphs:
-    """A backend that keeps the number of ``linear`` calls in each graph, those within autograd
-    functions too, and runs the graphs.
-    """
-
-    def __init__(self, backend: str = "eager") -> None:
-        self.linears: list[int] = []
-        self.run = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.linears.append(
-            sum(
-                "linear" in str(node.target)
-                for part in graph.modules()
-                if isinstance(part, GraphModule)
-                for node in part.graph.nodes
-                if node.op == "call_function"
-            )
-        )
-        return self.run(graph, inputs)
 
 
 def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:

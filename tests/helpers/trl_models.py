@@ -31,8 +31,7 @@ from liger_patch import patch_status, registry
 if find_spec("trl") is None:  # its trainers take seconds to import: not before a test runs
     pytest.skip("trl is not installed", allow_module_level=True)
 
-MARKS = [  # of every test with TRL
-    pytest.mark.usefixtures("trl_is_imported", "no_flag_is_set"),
+MARKS = [
     pytest.mark.filterwarnings(
         # Transformers 5.23 has renamed what TRL and PEFT call.
         "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",

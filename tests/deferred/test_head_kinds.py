@@ -27,7 +27,7 @@ bnb = pytest.importorskip("bitsandbytes")
 
 from liger_patch.integrations import bitsandbytes  # noqa: E402
 
-DOCS = Path(__file__).parents[1] / "docs" / "heads.md"
+DOCS = Path(__file__).parents[2] / "docs" / "heads.md"
 ROWS = {row.model_type: row for row in registry.available()}
 TRAINED = ("everything", "all but the head", "the head alone")
 PRECISIONS = ("float64", "bfloat16", "bfloat16 autocast")

@@ -659,22 +659,21 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
     assert patch_status(model).reason == "torch.jit.trace records the forward pass"
 
 
-class WritesThroughData(torch.optim.SGD):
-    """As the optimizers of bitsandbytes do: no version counts it."""
+def test_an_optimizer_that_writes_through_data_is_seen() -> None:
+    """As the optimizers of bitsandbytes write: no version counts it. Also of a patched model that
+    was loaded from a pickle, in another process.
+    """
+    script = """
+import io, pickle, sys, torch
+sys.path[:0] = sys.argv[1:]
+from tiny_models import tiny_batch
 
-    def step(self, closure: Any = None) -> None:
+class WritesThroughData(torch.optim.SGD):
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.add_(parameter.grad, alpha=-1.0)
 
-
-def test_an_optimizer_that_writes_through_data_is_seen() -> None:
-    """Also of a patched model that was loaded from a pickle, in another process."""
-    script = """
-import io, pickle, sys, torch
-sys.path[:0] = sys.argv[1:]
-from test_deferred import WritesThroughData
-from tiny_models import tiny_batch
 model = pickle.load(sys.stdin.buffer)
 outputs = model(**tiny_batch(model))
 outputs.loss.backward()
@@ -687,8 +686,8 @@ sys.exit("logits of other weights were given")
 """
     file = io.BytesIO()
     pickle.dump(apply_patch(tiny_model(LLAMA)), file)
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    command = [sys.executable, "-c", script, *folders]
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, str(root / "tests" / "helpers"), str(root)]
     subprocess.run(command, input=file.getvalue(), check=True, timeout=300)
 
 

@@ -13,9 +13,10 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 
-from liger_patch.registry import Architecture
+from liger_patch.registry import Architecture, available
 
 Batch = dict[str, torch.Tensor]
+WITH_IMAGES = [row for row in available() if row.class_name.endswith("ConditionalGeneration")]
 
 VOCAB_SIZE = 131  # a prime: a multiple of no block size
 FIRST_WORD, END_OF_WORDS = 8, 110  # tiny_batch draws its ids from here: none is special
