@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -162,20 +161,21 @@ def test_logits_alone_can_be_differentiated() -> None:
         torch.testing.assert_close(ours, eager)
 
 
-def test_a_second_backward_through_the_logits_is_the_same() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    logits = call(model, tiny_batch(model)).logits
+def test_a_second_backward_through_the_logits_is_the_same(patched_model: Any, outputs: Any) -> None:
+    logits = outputs.logits
     loss = Doubled.apply(logits / 2)
     first, second = (
-        torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)[0] for _ in range(2)
+        torch.autograd.grad(loss, patched_model.lm_head.weight, retain_graph=True)[0]
+        for _ in range(2)
     )
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("read_first", [False, True])
-def test_what_was_made_under_no_grad_has_no_gradient(read_first: bool) -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    logits = call(model, tiny_batch(model)).logits
+def test_what_was_made_under_no_grad_has_no_gradient(
+    read_first: bool, patched_model: Any, outputs: Any
+) -> None:
+    logits = outputs.logits
     if read_first:
         logits + 0
     with torch.no_grad():
@@ -186,19 +186,20 @@ def test_what_was_made_under_no_grad_has_no_gradient(read_first: bool) -> None:
             # of a view that was made under no_grad, PyTorch says that it needs a gradient
             if derived.requires_grad:
                 total = derived.float().sum()
-                (gradient,) = torch.autograd.grad(total, model.lm_head.weight, allow_unused=True)
+                (gradient,) = torch.autograd.grad(
+                    total, patched_model.lm_head.weight, allow_unused=True
+                )
                 assert gradient is None
     assert (logits * 2).requires_grad
 
 
-def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient() -> None:
-    model = apply_patch(tiny_model(LLAMA))
+def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient(patched_model: Any) -> None:
     with torch.no_grad():
-        outputs = call(model, tiny_batch(model))
+        outputs = call(patched_model, tiny_batch(patched_model))
     labels = torch.zeros(18, dtype=torch.int64)
     loss = nn.functional.cross_entropy(outputs.logits.view(-1, V), labels)
     assert not loss.requires_grad
-    outputs = call(model, tiny_batch(model))
+    outputs = call(patched_model, tiny_batch(patched_model))
     with torch.no_grad():
         logits = outputs.logits.view(-1, V)
         assert not nn.functional.cross_entropy(logits, labels).requires_grad
@@ -207,124 +208,6 @@ def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient() -> None:
         outputs.logits.detach().view(-1, V), labels
     ).requires_grad
     assert nn.functional.cross_entropy(outputs.logits.view(-1, V), labels).requires_grad
-
-
-@pytest.mark.parametrize("ask", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
-def test_the_gradient_of_a_fused_loss_to_the_logits_is_an_error(ask: Any) -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    ask(outputs.logits)
-    with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
-        outputs.loss.backward()
-
-
-@pytest.mark.parametrize("allow_unused", [None, True])
-@pytest.mark.parametrize("read", [False, True])
-def test_autograd_grad_of_a_fused_loss_by_the_logits_is_an_error(
-    read: bool, allow_unused: bool | None
-) -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    if read:
-        outputs.logits.sum()
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        torch.autograd.grad(outputs.loss, outputs.logits, allow_unused=allow_unused)
-
-
-def own_loss(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1).square().sum()
-
-
-def by_retain_grad(logits: Tensor) -> Tensor:
-    logits.retain_grad()
-    own_loss(logits).backward()
-    assert logits.grad is not None
-    return logits.grad
-
-
-def by_hook(logits: Tensor) -> Tensor:
-    seen: list[Tensor] = []
-    logits.register_hook(seen.append)
-    own_loss(logits).backward()
-    return seen[0]
-
-
-def by_autograd_grad(logits: Tensor) -> Tensor:
-    return torch.autograd.grad(own_loss(logits), logits)[0]
-
-
-def by_hook_behind_a_copy(logits: Tensor) -> Tensor:
-    copy, seen = logits[:, 1:].contiguous() * 2, []
-    logits.register_hook(seen.append)
-    own_loss(copy).backward()
-    return seen[0]
-
-
-def by_retain_grad_behind_a_cast(logits: Tensor) -> Tensor:
-    copy = logits / 2
-    logits.retain_grad()
-    (own_loss(copy) + own_loss(logits)).backward()
-    assert logits.grad is not None
-    return logits.grad
-
-
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        by_retain_grad,
-        by_hook,
-        by_autograd_grad,
-        by_hook_behind_a_copy,
-        by_retain_grad_behind_a_cast,
-    ],
-)
-def test_the_gradient_of_a_loss_of_ones_own_to_the_logits_is_eagers(gradient: Any) -> None:
-    model = tiny_model(LLAMA)
-    batch = tiny_batch(model)
-    eager = gradient(call(model, batch).logits)
-    with patched(model):
-        torch.testing.assert_close(gradient(call(model, batch).logits), eager)
-
-
-def test_a_hook_that_is_removed_waits_for_nothing() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    outputs.logits.register_hook(print).remove()
-    outputs.logits[:, -1].retain_grad()  # of which no loss is computed
-    outputs.loss.backward()
-
-
-def test_logits_that_a_loss_does_not_depend_on_have_no_gradient() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    logits, other = call(model, tiny_batch(model)).logits, torch.ones(3, requires_grad=True)
-    gradients = torch.autograd.grad(other.sum(), [other, logits], allow_unused=True)
-    assert gradients[1] is None
-    (zeros,) = torch.autograd.grad(other.sum(), [logits], materialize_grads=True)
-    assert not zeros.any()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_part_of_the_gradient_to_the_logits_is_an_error(copied: bool) -> None:
-    """What a fused loss, or a copy that was computed before, leaves out."""
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    part = (outputs.logits * 2).sum() if copied else outputs.loss
-    total = part + own_loss(outputs.logits)
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        torch.autograd.grad(total, outputs.logits)
-
-
-def test_a_hook_of_the_head_that_asks_for_the_gradient_makes_the_loss_fall_back() -> None:
-    model = tiny_model(LLAMA)
-    batch = tiny_batch(model)
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda *c: c[-1].register_hook(seen.append) and None)
-    eager = step(model, batch)
-    apply_patch(model)
-    with pytest.warns(UserWarning, match="were read by register_hook"):
-        ours = step(model, batch)
-    torch.testing.assert_close(ours, eager)
-    torch.testing.assert_close(seen[1], seen[0])
 
 
 class Tripled(torch.autograd.Function):
@@ -355,9 +238,8 @@ def test_a_function_that_writes_to_logits_is_in_the_backward_pass(row: Any) -> N
         torch.testing.assert_close(result(), eager)
 
 
-def test_a_function_that_writes_to_a_view_of_logits_is_an_error() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    logits = call(model, tiny_batch(model)).logits
+def test_a_function_that_writes_to_a_view_of_logits_is_an_error(outputs: Any) -> None:
+    logits = outputs.logits
     with pytest.raises(RuntimeError, match="dirty"):
         Tripled.apply(logits[:, 1:])
 
@@ -377,82 +259,14 @@ def test_a_function_that_writes_to_logits_without_gradients_leaves_the_backward_
         torch.testing.assert_close(result(), eager)
 
 
-def test_batched_upstream_gradients_are_an_error_that_names_them() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    loss = call(model, tiny_batch(model)).loss
-    with pytest.raises(RuntimeError, match="is_grads_batched=True"):
-        torch.autograd.grad(loss, list(model.parameters()), torch.ones(2), is_grads_batched=True)
-
-
-def hooked_by_an_engine(logits: Tensor, seen: list[Tensor]) -> Any:
-    def hook(gradient: Tensor) -> Tensor:
-        seen.append(gradient)
-        return 0.5 * gradient
-
-    hook.__module__ = "deepspeed.runtime.utils"  # deepspeed_of_mine would be no engine
-    return logits.register_hook(hook)
-
-
-def test_hooks_of_engines_wait_for_the_gradient_of_a_loss_of_ones_own() -> None:
-    results = []
-    for patch in (False, True):
-        model = tiny_model(LLAMA)
-        if patch:
-            apply_patch(model)
-        outputs, seen = call(model, tiny_batch(model)), []
-        hooked_by_an_engine(outputs.logits, seen)
-        hooked_by_an_engine(outputs.logits, []).remove()
-        outputs.loss.backward(retain_graph=True)
-        fused = len(seen)
-        model.zero_grad()
-        own_loss(outputs.logits).backward()
-        results.append({"seen": seen[fused], "head": model.lm_head.weight.grad})
-        assert fused == (0 if patch else 1)
-    torch.testing.assert_close(results[1], results[0])
-
-
-def read_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> None:
-    assert logits.shape[-1] == V
-    logits.detach().amax()
-
-
-def replaced_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
-    logits[..., :5] = -3.0
-    return logits
-
-
-def scaled_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
-    return logits * 0.5
-
-
-@pytest.mark.parametrize("hook", [read_in_a_hook, replaced_in_a_hook])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_logits_read_before_the_loss_give_an_ordinary_loss_and_a_warning(
-    row: registry.Architecture, hook: Any
+def test_batched_upstream_gradients_are_an_error_that_names_them(
+    patched_model: Any, outputs: Any
 ) -> None:
-    model = widened(tiny_model(row))
-    model.lm_head.register_forward_hook(hook)
-    truth = step(model, tiny_batch(model))
-    with patched(model):
-        with pytest.warns(UserWarning, match="ordinary logits and an ordinary loss") as warned:
-            ours = step(model, tiny_batch(model))
-        assert len(warned) == 1
-        assert patch_status(model).fused is False
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(step(model, tiny_batch(model))["loss"], ours["loss"])
-    assert_no_worse(ours, truth, truth, torch.float32)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_a_hook_that_scales_the_logits_is_fused(row: registry.Architecture) -> None:
-    model = widened(tiny_model(row))
-    model.lm_head.register_forward_hook(scaled_in_a_hook)
-    truth = step(model, tiny_batch(model))
-    with patched(model):
-        ours = step(model, tiny_batch(model))
-        assert patch_status(model).fused
-    assert_no_worse(ours, truth, truth, torch.float32)
+    loss = outputs.loss
+    with pytest.raises(RuntimeError, match="is_grads_batched=True"):
+        torch.autograd.grad(
+            loss, list(patched_model.parameters()), torch.ones(2), is_grads_batched=True
+        )
 
 
 @pytest.mark.parametrize("frozen", ["head", "backbone", "all"])
@@ -591,21 +405,6 @@ def test_a_loss_that_is_kept_holds_no_logits_after_its_backward_pass() -> None:
     loss = Sum.apply(call(model, tiny_batch(model)).logits)
     loss.backward()
     assert held_logits() == before
-
-
-def test_a_hook_that_waits_for_the_gradient_of_the_logits_is_an_error() -> None:
-    """Also one that removes itself, or that uses what torch's own hooks are made of."""
-    fn = torch.distributed.is_available
-
-    def once(gradient: Tensor) -> None:
-        handle.remove()
-        fn()
-
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    handle = outputs.logits.register_hook(once)
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        outputs.loss.backward()
 
 
 def held_logits() -> int:

@@ -1,0 +1,175 @@
+"""Logits that are read after weights, hidden states or an index have changed: those of the forward
+pass, or an error.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+from training_step import call
+
+from liger_patch import apply_patch, registry
+
+LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
+
+
+def optimizer_step(model: Any) -> None:
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    torch.optim.SGD([model.lm_head.weight], lr=0.1).step()
+
+
+def write_to_the_head(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+
+
+def load_the_head(model: Any) -> None:
+    model.lm_head.load_state_dict({"weight": torch.zeros(V, 32)})
+
+
+def free_the_head(model: Any) -> None:
+    model.lm_head.weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    "change", [optimizer_step, write_to_the_head, load_the_head, free_the_head]
+)
+def test_logits_of_a_head_that_has_changed_are_an_error(change: Any, patched_model: Any) -> None:
+    batch = tiny_batch(patched_model)
+    logits = call(patched_model, batch).logits
+    rows = logits[:, 1:] * 2
+    change(patched_model)
+    for late in (logits, rows):
+        with pytest.raises(
+            RuntimeError, match=r"the head's weight (changed|was freed) since the forward pass"
+        ):
+            late + 0
+        assert late.shape[-1] == V
+
+
+def test_logits_read_before_the_head_changes_can_be_read_again(
+    patched_model: Any, outputs: Any
+) -> None:
+    logits = outputs.logits
+    expected = logits.detach().clone()
+    optimizer_step(patched_model)
+    assert torch.equal(logits, expected)
+
+
+def test_logits_of_hidden_states_that_have_changed_are_an_error(patched_model: Any) -> None:
+    outputs = call(patched_model, tiny_batch(patched_model), output_hidden_states=True)
+    with torch.no_grad():
+        outputs.hidden_states[-1].zero_()
+    with pytest.raises(RuntimeError, match="hidden states changed since the forward pass"):
+        outputs.logits + 0
+
+
+@pytest.mark.parametrize("kind", ["positions", "mask", "one position", "slice"])
+def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None:
+    results = []
+    for patch in (False, True):
+        model = tiny_model(LLAMA)
+        if patch:
+            apply_patch(model)
+        logits = call(model, tiny_batch(model)).logits
+        positions, mask = torch.tensor([1, 2]), torch.ones(logits.shape[:2], dtype=torch.bool)
+        row = torch.tensor(0)
+        index: Any = {
+            "positions": (torch.arange(2), positions),
+            "mask": mask,
+            "one position": row,
+            "slice": (slice(None), slice(row, None)),
+        }[kind]
+        chosen = logits[index]
+        positions += 1
+        mask[0] = False
+        row += 1
+        assert chosen.shape == (chosen + 0).shape
+        results.append(chosen + 0)
+    torch.testing.assert_close(results[1], results[0])
+
+
+class Keeping(nn.Module):
+    """Keeps a clone of the logits, as a user may."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        outputs = self.model(**batch)
+        with torch.no_grad():
+            self.kept = outputs.logits.clone()
+        return outputs
+
+
+def test_a_clone_is_computed_also_within_a_distributed_model(
+    tmp_path: Any, patched_model: Any
+) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    try:
+        model = Keeping(patched_model)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        outputs = wrapped(**tiny_batch(model.model))
+        with torch.no_grad():
+            clone = outputs.logits.clone()
+        expected = outputs.logits.detach().clone()
+        optimizer_step(model.model)
+        assert torch.equal(clone, expected)
+        assert torch.equal(model.kept, expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_that_writes_through_data_is_seen(patched_model: Any) -> None:
+    """As the optimizers of bitsandbytes write: no version counts it. Also of a patched model that
+    was loaded from a pickle, in another process.
+    """
+    script = """
+import io, pickle, sys, torch
+sys.path[:0] = sys.argv[1:]
+from tiny_models import tiny_batch
+
+class WritesThroughData(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-1.0)
+
+model = pickle.load(sys.stdin.buffer)
+outputs = model(**tiny_batch(model))
+outputs.loss.backward()
+WritesThroughData(model.parameters()).step()
+try:
+    outputs.logits.sum()
+except RuntimeError as error:
+    sys.exit(0 if "weight changed" in str(error) else str(error))
+sys.exit("logits of other weights were given")
+"""
+    file = io.BytesIO()
+    pickle.dump(patched_model, file)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, str(root / "tests" / "helpers"), str(root)]
+    subprocess.run(command, input=file.getvalue(), check=True, timeout=300)
+
+
+def test_an_optimizer_without_the_patch_is_not_watched() -> None:
+    script = """
+import torch
+from torch.optim import optimizer
+import liger_patch
+assert not optimizer._global_optimizer_post_hooks
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
