@@ -23,6 +23,7 @@ from exactness import assert_no_worse
 from tiny_models import tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import Tensor, nn
+from trainers import QUIET
 from training_step import Float64, Step
 from transformers import PreTrainedModel
 
@@ -50,12 +51,7 @@ DEFAULTS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scale
     "learning_rate": 0.02,
     "optim": "sgd",
     "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "dataloader_pin_memory": False,
+    **QUIET,
     # TRL switches both on
     "bf16": False,
     "gradient_checkpointing": False,

@@ -13,6 +13,7 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import nn
+from trainers import QUIET
 from training_step import joined
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -147,12 +148,7 @@ def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path:
             gradient_accumulation_steps=2,
             learning_rate=1e-3,
             bf16=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         trainer = Trainer(model, arguments, train_dataset=samples)
         trainer.train()

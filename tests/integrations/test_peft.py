@@ -13,6 +13,7 @@ from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import QUIET
 from training_step import Float64, call, joined, step, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -335,12 +336,7 @@ def test_trainer_trains_adapters_as_eager(tmp_path: Path) -> None:
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
             learning_rate=0.05,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         trainer = Trainer(model, arguments, train_dataset=samples)
         with Float64():

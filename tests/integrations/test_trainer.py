@@ -14,12 +14,10 @@ from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from trainers import QUIET, LargestTensor
 from training_step import Float64, Step, joined, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred.tensor import DeferredLogits
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -79,12 +77,7 @@ def make_trainer(
         "learning_rate": 0.05,
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        **QUIET,
     }
     samples = make_samples(model) if samples is None else samples
     return trainer_class(
@@ -185,19 +178,6 @@ def test_tokens_are_counted_as_for_the_eager_model(
     if model_type in ("llama", "gemma2", "qwen3_moe"):
         assert counts[1][0]
         assert len({int(count) for count in counts[1][2]}) > 1
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredLogits):
-                self.elements = max(self.elements, leaf.numel())
-        return result
 
 
 @pytest.mark.parametrize("bf16", [False, True])

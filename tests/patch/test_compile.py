@@ -12,6 +12,7 @@ from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
+from trainers import QUIET
 from training_step import joined, step, tell_apart
 from transformers import PreTrainedModel
 
@@ -197,12 +198,7 @@ def test_trainer_trains_a_compiled_model_as_the_uncompiled_one(tmp_path: Path) -
             learning_rate=0.05,
             torch_compile=torch_compile,
             torch_compile_backend="eager" if torch_compile else None,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
         trainer = Trainer(model, arguments, train_dataset=samples)

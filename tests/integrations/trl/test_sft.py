@@ -15,12 +15,9 @@ from tiny_models import VOCAB_SIZE
 from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from trainers import LargestTensor
 from training_step import Step, joined, widened
 from trl_models import MARKS, assert_fused, assert_same, lora, make_model, sft_trainer, train
-
-from liger_patch.deferred.tensor import DeferredLogits
 
 pytestmark = MARKS
 
@@ -207,19 +204,6 @@ def test_compute_metrics_gets_trls_logits(tmp_path: Path) -> None:
     for ours, trls in zip(seen[True], seen[None], strict=True):
         assert np.array_equal(ours, trls)
     assert_fused(trainer.model)
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredLogits):
-                self.elements = max(self.elements, leaf.numel())
-        return result
 
 
 @pytest.mark.parametrize("bf16", [False, True])
