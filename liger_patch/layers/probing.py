@@ -37,21 +37,22 @@ def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
 def configuration(module: nn.Module, without: Collection[str] = ()) -> Hashable:
     """Return the class and the attributes of a module: equal ones give equal results of a probe.
 
-    Numbers, strings and dtypes count by value, modules by their own configuration, all else
-    (tensors too) by identity. So the result is valid only as long as the module lives.
+    Numbers, strings and dtypes count by value, the modules within by their own configuration, all
+    else (tensors too) by identity. So the result is valid only as long as the module lives.
 
     Args:
         without: names of the attributes that a probe replaces by its own.
     """
     attributes = {n: value for n, value in vars(module).items() if n not in CONTAINERS}
-    attributes |= module._parameters | module._buffers | module._modules
-    kept = ((name, _compared(value)) for name, value in attributes.items() if name not in without)
-    return type(module), frozenset(kept)
+    attributes |= module._parameters | module._buffers
+    compared = {name: _compared(value) for name, value in attributes.items() if name not in without}
+    for name, child in module._modules.items():
+        if name not in without:
+            compared[name] = None if child is None else configuration(child)
+    return type(module), frozenset(compared.items())
 
 
 def _compared(value: object) -> Hashable:
-    if isinstance(value, nn.Module):
-        return configuration(value)
     if isinstance(value, functools.partial):  # the activation of Transformers' GELUTanh
         options = frozenset((name, _compared(each)) for name, each in value.keywords.items())
         return id(value.func), tuple(_compared(each) for each in value.args), options
