@@ -1,4 +1,4 @@
-"""For the duration of one forward pass, the output embedding returns deferred logits."""
+"""Make the head return deferred logits, for the duration of one forward pass."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_patch.deferred.head_call import HeadCall, Owner
-from liger_patch.deferred.ops import Step
+from liger_patch.deferred.head_call import Head, HeadCall, Owner
+from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 
 
 class _DeferLinear(TorchFunctionMode):
-    """Within the head's own forward: products that give logits are deferred, that with its own
-    weight, and those of adapters beside it.
+    """Defer the products that give logits within the head's own forward: that with its own weight,
+    and those of adapters beside it.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module, owner: Owner) -> None:
+    def __init__(self, head: Head) -> None:
         super().__init__()
-        self.model, self.head, self.owner = model, head, owner
+        self.head = head
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is nn.functional.linear:
             hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
             if self._gives_logits(weight) and _can_defer(hidden_states, weight, bias):
-                call = HeadCall.of(hidden_states, weight, bias, self.model, self.owner)
+                call = HeadCall.of(hidden_states, weight, bias, self.head)
                 return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
@@ -40,9 +40,10 @@ class _DeferLinear(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _gives_logits(self, weight: Tensor) -> bool:
-        if weight is getattr(self.head, "weight", None):
+        module = self.head.module
+        if weight is getattr(module, "weight", None):
             return True
-        return weight.dim() == 2 and len(weight) == getattr(self.head, "out_features", None)
+        return weight.dim() == 2 and len(weight) == getattr(module, "out_features", None)
 
 
 def _linear_arguments(
@@ -52,7 +53,7 @@ def _linear_arguments(
 
 
 def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are plain floating-point tensors that fit each other, on one device."""
+    """Return whether these are plain floating-point tensors that fit each other, on one device."""
     tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
     if any(
         type(tensor) not in (Tensor, nn.Parameter)
@@ -72,42 +73,45 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 @contextmanager
-def deferring_head(model: nn.Module, head: nn.Module, owner: Owner) -> Iterator[None]:
-    """Within this context ``head``, the model's output embedding, defers its product with its
-    weight.
+def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterator[None]:
+    """Defer the products of the head with its weight, within this context.
 
-    Its hooks and whatever has replaced its ``forward`` run as always; a head that computes in
-    another way (a tensor subclass, a quantised layer that nothing here reads) returns its real
-    logits.
+    Hooks of the head run as always, and so does what has replaced its ``forward``. A head that
+    computes in another way (a tensor subclass, an unknown quantised layer) returns its real logits.
+
+    Args:
+        module: the output embedding of the model.
+        owner: the forward pass.
     """
+    head = Head(model, module, owner)
     with ExitStack() as stack:
-        for layer in _quantized_layers(head):
-            stack.enter_context(_forward(layer, _quantized_forward(layer, model, owner)))
-        # of a head that torch.compile has wrapped, the head: its product is not computed here
-        forward = head._modules.get("_orig_mod") or head.forward
+        for layer in _quantized_layers(module):
+            stack.enter_context(_forward(layer, _quantized_forward(layer, head)))
+        # a head that torch.compile has wrapped: its own product is not computed here
+        forward = module._modules.get("_orig_mod") or module.forward
 
         def deferring_forward(*args, **kwargs):
-            with _DeferLinear(model, head, owner):
+            with _DeferLinear(head):
                 logits = forward(*args, **kwargs)
             if isinstance(logits, DeferredLogits) and logits.is_outdated:
                 return forward(*args, **kwargs)  # a hook has cast or freed the weight since
             return logits
 
-        stack.enter_context(_forward(head, deferring_forward))
+        stack.enter_context(_forward(module, deferring_forward))
         yield
 
 
 @contextmanager
 def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context, the forward of this one module where this thread calls it."""
+    """Replace the forward of this one module for calls of this thread, within this context."""
     missing = object()
     before = vars(module).get("forward", missing)
     original = module.forward
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
     def forward_of_thread(*args, **kwargs):
-        knows_threads = thread is not None and not torch.compiler.is_compiling()  # Dynamo: none
-        if knows_threads and threading.get_ident() != thread:
+        has_threads = thread is not None and not torch.compiler.is_compiling()  # Dynamo: none
+        if has_threads and threading.get_ident() != thread:
             return original(*args, **kwargs)
         return forward(*args, **kwargs)
 
@@ -122,7 +126,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _quantized_layers(head: nn.Module) -> list[nn.Module]:
-    """The quantised layers in a head, or the head itself, whose own forward runs (no hook's)."""
+    """Return the quantised layers in a head, or the head itself, whose own ``forward`` runs."""
     if "bitsandbytes" not in sys.modules:
         return []
     from liger_patch.integrations.bitsandbytes import is_quantized
@@ -130,9 +134,7 @@ def _quantized_layers(head: nn.Module) -> list[nn.Module]:
     return [m for m in head.modules() if is_quantized(m) and "forward" not in vars(m)]
 
 
-def _quantized_forward(
-    layer: nn.Module, model: nn.Module, owner: Owner
-) -> Callable[[Tensor], Tensor]:
+def _quantized_forward(layer: nn.Module, head: Head) -> Callable[[Tensor], Tensor]:
     from liger_patch.integrations.bitsandbytes import quantized_weight
 
     forward = layer.forward
@@ -145,7 +147,7 @@ def _quantized_forward(
         if torch.is_autocast_enabled(x.device.type):
             weight.dtype = torch.get_autocast_dtype(x.device.type)
         bias = None if bias is None else bias.to(weight.dtype)
-        call = HeadCall.of(x.to(weight.dtype), weight, bias, model, owner, product=forward)
+        call = HeadCall.of(x.to(weight.dtype), weight, bias, head, product=forward)
         return DeferredLogits.of_head(call).to(x.dtype)
 
     return deferring_forward

@@ -1,6 +1,6 @@
 """The gradient of deferred logits: hooks on it, and ``torch.autograd.grad`` with respect to them.
 
-A fused loss has none. Losses of a user's own, on values that were read, have.
+A fused loss leaves it out. A loss of values that were read has it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,35 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from liger_patch.deferred.ops import Recordable
+from liger_patch.deferred.record import Recordable
 
 NO_GRADIENT = (
-    "a fused loss, and what was computed of copies before anybody asked, has no gradient with "
-    "respect to them. Ask for it before their first use, or set LIGER_PATCH_RETURN_LOGITS=1 for "
-    "real logits and an ordinary loss"
+    "a fused loss, and values copied before this call, have no gradient with respect to them. "
+    "Ask for it before their first use, or set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an "
+    "ordinary loss"
 )
-# they set a hook on every output, and the gradient of the loss will do for it
+# modules of engines: they set a hook on every output, and need no gradient of the logits itself
 ENGINE_MODULES = ("torch.distributed.", "torch.utils.module_tracker.", "deepspeed.")
 LEFT_OUT = "liger_patch: hooks of logits whose gradient is left out"  # of an autograd node
 
 
+def is_foreign(logits: Recordable) -> bool:
+    """Return whether another autograd function has returned these logits: its node is theirs."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.grad_fn is not None and logits.grad_fn is not logits.recorded_by
+
+
+def ancestry(logits: Recordable) -> list[Recordable]:
+    """Return these logits and all that they were computed from."""
+    nodes = [logits]
+    for node in nodes:  # which grows
+        others = (node.parent, None if node.step is None else node.step.other)
+        nodes += [other for other in others if other is not None]
+    return nodes
+
+
 class GradientHooks:
-    """The hooks on the gradient of some logits, whichever tensor turns out to have it.
+    """The hooks on the gradient of some logits: of the deferred ones, or of their values.
 
     Attributes:
         retained: the gradient so far, where ``retain_grad`` has asked for it.
@@ -42,7 +57,7 @@ class GradientHooks:
 
     @property
     def waiting(self) -> str | None:
-        """The operation that has set a hook that is no engine's: it needs the gradient itself."""
+        """The operation that has set a hook of the user, which needs the gradient itself."""
         return next((name for key, name in self._of_users.items() if key in self._hooks), None)
 
     @property
@@ -95,16 +110,54 @@ def _is_of_engine(hook: Callable) -> bool:
     return any(name.startswith(ENGINE_MODULES) for name in modules)
 
 
-def mark(tensor: Tensor, hooks: Sequence[GradientHooks]) -> None:
-    """Make the backward pass of a tensor that is computed from logits, and leaves their gradient
-    out, an error where one of the hooks waits for it, and known to ``autograd_grad``.
+def register_hook(logits: Recordable, name: str, hook: Callable | None) -> RemovableHandle | None:
+    """Register a hook on the gradient of deferred logits; None to retain it."""
+    hooks: GradientHooks = logits.hooks
+    if hooks.are_none:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not logits.requires_grad:
+                raise RuntimeError(
+                    f"{name} of outputs.logits, which require no gradient: run the forward pass "
+                    "with gradients enabled, and train a weight"
+                )
+            hooks.attach(logits)
+        if logits.value is not None:
+            hooks.attach(logits.value)
+    handle = hooks.retain() if hook is None else hooks.register(hook, name)
+    if hooks.waiting is not None:
+        logits.head_call.owner.note_read(name)
+    return handle
+
+
+def leave_gradient_out(result: Tensor, logits: Recordable) -> None:
+    """Mark a result whose backward pass does not compute the gradient of the logits.
+
+    Its backward pass is an error where a hook waits for the gradient of the logits, or of any that
+    they were computed from. So is ``autograd.grad`` with respect to those.
     """
-    node: Any = tensor.grad_fn
+    node: Any = result.grad_fn
     if node is None:
         return
+    hooks = [each.hooks for each in ancestry(logits)]
     node.metadata[LEFT_OUT] = node.metadata.get(LEFT_OUT, ()) + tuple(hooks)
     for each in hooks:
         node.register_prehook(each.check_none_waits)
+
+
+def gradient_is_wanted(logits: Recordable) -> bool:
+    """Return whether a hook waits for the gradient of these logits, or of any that they were
+    computed from, and none of those has been written to since.
+    """
+    nodes = ancestry(logits)
+    is_hooked = any(node.hooks.waiting is not None for node in nodes)
+    return is_hooked and not any(_is_written(node) for node in nodes)
+
+
+def _is_written(logits: Recordable) -> bool:
+    value = logits.value
+    if value is None or value.is_inference():
+        return False
+    return value._version != logits.version_computed
 
 
 def autograd_grad(
@@ -118,13 +171,13 @@ def autograd_grad(
 
     Raises:
         RuntimeError: a part of the outputs has no gradient with respect to the logits: a fused
-            loss, or what was computed from copies of them that were recorded before they were read.
+            loss, or what was computed from copies of them before they were read.
     """
     outputs = tree_map_only(Recordable, lambda logits: logits.read("autograd.grad"), outputs)
     left_out = _left_out_of(outputs)
     if any(isinstance(each, Recordable) and each.hooks in left_out for each in inputs):
         raise RuntimeError(f"autograd.grad with respect to outputs.logits: {NO_GRADIENT}")
-    # what was computed of the logits has their values as its input where they were read
+    # where logits were read, what was computed from them has their values as its input
     sources = [
         each.value if isinstance(each, Recordable) and each.value is not None else each
         for each in inputs
@@ -134,7 +187,7 @@ def autograd_grad(
 
 
 def _left_out_of(outputs: Sequence[Any]) -> list[GradientHooks]:
-    """Of the logits whose gradient is left out somewhere in the graph of these tensors."""
+    """Return the hooks of logits whose gradient is left out in the graph of these tensors."""
     nodes = [getattr(each, "grad_fn", None) for each in outputs]
     seen, found = set(), []
     while nodes:

@@ -1,16 +1,22 @@
-"""One product of the output embedding, made in a forward pass and computed when it is needed."""
+"""One product of the head, made in a forward pass and computed when its values are needed.
+
+The states of its inputs are kept: where one has changed since, computing the product is an error.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_patch.deferred.changes import State, state_of
 from liger_patch.deferred.sharding import stored_parameter
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
@@ -20,13 +26,48 @@ class Owner(Protocol):
     """The forward pass that deferred logits belong to."""
 
     def note_read(self, operation: str) -> None:
-        """Take note that the named operation needs the values of the logits, or their gradient."""
+        """Note that the named operation needs the values of the logits, or their gradient."""
         ...
+
+    def cross_entropy(self, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, or return
+        NotImplemented.
+        """
+        ...
+
+
+@dataclass
+class Head:
+    """The head of a model during one forward pass.
+
+    Attributes:
+        model: the patched model.
+        module: its output embedding.
+        owner: the forward pass.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    owner: Owner
+
+    @functools.cached_property
+    def merged(self) -> tuple[tuple[list[str], tuple[str, ...]], ...]:
+        """PEFT's lists of the adapters that are merged into the weight, and what they held at the
+        first product: PEFT may unmerge adapters when the head is called, before that product.
+        """
+        if "peft" not in sys.modules:
+            return ()
+        from liger_patch.integrations.peft import merged_adapters
+
+        model: Any = self.model
+        # a tied weight is the input embedding's too
+        lists = merged_adapters(self.module, model.get_input_embeddings())
+        return tuple((names, tuple(names)) for names in lists)
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """One product of the output embedding: its inputs, the state it was made in, and its owner.
+    """One product of the head: its inputs, the state it was made in, and its owner.
 
     Attributes:
         shape: (V, H) of the weight, which engines may free.
@@ -34,7 +75,7 @@ class HeadCall:
             of hidden states alone.
         stored: the parameters of the optimizer behind weight and bias.
         states: of hidden states, weight and bias.
-        merged: PEFT's lists of the adapters that are merged into the weight, and what they held.
+        merged: see ``Head``.
     """
 
     hidden_states: Tensor
@@ -56,8 +97,7 @@ class HeadCall:
         hidden_states: Tensor,
         weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
-        model: nn.Module,
-        owner: Owner,
+        head: Head,
         *,
         product: Callable[..., Tensor] = nn.functional.linear,
     ) -> HeadCall:
@@ -68,10 +108,14 @@ class HeadCall:
             else None
         )
         vocab_size, hidden_size = weight.shape
-        stored = (
-            stored_parameter(weight, model) if isinstance(weight, Tensor) else weight.stored,
-            None if bias is None else stored_parameter(bias, model),
-        )
+        stored_weight = weight if isinstance(weight, Tensor) else weight.stored
+        stored_bias = bias
+        if distributed.is_available() and distributed.is_initialized():
+            if isinstance(weight, Tensor):
+                stored_weight = stored_parameter(weight, head.model)
+            if bias is not None:
+                stored_bias = stored_parameter(bias, head.model)
+        stored = stored_weight, stored_bias
         return cls(
             hidden_states,
             weight,
@@ -81,9 +125,9 @@ class HeadCall:
             torch.is_grad_enabled(),
             autocast_dtype,
             stored,
-            tuple(state_of(each) for each in (hidden_states, *stored)),
-            tuple((names, tuple(names)) for names in _merged_adapters(model)),
-            owner,
+            tuple(_state_of(each) for each in (hidden_states, *stored)),
+            head.merged,
+            head.owner,
         )
 
     @property
@@ -98,58 +142,101 @@ class HeadCall:
         return (self.hidden_states,)
 
     def compute(self, *tensors: Any) -> Tensor:
-        """The product in the autocast state of the call."""
+        """Compute the product in the autocast state of the call."""
         enabled = self.autocast_dtype is not None
         device_type = self.hidden_states.device.type
         with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=enabled):
             return self.product(*tensors)
 
     def logits(self) -> Tensor:
-        """The real logits, in the grad mode and the autocast state of the call."""
+        """Compute the real logits, in the grad mode and the autocast state of the call."""
         self.check_unchanged()
         with torch.set_grad_enabled(self.grad_enabled):
             return self.compute(*self.tensors)
 
     def changed(self) -> str | None:
-        """What has changed since, so that other logits would be computed; None for nothing."""
+        """Say what has changed since, so that other logits would be computed; None for nothing."""
         if any(tuple(names) != before for names, before in self.merged):
             return "an adapter was merged into the head's weight, or unmerged,"
         is_current = isinstance(self.weight, Tensor) or self.weight.is_current()
         names = "the hidden states", "the head's weight", "the head's bias"
         tensors = self.hidden_states, *self.stored
         for name, tensor, state in zip(names, tensors, self.states, strict=True):
-            if state_of(tensor) != state or (name == "the head's weight" and not is_current):
+            if _state_of(tensor) != state or (name == "the head's weight" and not is_current):
                 return f"{name} changed"
         return None
 
     def freed(self) -> bool:
-        """Whether an engine that shards the head has freed its weight since."""
+        """Return whether an engine that shards the head has freed its weight since."""
         if not isinstance(self.weight, Tensor):
             return False
         return self.weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the logits of this call can no longer be computed."""
-        late = "outputs.logits are computed when they are first read, but"
+        late = "outputs.logits are computed lazily, but"
         advice = "or set LIGER_PATCH_RETURN_LOGITS=1 to compute them in every forward pass"
         if self.freed():
             raise RuntimeError(
-                f"{late} the head's weight was freed since the forward pass (by FSDP): read them "
-                "before that, or gather it again on every rank (unshard() of the module that "
-                f"fully_shard was given) and read them then, {advice}"
+                f"{late} the head's weight was freed since the forward pass (by FSDP). Read them "
+                "before that, or call unshard() on every rank first, of the module that "
+                f"fully_shard was given, {advice}"
             )
         change = self.changed()
         if change is not None:
             raise RuntimeError(
-                f"{late} {change} since the forward pass: read them before that (before the "
+                f"{late} {change} since the forward pass. Read them before that (before the "
                 f"optimizer's step), {advice}"
             )
 
 
-def _merged_adapters(model: Any) -> tuple[list[str], ...]:
-    if "peft" not in sys.modules:
-        return ()
-    from liger_patch.integrations.peft import merged_adapters
+class State(NamedTuple):
+    """The state of a tensor: two that differ say that it has changed.
 
-    # a tied weight is the input embedding's too
-    return merged_adapters(model.get_output_embeddings(), model.get_input_embeddings())
+    Attributes:
+        version: PyTorch's count of writes in place; None for inference tensors.
+        steps: of optimizers that hold it: fused ones, and those of bitsandbytes, count no write.
+        address, dtype: change where ``tensor.data`` is set.
+    """
+
+    version: int | None
+    steps: int
+    address: int
+    dtype: torch.dtype
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_optimizer_steps: Any = WeakIdKeyDictionary()  # the few tensors that are watched -> steps
+
+
+@runs_eagerly
+def _state_of(tensor: Tensor | None) -> State | None:
+    """Return the state of a tensor now; a write through ``tensor.data`` alone is not seen."""
+    if tensor is None:
+        return None
+    steps = 0
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        _watch_optimizers()
+        with _ONE_AT_A_TIME:
+            steps = _optimizer_steps.setdefault(tensor, 0)
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    version = None if local.is_inference() else local._version
+    return State(version, steps, local.data_ptr(), tensor.dtype)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Count the steps of optimizers from now on: called for the first tensor that is watched."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    watched = [ref() for ref in _optimizer_steps.keyrefs()]
+    if not watched:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    with _ONE_AT_A_TIME:
+        for tensor in watched:
+            # DeepSpeed's optimizers hold copies, from which it writes the weights
+            if tensor is not None and (id(tensor) in held or hasattr(tensor, "_hp_mapping")):
+                _optimizer_steps[tensor] += 1

@@ -1,10 +1,10 @@
 """The operations on deferred logits that are recorded instead of computed.
 
 What models do between head and loss: multiplication and division by a number, ``tanh``, casts, the
-sum of several products (LoRA on the head), and
-the choice of rows (slices, masks, ``view``), which leaves the last dimension whole and so applies
-to hidden states as well. A handler takes the arguments of its torch function and returns
-NotImplemented for those that it does not cover.
+sum of several products (LoRA on the head), and the choice of rows (slices, masks, ``view``), which
+leaves the last dimension whole and so applies to hidden states as well. ``cross_entropy`` is handed
+to the forward pass. A handler takes the arguments of its torch function and returns NotImplemented
+for those that it does not cover.
 """
 
 from __future__ import annotations
@@ -13,59 +13,14 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from liger_patch.deferred.record import Recordable, Step
 
 CALLERS = 5  # frames from here to a function that calls a torch function, in a generator too
-
-
-class Step(NamedTuple):
-    """One recorded operation on logits (..., V).
-
-    Attributes:
-        kind: "scale", "add", "tanh", "cast", "move", "rows", "detach" or "clone".
-        apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
-            dimension whole. "add" takes the real values of ``other`` beside them.
-        factor: what "scale" multiplies by.
-        other: what "add" adds.
-        grad_enabled: while it was recorded.
-        dtype: of its result.
-    """
-
-    kind: str
-    apply: Callable[..., Tensor]
-    factor: float = 1.0
-    other: Recordable | None = None
-    grad_enabled: bool = True
-    dtype: torch.dtype | None = None
-
-
-class Recordable(Tensor):
-    """Logits (..., V) that steps can be recorded on."""
-
-    hooks: Any  # on the gradient of these logits: GradientHooks
-    shares_memory: bool  # whether eager's result of the last step would share its input's memory
-
-    def then(
-        self,
-        step: Step,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """These logits after one more operation."""
-        raise TypeError(f"{type(self).__name__} does not record steps")
-
-    @property
-    def value(self) -> Tensor | None:
-        """The real logits where they have been computed."""
-        return None
-
-    def read(self, name: str) -> Tensor:
-        """The real logits, for the named operation."""
-        raise TypeError(f"{type(self).__name__} has no values")
 
 
 def _scale(a: Any, b: Any) -> Tensor:
@@ -219,8 +174,13 @@ def _detach(logits: Recordable) -> Tensor:
     return logits.then(Step("detach", Tensor.detach))
 
 
-# what is recorded: torch function -> handler, which returns NotImplemented for arguments that it
-# does not cover. The loss adds torch.nn.functional.cross_entropy.
+def _cross_entropy(input: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(input, Recordable):
+        return NotImplemented
+    return input.head_call.owner.cross_entropy(input, *args, **kwargs)
+
+
+# torch function -> handler
 RECORDED: dict[Callable, Callable] = {
     **dict.fromkeys(
         (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
@@ -240,10 +200,9 @@ RECORDED: dict[Callable, Callable] = {
     Tensor.contiguous: _contiguous,
     Tensor.detach: _detach,
     **dict.fromkeys((Tensor.clone, torch.clone), _clone),
+    nn.functional.cross_entropy: _cross_entropy,
 }
-
-# those of them whose handlers take keywords
-TAKE_KEYWORDS: set[Callable] = {Tensor.to}
+TAKE_KEYWORDS = frozenset({Tensor.to, nn.functional.cross_entropy})  # other handlers take none
 
 _METADATA_PROPERTIES = """
     shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu is_quantized

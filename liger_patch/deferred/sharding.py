@@ -1,24 +1,24 @@
-"""Heads whose weight is sharded: whether it is still there when the loss is computed, and which
-parameter the optimizer changes.
+"""Heads whose weight is sharded over a process group: whether it is still there when the loss is
+computed, and which parameter the optimizer changes.
 
-FSDP2 (``fully_shard``) and DeepSpeed's ZeRO-3 gather the whole weight for the head's call. What
-frees it afterwards cannot be fused. Neither has a public way to ask: attributes of torch 2.6 to
-2.13 and of DeepSpeed 0.19 are read, and a head whose engine does not say counts as one that is
-freed.
+FSDP2 (``fully_shard``) and DeepSpeed's ZeRO-3 gather the whole weight for the head's call. A head
+whose weight is freed afterwards cannot be fused. Neither engine has a public API to ask: attributes
+of torch 2.6 to 2.13 and of DeepSpeed 0.19 are read, and where they are missing, the weight counts
+as freed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _shards: Any = WeakIdKeyDictionary()  # gathered weights -> their shards, None for none
 
 
 def why_weight_is_freed(head: nn.Module) -> str | None:
-    """Why the head's weight is gone when the loss is computed; None where it stays.
+    """Return why the head's weight is gone when the loss is computed; None where it stays.
 
     A unit of ``fully_shard`` with ``reshard_after_forward=False``, as accelerate's and
     Transformers' own for the last norm and the head, keeps its weight until the backward pass.
@@ -42,7 +42,7 @@ def _reshards_after_forward(head: Any) -> bool:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of parameters of a unit of ``fully_shard``."""
+    """Return the groups of parameters of a unit of ``fully_shard``."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # older versions have one
         groups = [getattr(state, "_fsdp_param_group", None)]
@@ -50,11 +50,9 @@ def _groups(state: Any) -> list[Any]:
 
 
 def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
-    """The parameter that the optimizer changes: the shard of a weight that ``fully_shard`` has
-    gathered, else the weight itself.
+    """Return the parameter that the optimizer changes: the shard of a weight that ``fully_shard``
+    has gathered, else the weight itself.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return weight
     # the walk over all modules takes milliseconds, and finds the same each time
     if weight not in _shards:
         _shards[weight] = _shard_of(weight, model)

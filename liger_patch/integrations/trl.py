@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
-from liger_patch.deferred.fused import fused_log_probs
-from liger_patch.deferred.parts import Parts
+from liger_patch.deferred.fuse import Parts, fused_log_probs
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.loss import LossSettings, PatchRecord

@@ -1,6 +1,6 @@
 """The class that a patched model instance gets: its own, with another ``forward``.
 
-An instance's class and one attribute change, and nothing else: see ``instance_class``.
+An instance's class and one attribute change, and nothing else: see ``subclass``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -32,25 +32,22 @@ from liger_patch.patch.packing import (
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
-
-
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
-    """The record of a patched model, None for any other."""
+    """Return the record of a patched model, None for any other."""
     return vars(model).get(RECORD) if hasattr(type(model), ORIGINAL) else None
 
 
 def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that a patched model had before."""
+    """Return the class that a patched model had before."""
     return getattr(type(model), ORIGINAL)
 
 
 @once_for_each_class
 def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The subclass of ``original`` for its patched instances: same name, same signature."""
-
+    """Return the subclass of ``original`` for patched instances: same name, same signature."""
     signature = inspect.signature(original.forward)
     names = tuple(signature.parameters)[1:]
 
@@ -85,7 +82,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:
-    """Whether an instance's own ``forward`` (of accelerate) wraps the one of the patched class."""
+    """Return whether an instance's own ``forward`` (of accelerate) wraps the patched class's."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         if forward in (patched.forward, inspect.unwrap(patched.forward)):
@@ -95,7 +92,7 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
 
 
 def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int | None:
-    """The number of sequences in a whole step, an argument of ours, taken from the model's."""
+    """Remove the number of sequences in a whole step from the model's arguments, and return it."""
     number = kwargs.pop(NUM_SEQUENCES, None)
     if number is not None and record.settings.loss_average != "sequence":
         raise ValueError(
@@ -132,7 +129,7 @@ def _forward_with_loss(
     named: dict[str, Any],
     num_sequences: Tensor | int | None,
 ) -> Any:
-    """``named``: all arguments by their names."""
+    """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
     starts = None
     if isinstance(named["labels"], Tensor) and not record.is_ordinary:
         starts = sequence_starts(named["labels"].shape, named)
@@ -157,14 +154,14 @@ def _forward_with_loss(
 
 @contextmanager
 def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPass]:
-    """Within this context the logits of a patched model are deferred, where they can be and where
-    no environment variable says otherwise.
+    """Defer the logits of a patched model within this context, where they can be and where no
+    environment variable says otherwise.
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or _why_not_deferred(model, head)
     forward_pass = ForwardPass(record, _description(head), unfused)
     with ExitStack() as stack:
-        if not torch.compiler.is_compiling():  # Dynamo knows no locks
+        if not torch.compiler.is_compiling():  # Dynamo does not trace locks
             # the head's forward and the loss function are replaced for one forward pass at a time
             stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
         if head is not None and not (flags.return_logits() is True or unfused):
@@ -176,6 +173,7 @@ def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPa
 
 
 def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
+    """Return why the logits are computed by the head itself; None where they are deferred."""
     reason = _why_not_followed()
     if reason is not None:
         return reason
@@ -183,9 +181,10 @@ def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | N
         return "get_output_embeddings() returns None"
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
-    reason = why_weight_is_freed(head)
-    if reason is not None:
-        return reason
+    if distributed.is_available() and distributed.is_initialized():
+        reason = why_weight_is_freed(head)
+        if reason is not None:
+            return reason
     if getattr(model, "_is_replica", False):
         return "torch.nn.DataParallel gathers the logits of every replica"
     if torch.is_grad_enabled() and _has_backward_hooks(head):
@@ -194,7 +193,7 @@ def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | N
 
 
 def _why_not_followed() -> str | None:
-    """Why the operators of this package are left out of the forward pass."""
+    """Return why the operators of this package are left out of the forward pass, or None."""
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the forward pass"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
@@ -203,12 +202,12 @@ def _why_not_followed() -> str | None:
 
 
 def class_name(head: nn.Module | None) -> str:
-    """Module and name of a head's class: that of PEFT's Linear is not torch's."""
+    """Return module and name of a head's class: that of PEFT's Linear is not torch's."""
     return f"{type(head).__module__}.{type(head).__qualname__}"
 
 
 def _description(head: nn.Module | None) -> str:
-    """The head's class, and the kind of its weight where that is no plain tensor."""
+    """Return the head's class, and the kind of its weight where that is no plain tensor."""
     weight = None if head is None else dict(head.named_parameters(recurse=False)).get("weight")
     if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
         return class_name(head)
@@ -216,12 +215,12 @@ def _description(head: nn.Module | None) -> str:
 
 
 def _has_backward_hooks(head: nn.Module) -> bool:
-    """Its own and those of all modules; full, before them, and of the deprecated kind."""
+    """Return whether hooks of the head or of all modules run in its backward pass, of any kind."""
     return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
 
 
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:
-    """The model has computed a loss of its own on real logits."""
+    """Record that the model has computed a loss of its own on real logits."""
     name = type(model).__name__
     if record.settings.changes_loss:
         options = forward_pass.unreached or record.settings.changed

@@ -1,6 +1,6 @@
-"""The loss of a patched model: fused on deferred logits, ordinary on real ones.
+"""The loss of one forward pass of a patched model: fused on deferred logits, ordinary on real ones.
 
-Stands in for Transformers' ``ForCausalLMLoss`` during a patched forward pass, and for
+Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 ``torch.nn.functional.cross_entropy`` of deferred logits in models that compute their own loss.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
-from liger_patch.deferred.fused import fused_loss
-from liger_patch.deferred.ops import RECORDED, TAKE_KEYWORDS
-from liger_patch.deferred.parts import Parts, parts_of
+from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
+from liger_patch.deferred.gradients import leave_gradient_out
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.compilation import runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
@@ -89,7 +88,7 @@ class OtherCall(Protocol):
     def __call__(
         self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Answer it; ``forward``: of the model, for other calls."""
+        """Return the output of such a call; ``forward``: of the model, for other calls."""
         ...
 
 
@@ -106,9 +105,9 @@ class PatchRecord:
         distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
         replaced_forward: what the model's instance had as its own ``forward`` when it was patched
             (hooks of accelerate).
-        passes_through: whether that only hands calls on to the model's own forward, which is then
-            called without it.
-        other_call: what answers other calls than those with labels.
+        passes_through: whether that only calls the model's own forward, which is then called
+            without it.
+        other_call: takes other calls than those with labels.
     """
 
     settings: LossSettings
@@ -134,7 +133,7 @@ class PatchRecord:
         return flags.return_logits() is True and not self.settings.changes_loss
 
     def fall_back(self, reason: str) -> None:
-        """Say once that a loss is computed the ordinary way; an error where fusing was demanded."""
+        """Warn once that a loss is not fused, and why; an error where fusing was demanded."""
         if flags.return_logits() is False:
             raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
         self.fused, self.reason = False, reason
@@ -159,7 +158,7 @@ class ForwardPass:
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
-        unreached: the option that a loss of the model's own could not follow.
+        unreached: the option that does not apply to a loss of the model's own.
     """
 
     record: PatchRecord
@@ -173,17 +172,17 @@ class ForwardPass:
     unreached: str | None = None
 
     def note_read(self, operation: str) -> None:
-        """Take note that the named operation needs the values of the logits, or their gradient: a
-        loss that is not computed yet is not fused.
+        """Note that the named operation needs the values of the logits, or their gradient: a loss
+        that is not computed yet is not fused.
         """
         self.read_by = self.read_by or operation
 
-    def fused_loss(
+    def _fused_loss(
         self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
     ) -> Tensor:
-        """The fused loss of deferred logits and what they are made of."""
+        """Compute the fused loss of deferred logits from what they are made of."""
         loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
-        logits.leave_gradient_out(loss)
+        leave_gradient_out(loss, logits)
         return loss
 
     @runs_eagerly
@@ -197,10 +196,10 @@ class ForwardPass:
         shift_labels: Tensor | None = None,  # (B, T)
         **kwargs: Any,
     ) -> Tensor:
-        """Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
+        """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
-        # of no supervised token, Transformers' mean is nan: the host asks, this once
+        # Transformers' mean of no supervised token is nan: the host reads the labels, only here
         is_ordinary = self.record.is_ordinary and bool((targets != ignore_index).any())
         is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits)
         if is_ordinary:
@@ -237,21 +236,68 @@ class ForwardPass:
             token_weight=token_weight,
         )
 
+    @runs_eagerly
+    def cross_entropy(
+        self,
+        input: Any,  # (N, V), else NotImplemented
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, for a model or a user
+        that calls it; or return NotImplemented.
+        """
+        if not isinstance(input, DeferredLogits) or input.dim() != 2 or input.is_computed:
+            return NotImplemented
+        if target.dim() != 1 or target.is_floating_point():
+            return NotImplemented
+        if size_average is not None or reduce is not None:
+            return NotImplemented
+        parts = parts_of(input)
+        if parts is None:
+            return NotImplemented
+        options: dict[str, Any] = {
+            "label_smoothing": label_smoothing,
+            "ignore_index": ignore_index,
+            "class_weight": weight,
+        }
+        if self.running:
+            # the model's own loss: apply_patch's options are meant for it
+            settings = self.record.settings
+            if settings.loss_average != "token":
+                self.unreached = f"loss_average={settings.loss_average!r}"
+                return NotImplemented  # the sequences of the tokens are not known here
+            options["label_smoothing"] = label_smoothing or settings.label_smoothing
+            options["z_loss"] = settings.z_loss
+            if not self._trusts(parts, target, **options):
+                return NotImplemented
+            reduction = settings.reduction if reduction == "mean" else reduction
+            self.done = True
+            self.record.fused, self.record.reason = True, None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
+            loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
+        # autocast computes cross entropy in float32
+        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
     def _denominator(self, count: Tensor, num_tokens: Tensor | int | None) -> Tensor | int | None:
-        """What a sum of sequences' means is divided by; None for nothing."""
+        """Return what a sum of sequences' means is divided by; None for nothing."""
         if self.num_sequences is not None:
             return self.num_sequences
         if num_tokens is not None:
             raise ValueError(
-                "num_items_in_batch counts tokens, and apply_patch was given "
-                'loss_average="sequence": pass num_sequences_in_batch too, the number of sequences '
-                "in all forward passes of the step, as the Trainer of "
-                "liger_patch.integrations.transformers does"
+                "num_items_in_batch counts tokens, but apply_patch was given "
+                'loss_average="sequence". Pass num_sequences_in_batch too: the number of sequences '
+                "in all forward passes of the step. The Trainer of "
+                "liger_patch.integrations.transformers does so"
             )
         return None if self.record.settings.reduction == "sum" else count
 
     def _leave_to_transformers(self, kind: str) -> None:
-        """The logits are a tensor subclass that only Transformers' own loss can take."""
+        """Fall back for a tensor subclass, which only Transformers' own loss can take."""
         if self.record.settings.changes_loss:
             changed = self.record.settings.changed
             raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
@@ -264,7 +310,7 @@ class ForwardPass:
         if parts is not None:
             self.record.fused, self.record.reason = True, None
             with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-                return self.fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
+                return self._fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
@@ -272,7 +318,7 @@ class ForwardPass:
     def fusable(
         self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
     ) -> Parts | None:
-        """What logits are made of, where the fused operators may be used; else None, after the
+        """Return what logits are made of where the fused operators may be used; else None, and the
         record has the reason.
         """
         if flags.return_logits():
@@ -297,68 +343,15 @@ class ForwardPass:
                 "loss can follow"
             )
             return None
-        if not self.trusts(parts, labels, **options):
+        if not self._trusts(parts, labels, **options):
             self.record.fall_back(self.record.distrusted or "")
             return None
         return parts
 
-    def trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
-        """Whether the fused loss may be used: with LIGER_PATCH_VERIFY=1, the first step decides."""
+    def _trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
+        """Return whether the fused loss may be used; LIGER_PATCH_VERIFY=1 compares one step."""
         record = self.record
         if flags.verify() and torch.is_grad_enabled() and not record.verified:
             record.verified = bool((labels != options["ignore_index"]).any())
             record.distrusted = disagreement(parts, labels, **options)
         return record.distrusted is None
-
-
-@runs_eagerly
-def _cross_entropy_of_deferred(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of deferred logits (N, V), or NotImplemented."""
-    if (
-        not isinstance(input, DeferredLogits)
-        or input.dim() != 2
-        or target.dim() != 1
-        or target.is_floating_point()
-    ):
-        return NotImplemented
-    if size_average is not None or reduce is not None or input.is_computed:
-        return NotImplemented
-    forward_pass = cast(ForwardPass, input.owner)
-    parts = parts_of(input)
-    if parts is None:
-        return NotImplemented
-    options: dict[str, Any] = {
-        "label_smoothing": label_smoothing,
-        "ignore_index": ignore_index,
-        "class_weight": weight,
-    }
-    if forward_pass.running:
-        # the model's own loss: apply_patch's options are meant for it
-        settings = forward_pass.record.settings
-        if settings.loss_average != "token":
-            forward_pass.unreached = f"loss_average={settings.loss_average!r}"
-            return NotImplemented  # only tokens without their sequences are known here
-        options["label_smoothing"] = label_smoothing or settings.label_smoothing
-        options["z_loss"] = settings.z_loss
-        if not forward_pass.trusts(parts, target, **options):
-            return NotImplemented
-        reduction = settings.reduction if reduction == "mean" else reduction
-        forward_pass.done = True
-        forward_pass.record.fused, forward_pass.record.reason = True, None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-        loss = forward_pass.fused_loss(input, parts, target, reduction=reduction, **options)
-    # autocast computes cross entropy in float32
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
-
-
-RECORDED[nn.functional.cross_entropy] = _cross_entropy_of_deferred
-TAKE_KEYWORDS.add(nn.functional.cross_entropy)

@@ -16,8 +16,8 @@ NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: of all calls of
 
 
 def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor | None:
-    """(B, T) bool, True at the first token of each sequence, for labels of this shape; None where
-    no argument says that rows hold several.
+    """Return (B, T) bool, True at the first token of each sequence, for labels of this shape; None
+    where no argument says that rows hold several.
 
     A sequence begins where position ids, which rise elsewhere in the row, do not rise from one
     token to the next, of those that an attention mask (B, T) keeps; where ``seq_idx`` (B, T)
@@ -56,7 +56,7 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
 
 
 def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
-    """(B, T) labels without those that the last token of another sequence would predict."""
+    """Return (B, T) labels without those that the last token of another sequence would predict."""
     if starts is None:
         return labels
     behind_another = starts.to(labels.device, copy=True)
@@ -65,7 +65,7 @@ def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """(B, T) what each token predicts: the next label of its row."""
+    """Return (B, T) what each token predicts: the next label of its row."""
     return pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -74,8 +74,8 @@ def sequence_weights(
     supervised: Tensor,  # (B, T) whether a token has a label to predict
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """What each token weighs in the sum of the sequences' means, (N,), and the number of sequences
-    that have a supervised token, ().
+    """Return the weight of each token in the sum of the sequences' means, (N,), and the number of
+    sequences that have a supervised token, ().
     """
     if starts is None:
         starts = torch.zeros_like(supervised)
@@ -88,7 +88,7 @@ def sequence_weights(
 
 
 def count_sequences(batch: Mapping[str, Any]) -> Tensor:
-    """() the sequences of a batch of Transformers that have a supervised token."""
+    """Return (), the number of sequences of a batch that have a supervised token."""
     labels = batch["labels"]
     starts = sequence_starts(labels.shape, batch)
     targets = batch.get("shift_labels")
@@ -98,8 +98,8 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
-    """(B, T) where position ids do not rise from one token that the mask keeps to the next; None
-    where they say nothing. Those of a row that never rise say nothing either.
+    """Return (B, T), where position ids do not rise from one token that the mask keeps to the next;
+    None where they say nothing. Those of a row that never rise say nothing either.
     """
     if not isinstance(positions, Tensor):
         return None
@@ -132,5 +132,5 @@ def _fits(tensor: Tensor, shape: torch.Size) -> bool:
 
 
 def _after_first(begins: Tensor) -> Tensor:
-    """(B, T) of (B, T - 1): a row's first token begins a sequence."""
+    """Return (B, T) of (B, T - 1): a row's first token begins a sequence."""
     return pad(begins, (1, 0), value=True)

@@ -1,4 +1,4 @@
-"""LIGER_PATCH_VERIFY: the fused loss and gradients against the ordinary path, on a real batch."""
+"""LIGER_PATCH_VERIFY: compare the fused loss and gradients with the ordinary path, on a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.parts import Parts
+from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.options import LossOptions
@@ -29,7 +29,7 @@ def disagreement(
     class_weight: Tensor | None = None,
     **reduced: Any,
 ) -> str | None:
-    """What differs between the fused and the ordinary loss and gradients of a slice, or None.
+    """Return what differs between the fused and ordinary loss and gradients of a slice, or None.
 
     The truth is the ordinary computation in float32 (float64 for float32 inputs). The fused results
     may be as far from it as EAGER_ERRORS times the ordinary computation in the model's own dtype
@@ -85,7 +85,7 @@ def disagreement(
         if not off <= allowed:
             return (
                 f"LIGER_PATCH_VERIFY found a difference on the first {len(chosen)} supervised "
-                f"tokens: the fused {name} is off by {off:.3g}, the ordinary one by "
+                f"tokens. The fused {name} is off by {off:.3g}, the ordinary one by "
                 f"{eager_off:.3g} (allowed: {allowed:.3g})"
             )
     return None
@@ -98,7 +98,7 @@ def _pair(inputs: HeadInputs) -> tuple[Tensor, Tensor] | None:
 
 
 def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name to value of the loss and of every gradient, computed in ``dtype``."""
+    """Compute the loss and every gradient, by their names, in ``dtype``."""
     leaves = inputs.to(dtype)._asdict()
     wanted = {}
     for name, value in leaves.items():

@@ -145,7 +145,7 @@ def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
     truth, eager = step(widened(model), batch), step(model, batch)
     monkeypatch.setattr(module, function, replacement(getattr(module, function)))
     apply_patch(model)
-    message = f"LIGER_PATCH_VERIFY found a difference .* the fused {differs} is off by"
+    message = f"LIGER_PATCH_VERIFY found a difference .* The fused {differs} is off by"
     with pytest.warns(UserWarning, match=message) as warned:
         first = step(model, batch)
     assert len(warned) == 1

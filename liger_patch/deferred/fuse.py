@@ -1,17 +1,21 @@
-"""What deferred logits are made of, for a fused loss."""
+"""Read the record of deferred logits for the fused operators, and call them. N: rows, flat."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.ops import Step
+from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.head.inputs import QuantizedWeight
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
-_SAME_VALUES = ("cast", "detach", "clone")  # as are they on another device, but not the loss
+_SAME_VALUES = ("cast", "detach", "clone")  # "move" too, but the loss would be on another device
 
 
 class Parts(NamedTuple):
@@ -56,7 +60,7 @@ class _Term(NamedTuple):
 
 
 def parts_of(logits: DeferredLogits) -> Parts | None:
-    """What a fused loss needs, or None where the steps are not sums, a scale and a softcap."""
+    """Return what a fused loss needs; None where the steps are not sums, a scale and a softcap."""
     chain = logits.recorded_steps()
     if chain is None:
         return None
@@ -86,14 +90,45 @@ def parts_of(logits: DeferredLogits) -> Parts | None:
     return parts._replace(logit_scale=main.scale * cap_scale, softcap=cap_scale)
 
 
+def fused_loss(parts: Parts, labels: Tensor, **options: Any) -> Tensor:
+    """Compute the loss of N rows and labels (N,); options of ``linear_cross_entropy``."""
+    with _arguments(parts) as arguments:
+        return linear_cross_entropy(**arguments, labels=labels, **options)
+
+
+def fused_log_probs(parts: Parts, labels: Tensor, **options: Any) -> LogProbs:
+    """Compute log-probabilities of labels (N,); options of ``linear_log_probs``."""
+    with _arguments(parts) as arguments:
+        return linear_log_probs(**arguments, labels=labels, **options)
+
+
+@contextmanager
+def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
+    """Give the arguments of the operators, in the autocast state of the head's call."""
+    dtype = parts.autocast_dtype
+    low_rank = None
+    if parts.low_rank is not None:
+        states, low_rank_weight = parts.low_rank
+        low_rank = states.reshape(-1, states.shape[-1]), low_rank_weight
+    with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
+        yield {
+            "hidden_states": parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
+            "weight": parts.weight,
+            "bias": parts.bias,
+            "low_rank": low_rank,
+            "softcap": parts.softcap,
+            "logit_scale": parts.logit_scale,
+        }
+
+
 def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
-    """The products after these steps; None where they are not a sum of products, or the sum keeps
-    more digits than its products have.
+    """Return the products after these steps; None where they are no sum of products, or where the
+    sum has more digits than its products.
     """
     call = logits.head_call
     terms = [
         _Term(
-            logits.chosen_rows,  # of the first product, the rows have been chosen already
+            logits.rows,  # of the first product, the rows have been chosen already
             call.weight,
             call.bias,
             1.0,
@@ -125,21 +160,23 @@ def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
 
 
 def _is_wider(step: Step, terms: list[_Term]) -> bool:
-    """Whether the step's result has more digits than one of the products."""
+    """Return whether the step's result has more digits than one of the products."""
     narrowest = min(term.dtype.itemsize for term in terms)
     return step.dtype is not None and step.dtype.itemsize > narrowest
 
 
 def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
-    """The terms after a choice of rows, which the first has had."""
+    """Return the terms after a choice of rows, which the first has had."""
     return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
 
 
 def _main_and_low_rank(
     terms: list[_Term],
 ) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
-    """The widest product with all biases, and the others as one of (..., R) and (V, R), their
-    scales relative to its own in their states. None for what has no such form.
+    """Return the widest product with all biases, and the others as one of (..., R) and (V, R).
+
+    The states of the others are multiplied by their scale over that of the widest one. None for
+    what has no such form.
     """
     if len(terms) == 1:
         return terms[0], None

@@ -1,0 +1,70 @@
+"""Materialize deferred logits: compute the values that eager logits would have, lazily.
+
+A view (a slice, ``detach``) shares the memory of the logits before it, and so sees what is written
+to them. Other steps copy: eager would have copied before these logits were read or written to, so
+their values are computed from the head again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from liger_patch.deferred.gradients import gradient_is_wanted, is_foreign, leave_gradient_out
+from liger_patch.deferred.record import Recordable
+
+
+def materialize(logits: Recordable) -> Tensor:
+    """Return the values of these logits, computed with autograd at the first call."""
+    value = logits.value
+    if value is None:
+        with torch.inference_mode(logits.head_call.hidden_states.is_inference()):
+            value = _compute(logits, lambda parent: parent.real_logits())
+        logits.version_computed = 0 if value.is_inference() else value._version
+    if is_foreign(logits):  # or has become so, by ctx.mark_dirty, since they were computed
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            value = cast(Tensor, _Graft.apply(logits, value))
+            logits.recorded_by = logits.grad_fn
+    logits.value = value
+    return value
+
+
+class _Graft(torch.autograd.Function):
+    """Values in the place of deferred logits that another autograd function has returned."""
+
+    @staticmethod
+    def forward(ctx, deferred: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None
+
+
+def _compute(logits: Recordable, of_view: Callable[[Recordable], Tensor]) -> Tensor:
+    """Compute the values; ``of_view``: those of the logits whose memory they share."""
+    parent, step = logits.parent, logits.step
+    if parent is None or step is None:
+        result = logits.head_call.logits()
+    else:
+        if logits.shares_memory:
+            value = of_view(parent)
+        elif gradient_is_wanted(parent):
+            value = parent.real_logits()
+        else:
+            value = _compute_untouched(parent)
+            leave_gradient_out(value, parent)
+        others = () if step.other is None else (_compute_untouched(step.other),)
+        with torch.set_grad_enabled(step.grad_enabled):
+            result = step.apply(value, *others)
+    if not logits.hooks.are_none:
+        logits.hooks.attach(result)
+    return result
+
+
+def _compute_untouched(logits: Recordable) -> Tensor:
+    """Compute the values from the head, without what was written to any since."""
+    return _compute(logits, _compute_untouched)

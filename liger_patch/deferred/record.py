@@ -1,0 +1,83 @@
+"""What deferred logits record: the steps from the head on, as a chain of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_patch.deferred.head_call import HeadCall
+
+
+class Step(NamedTuple):
+    """One recorded operation on logits (..., V).
+
+    Attributes:
+        kind: "scale", "add", "tanh", "cast", "move", "rows", "detach" or "clone".
+        apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
+            dimension whole. "add" takes the real values of ``other`` beside them.
+        factor: what "scale" multiplies by.
+        other: what "add" adds.
+        grad_enabled: while it was recorded.
+        dtype: of its result.
+    """
+
+    kind: str
+    apply: Callable[..., Tensor]
+    factor: float = 1.0
+    other: Recordable | None = None
+    grad_enabled: bool = True
+    dtype: torch.dtype | None = None
+
+
+class Recordable(Tensor):
+    """Logits (..., V) that steps can be recorded on. ``DeferredLogits`` has its methods.
+
+    Attributes:
+        head_call: the product of the head that they begin with.
+        rows: (..., H), the hidden states of the rows that were chosen so far.
+        parent: the logits before the last step; None for those of the head.
+        step: the last step; None for those of the head.
+        shares_memory: whether eager's result of that step would share its input's memory.
+        recorded_by: the autograd node that recorded the step.
+        hooks: on the gradient of these logits, a ``GradientHooks``.
+        value: the real logits where they have been computed.
+        version_computed: of the value when it was computed.
+    """
+
+    head_call: HeadCall
+    rows: Tensor
+    parent: Recordable | None
+    step: Step | None
+    shares_memory: bool
+    recorded_by: Any
+    hooks: Any
+    value: Tensor | None
+    version_computed: int
+
+    def then(
+        self,
+        step: Step,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return these logits after one more operation."""
+        raise NotImplementedError
+
+    def real_logits(self) -> Tensor:
+        """Return the real logits, computed at the first call."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> Tensor:
+        """Return the real logits for the named operation, and tell the forward pass of it."""
+        if self.value is None:
+            self.head_call.owner.note_read(name)
+        return self.real_logits()
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or the real logits that it defers."""
+    return tensor.real_logits() if isinstance(tensor, Recordable) else tensor
