@@ -21,7 +21,7 @@ from liger_patch.patch.forward import (
     patched_class,
     record_of,
 )
-from liger_patch.patch.loss import LossSettings, PatchRecord
+from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.subclass import ORIGINAL
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -29,8 +29,8 @@ from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.deferred.fuse import Parts, fused_log_probs
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
-from liger_patch.patch.loss import LossSettings, PatchRecord
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
+from liger_patch.patch.settings import LossSettings, PatchRecord
 
 SUPPORTED = "trl 1.15 and 1.16"
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
@@ -163,7 +163,7 @@ def _check_loss_is_trls(settings: LossSettings) -> None:
 
 @dataclass
 class _LogProbsCall:
-    """``model(..., labels=labels, fused_lm_head=True)``. See ``loss.OtherCall``.
+    """``model(..., labels=labels, fused_lm_head=True)``. See ``settings.OtherCall``.
 
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.

@@ -22,13 +22,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
 from liger_patch.deferred.sharding import why_weight_is_freed
-from liger_patch.patch.loss import ForwardPass, PatchRecord
+from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
     NUM_SEQUENCES,
     sequence_starts,
     within_sequences,
 )
+from liger_patch.patch.settings import PatchRecord
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord

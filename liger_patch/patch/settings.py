@@ -1,0 +1,129 @@
+"""The options and the state of one patched model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from liger_patch import flags
+from liger_patch.kernels.head.arguments import checked_chunk_bytes
+from liger_patch.kernels.head.options import LossOptions
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The options of ``apply_patch``.
+
+    Attributes:
+        label_smoothing: in [0, 1].
+        z_loss: >= 0.
+        chunk_mib: MiB of logits held at once, > 0; None for the operator's default.
+            LIGER_PATCH_CHUNK_MIB overrides it.
+        reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
+            given.
+        loss_average: "token", or "sequence" for the mean (or sum) of each sequence's own mean.
+
+    Raises:
+        ValueError: names the option, its value and what was expected.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk_mib: float | None = None
+    reduction: str = "mean"
+    loss_average: str = "token"
+
+    def __post_init__(self) -> None:
+        LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        checked_chunk_bytes(self.chunk_mib, trains_weight=True)
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')
+        if self.loss_average not in ("token", "sequence"):
+            raise ValueError(
+                f'loss_average must be "token" or "sequence", got {self.loss_average!r}'
+            )
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether the loss differs from that of Transformers."""
+        return bool(self.changed)
+
+    @property
+    def changed(self) -> str:
+        """The options that change the loss, for messages."""
+        own, usual = vars(self), vars(LossSettings(chunk_mib=self.chunk_mib))
+        return ", ".join(f"{name}={own[name]!r}" for name in own if own[name] != usual[name])
+
+
+class OtherCall(Protocol):
+    """A way to call a patched model that a library has added to it, by replacing ``forward``."""
+
+    @property
+    def otherwise(self) -> str:
+        """What liger_patch does where it cannot fuse, for messages."""
+        ...
+
+    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is one."""
+        ...
+
+    def __call__(
+        self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of such a call; ``forward``: of the model, for other calls."""
+        ...
+
+
+@dataclass
+class PatchRecord:
+    """What has been decided for one patched model, at its last forward pass.
+
+    Attributes:
+        settings: the options of ``apply_patch``.
+        fused: whether the last loss was fused; None before the first.
+        reason: why the last loss was not fused.
+        warned: the reasons that have been warned of.
+        verified: whether LIGER_PATCH_VERIFY has had its step.
+        distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
+        replaced_forward: what the model's instance had as its own ``forward`` when it was patched
+            (hooks of accelerate).
+        passes_through: whether that only calls the model's own forward, which is then called
+            without it.
+        other_call: takes other calls than those with labels.
+    """
+
+    settings: LossSettings
+    fused: bool | None = None
+    reason: str | None = None
+    warned: set[str] = field(default_factory=set)
+    verified: bool = False
+    distrusted: str | None = None
+    replaced_forward: Callable[..., Any] | None = None
+    passes_through: bool = False
+    other_call: OtherCall | None = None
+
+    @property
+    def chunk_mib(self) -> float | None:
+        """MiB of logits held at once, None for the operator's default."""
+        return flags.chunk_mib() or self.settings.chunk_mib
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the loss is Transformers' own, bit for bit, where a token is supervised: with
+        LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it.
+        """
+        return flags.return_logits() is True and not self.settings.changes_loss
+
+    def fall_back(self, reason: str) -> None:
+        """Warn once that a loss is not fused, and why; an error where fusing was demanded."""
+        if flags.return_logits() is False:
+            raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
+        self.fused, self.reason = False, reason
+        if reason not in self.warned:
+            self.warned.add(reason)
+            otherwise = "computes ordinary logits and an ordinary loss"
+            if self.other_call is not None:
+                otherwise = self.other_call.otherwise
+            warnings.warn(f"liger_patch {otherwise}: {reason}", stacklevel=2)
