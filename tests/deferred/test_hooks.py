@@ -26,6 +26,15 @@ def test_the_gradient_of_a_fused_loss_to_the_logits_is_an_error(ask: Any, output
         outputs.loss.backward()
 
 
+@pytest.mark.parametrize("ask", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
+def test_a_hook_on_logits_that_require_no_gradient_is_an_error(ask: Any) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    with torch.no_grad():
+        logits = call(model, tiny_batch(model)).logits
+    with pytest.raises(RuntimeError, match=r"of outputs\.logits, which require no gradient"):
+        ask(logits)
+
+
 @pytest.mark.parametrize("allow_unused", [None, True])
 @pytest.mark.parametrize("read", [False, True])
 def test_autograd_grad_of_a_fused_loss_by_the_logits_is_an_error(
