@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
-from liger_patch.kernels.head.chunks import default_chunk_mib
+from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch.forward import (
     RECORD,

@@ -14,7 +14,7 @@ from training_step import Float64, call, gradients, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.kernels import reference
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.options import LossOptions
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")

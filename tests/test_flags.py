@@ -16,7 +16,7 @@ from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.head import logits as heads
+from liger_patch.kernels.head import logits as head_logits
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
@@ -250,13 +250,13 @@ def test_chunk_mib_of_the_environment_comes_before_the_argument(
 ) -> None:
     batch = tiny_batch(model)
     counts = []
-    rows = heads.cross_entropy_rows
+    rows = head_logits.cross_entropy_rows
 
     def counted(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         counts.append(len(logits))
         return rows(logits, *args, **kwargs)
 
-    monkeypatch.setattr(heads, "cross_entropy_rows", counted)
+    monkeypatch.setattr(head_logits, "cross_entropy_rows", counted)
     if flag is not None:
         monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", flag)
     apply_patch(model, chunk_mib=0.001 if flag == "1000" else 512)

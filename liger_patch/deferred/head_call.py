@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_patch.deferred.sharding import stored_parameter
-from liger_patch.kernels.compilation import runs_eagerly
+from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
 
 

@@ -1,17 +1,30 @@
-"""Which form of a kernel serves a tensor: Triton where it runs, PyTorch operations elsewhere."""
+"""What serves a tensor: Triton kernels or PyTorch operations, and in which dtype; and what
+autocast, autograd and torch.compile need of functions that launch kernels themselves.
+"""
 
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+Function = TypeVar("Function", bound=Callable)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_SHARED_BYTES = 64 * 1024  # of a program: sm_75's and gfx942's
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # PyTorch operations serve where Triton does not
+GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
+LOSS_ADVICE = "Use torch.nn.functional.cross_entropy on logits of your own for that."
+LAYER_ADVICE = "Use apply_patch(model, layers=False) for that."
+_BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
+_defined: dict[str, str] = {}  # names of operators -> files
 
 
 def serves_triton(*tensors: Tensor | None) -> bool:
@@ -21,15 +34,6 @@ def serves_triton(*tensors: Tensor | None) -> bool:
         for each in tensors
         if each is not None
     )
-
-
-def check_is_plain(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor that holds others instead of numbers (DTensor)."""
-    if is_traceable_wrapper_subclass(tensor):
-        raise ValueError(
-            f"{name} must be a plain tensor, got {type(tensor).__name__}: pass its local or its "
-            "full tensor"
-        )
 
 
 def serves_triton_device(tensor: Tensor) -> bool:
@@ -48,7 +52,7 @@ def serves_triton_device(tensor: Tensor) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device that runs Triton's kernels."""
+    """Return the number of multiprocessors of a device that runs Triton's kernels."""
     if device.type == "cpu":  # Triton's interpreter
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -56,8 +60,112 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have on a device that runs Triton's kernels."""
+    """Return the bytes of shared memory that one program can have on a device."""
     if device.type == "cpu":  # Triton's interpreter
         return LEAST_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that kernels compute in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes products in now, None where it is off."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has none
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Return a context within which products keep the dtype of their operands."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
+def check_plain_tensors(**arguments: object) -> None:
+    """Raise ValueError for an argument that is no tensor, or a subclass such as DTensor, which
+    holds other tensors instead of numbers. None may be given for what is optional.
+    """
+    for name, value in arguments.items():
+        if value is None and name in ("bias", "class_weight", "token_weight"):
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        if is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"{name} must be a plain tensor, got {type(value).__name__}: pass its local or its "
+                "full tensor"
+            )
+
+
+def check_backward(name: str, *upstream: Tensor | None, advice: str = LOSS_ADVICE) -> None:
+    """Raise RuntimeError in a backward pass that is itself recorded (``create_graph=True``), or
+    whose upstream gradients are a batch (``is_grads_batched=True``).
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} has no second derivative: backward with create_graph=True is not supported. "
+            f"{advice}"
+        )
+    if torch.compiler.is_compiling():  # which batches nothing, and traces no keys
+        return
+    if any(each is not None and torch._C._dispatch_keys(each).has(_BATCHED) for each in upstream):
+        raise RuntimeError(
+            f"{name} takes one upstream gradient at a time: is_grads_batched=True is not "
+            f"supported. {advice}"
+        )
+
+
+def constant(number: float) -> float:
+    """Return the number as an autograd function takes it: with ``dynamic=True`` torch.compile
+    traces the floats that modules hold as symbols, which are an error among its arguments.
+    """
+    return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
+
+
+def runs_eagerly(function: Function) -> Function:
+    """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+def operator(
+    results: Callable[..., object], *, mutates: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Decorate ``name`` or ``_name`` to be the operator ``liger_patch::name``, which torch.compile,
+    ``torch.jit.trace`` and dispatch modes (``make_fx``, ``FakeTensorMode``) see and do not look
+    into. Elsewhere the function runs as it is, without the dispatcher's microseconds.
+
+    Args:
+        results: of the same arguments, without values, for torch.compile.
+        mutates: the arguments that it writes to.
+    """
+
+    def register(function: Function) -> Function:
+        name = function.__name__.lstrip("_")
+        file = function.__module__.rpartition(".")[2]
+        if _defined.get(name) != file:  # else it is imported again, by the link at the root
+            _defined[name] = file
+            schema = torch.library.infer_schema(function, mutates_args=mutates)
+            torch.library.define(f"liger_patch::{name}", schema)
+            torch.library.impl(f"liger_patch::{name}", DEVICES)(function)
+            torch.library.register_fake(f"liger_patch::{name}")(results)
+
+        @functools.wraps(function)
+        def call(*arguments: object) -> object:
+            if torch.compiler.is_compiling() or _is_watched(arguments):
+                return getattr(torch.ops.liger_patch, name)(*arguments)
+            return function(*arguments)
+
+        return cast(Function, call)
+
+    return register
+
+
+def _is_watched(arguments: tuple[object, ...]) -> bool:
+    """Return True if the operators that run are recorded, or run on no values."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return torch._C._is_tracing()
+    # DTensor has rules for PyTorch's operations, of which the functions are made, and not for these
+    return not any(hasattr(each, "device_mesh") for each in arguments)

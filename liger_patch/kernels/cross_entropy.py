@@ -1,6 +1,6 @@
 """Cross entropy of ready-made logits: the rows' kernel behind an autograd function.
 
-N: tokens, V: vocabulary, C: rows of a chunk.
+N: tokens, V: vocabulary.
 """
 
 from dataclasses import replace
@@ -8,37 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.differentiation import check_backward
-from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
+from liger_patch.kernels.backend import (
+    accumulation_dtype,
+    check_backward,
+    check_plain_tensors,
+    runs_eagerly,
+)
 from liger_patch.kernels.head.labels import (
-    check_tokens,
-    order_tokens,
-    refuse_others_than_tensors,
+    check_token_arguments,
+    compact_labels,
     token_factors,
 )
-from liger_patch.kernels.head.options import LossOptions
-
-
-def cross_entropy_rows(
-    logits: Tensor,  # (C, V)
-    labels: Tensor,  # (C,)
-    options: LossOptions,
-    *,
-    dlogits: Tensor | None = None,  # (C, V)
-    row_scale: Tensor | None = None,  # (C,)
-) -> Tensor:
-    """Losses (C,) in float32 (float64 for float64 logits), 0 where ignored.
-
-    The form of the kernel that serves the device computes them. With ``dlogits``, which may be
-    ``logits`` itself, each row's gradient times its ``row_scale`` is written there.
-    """
-    if serves_triton(logits):
-        from liger_patch.kernels.triton import cross_entropy as form
-    else:
-        form = cross_entropy_pytorch
-    return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)
+from liger_patch.kernels.head.logits import cross_entropy_rows
+from liger_patch.kernels.options import LossOptions
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -84,7 +66,7 @@ def cross_entropy(
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` in float32, without a float32 copy of the logits.
+    """Compute ``torch.nn.functional.cross_entropy`` in float32, without a float32 copy of logits.
 
     Args:
         logits: (N, V), any floating dtype; left as they are. The backward pass allocates their
@@ -112,7 +94,7 @@ def cross_entropy(
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the
             vocabulary.
     """
-    refuse_others_than_tensors(
+    check_plain_tensors(
         logits=logits, labels=labels, class_weight=class_weight, token_weight=token_weight
     )
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
@@ -123,7 +105,7 @@ def cross_entropy(
     vocab_size = logits.shape[1]
     options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
     options.check(vocab_size, logits.device)
-    check_tokens(
+    check_token_arguments(
         labels,
         len(logits),
         logits.device,
@@ -131,15 +113,15 @@ def cross_entropy(
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
     )
-    tokens = order_tokens(labels, vocab_size, ignore_index)
+    compacted = compact_labels(labels, vocab_size, ignore_index)
     factors = token_factors(
         labels,
-        tokens.counts[0],
+        compacted.counts[0],
         options,
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
-        dtype=cross_entropy_pytorch.accumulation_dtype(logits.dtype),
+        dtype=accumulation_dtype(logits.dtype),
     )
-    tokens.read()  # for the check of the labels
+    compacted.read_count()  # for the check of the labels
     return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)

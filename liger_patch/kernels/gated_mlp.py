@@ -24,8 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.autocast import autocast_dtype, without_autocast
-from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    autocast_dtype,
+    check_backward,
+    without_autocast,
+)
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
 
 

@@ -1,8 +1,8 @@
 """Cross entropy of ``hidden_states @ weight.T`` and its gradients, without the (N, V) logits.
 
 N: tokens, n: supervised tokens, H: hidden size, V: vocabulary. The chunks are those of
-``head_pass``; gradients are computed in the forward pass, so forward and backward cost three matrix
-products of 2 n H V operations, two with a frozen head, one without gradients.
+``head/chunked``; gradients are computed in the forward pass, so forward and backward cost three
+matrix products of 2 n H V operations, two with a frozen head, one without gradients.
 
 The backward pass multiplies by the upstream gradient, and reads and writes nothing where that is 1.
 The chunks are computed again, with the upstream gradient in place, where it is not one number
@@ -11,95 +11,62 @@ scale reaches them, and in a second backward pass over one graph. The gradient i
 Liger-Kernel (arXiv:2410.10989).
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.autocast import without_autocast
-from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.differentiation import check_backward
-from liger_patch.kernels.head.arguments import checked_chunk_bytes, checked_inputs, product_dtype
-from liger_patch.kernels.head.chunked import HeadPass, Passed
-from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
-from liger_patch.kernels.head.labels import (
-    Supervised,
-    check_tokens,
-    order_tokens,
-    refuse_others_than_tensors,
-    token_factors,
+from liger_patch.kernels.backend import accumulation_dtype, check_backward, runs_eagerly
+from liger_patch.kernels.head.chunked import ChunkConfig, prepare_chunks, run_chunks
+from liger_patch.kernels.head.gradients import scale_
+from liger_patch.kernels.head.inputs import (
+    HeadInputs,
+    QuantizedWeight,
+    Wanted,
+    save_inputs,
+    saved_inputs,
 )
-from liger_patch.kernels.head.logits import prepare_head
-from liger_patch.kernels.head.options import LossOptions
-from liger_patch.kernels.head.pytorch import accumulation_dtype
-from liger_patch.kernels.head.saved_inputs import save_inputs, saved_inputs
-from liger_patch.kernels.head.scale import scale_
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """All that one call knows beside its inputs."""
-
-    head_pass: HeadPass
-    factors: Tensor  # (N,) of each token's loss in the result, in the order of the tokens
-    options: LossOptions
-    reduction: str
-    wanted: Wanted
-
-    @property
-    def gradients_in_forward(self) -> bool:
-        """Whether gradients can be computed now and scaled when the upstream one is known."""
-        if not any(self.wanted) or self.head_pass.dtype == torch.float16:
-            return False
-        return self.reduction != "none" or not self.wanted.sums
-
-    def run(
-        self,
-        inputs: HeadInputs,
-        row_scale: Tensor,
-        wanted: Wanted,
-        supervised: Supervised | None = None,
-    ) -> Passed:
-        make_head = partial(prepare_head, tokens=self.head_pass.tokens, options=self.options)
-        return self.head_pass.run(inputs, make_head, row_scale, wanted, supervised)
+from liger_patch.kernels.head.labels import token_factors
+from liger_patch.kernels.options import LossOptions
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, problem: _Problem, *inputs: Any) -> Tensor:
-        wanted = problem.wanted if problem.gradients_in_forward else Wanted()
-        head_inputs = HeadInputs(*inputs)
-        with without_autocast(head_inputs.hidden_states.device.type):
-            head, supervised, gradients = problem.run(head_inputs, problem.factors, wanted)
-            n = len(supervised.labels)
-            losses = head.losses[:n] * problem.factors[:n]
-        ctx.problem, ctx.supervised = problem, supervised
-        ctx.gradients = gradients if problem.gradients_in_forward else None
-        save_inputs(ctx, inputs, problem.options)
-        return supervised.scatter(losses) if problem.reduction == "none" else losses.sum()
+    def forward(
+        ctx,
+        config: ChunkConfig,
+        factors: Tensor,  # (N,) of each token's loss, in the order of the compacted labels
+        reduction: str,
+        *inputs: Any,
+    ) -> Tensor:
+        in_forward = config.has_gradients_in_forward(same_for_all=reduction != "none")
+        wanted = config.wanted if in_forward else Wanted()
+        result = run_chunks(config, HeadInputs(*inputs), factors, wanted)
+        losses = result.losses * factors[: len(result.losses)]
+        ctx.config, ctx.factors, ctx.reduction = config, factors, reduction
+        ctx.gradients = result.gradients if in_forward else None
+        save_inputs(ctx, inputs, config.options)
+        return config.labels.scatter(losses) if reduction == "none" else losses.sum()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         check_backward("linear_cross_entropy", grad_output)
-        problem: _Problem = ctx.problem
-        supervised: Supervised = ctx.supervised
-        per_token = problem.reduction == "none"
-        # given away: a second backward pass computes its own
+        config: ChunkConfig = ctx.config
+        labels, per_token = config.labels, ctx.reduction == "none"
+        # kept no longer: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            factors = problem.factors[: len(supervised.labels)]
-            row_scale = factors * (supervised.gather(grad_output) if per_token else grad_output)
+            upstream = labels.gather(grad_output) if per_token else grad_output
+            row_scale = ctx.factors[: labels.read_count()] * upstream
             inputs, options = saved_inputs(ctx)
-            problem = replace(problem, options=options)
-            with without_autocast(grad_output.device.type):
-                gradients = problem.run(inputs, row_scale, problem.wanted, supervised).gradients
+            config = replace(config, options=options)
+            gradients = run_chunks(config, inputs, row_scale, config.wanted).gradients
         elif per_token:
-            supervised.scale_rows_(gradients, supervised.gather(grad_output))
+            labels.scale_rows_(gradients, labels.gather(grad_output))
         else:
             scale_([each for each in gradients if each is not None], grad_output)
-        return None, *gradients
+        return None, None, None, *gradients
 
 
 @runs_eagerly
@@ -121,7 +88,7 @@ def linear_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden_states, weight, bias), labels)`` without the (N, V) logits.
+    """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of
@@ -159,38 +126,19 @@ def linear_cross_entropy(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    named = {"hidden_states": hidden_states, "bias": bias, "labels": labels}
-    refuse_others_than_tensors(**named, class_weight=class_weight, token_weight=token_weight)
-    inputs = checked_inputs(hidden_states, weight, bias, low_rank)
-    wanted = Wanted.by(inputs)
-    chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
-    vocab_size, device = weight.shape[0], hidden_states.device
     options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
-    options.check(vocab_size, device)
-    check_tokens(
-        labels,
-        len(hidden_states),
-        device,
-        reduction=reduction,
-        token_weight=token_weight,
-        num_items_in_batch=num_items_in_batch,
+    how: dict[str, Any] = {
+        "reduction": reduction,
+        "token_weight": token_weight,
+        "num_items_in_batch": num_items_in_batch,
+    }
+    config, inputs = prepare_chunks(
+        hidden_states, weight, labels, bias, low_rank, options, chunk_mib, **how
     )
-    dtype = product_dtype(inputs)
-    tokens = order_tokens(labels, vocab_size, ignore_index)
-    factors = token_factors(
-        labels,
-        tokens.counts[0],
-        options,
-        reduction=reduction,
-        token_weight=token_weight,
-        num_items_in_batch=num_items_in_batch,
-        dtype=accumulation_dtype(dtype),
-    )
-    problem = _Problem(
-        HeadPass(tokens, dtype, chunk_bytes),
-        factors.contiguous() if token_weight is None else factors.index_select(0, tokens.rows),
-        options,
-        reduction,
-        wanted,
-    )
-    return _LinearCrossEntropy.apply(problem, *inputs)
+    dtype = accumulation_dtype(config.dtype)
+    factors = token_factors(labels, config.labels.counts[0], options, dtype=dtype, **how)
+    if token_weight is None:
+        factors = factors.contiguous()
+    else:
+        factors = factors.index_select(0, config.labels.rows)
+    return _LinearCrossEntropy.apply(config, factors, reduction, *inputs)

@@ -1,8 +1,8 @@
 """Log-probabilities of labels under ``hidden_states @ weight.T``, without the (N, V) logits.
 
 What trainers of preferences and rewards need of a head: per token, with what else is known of its
-distribution (``token_statistics``). N: tokens, n: supervised tokens, H: hidden size, V: vocabulary.
-The chunks are those of ``head_pass``.
+distribution (``head/statistics``). N: tokens, n: supervised tokens, H: hidden size, V: vocabulary.
+The chunks are those of ``head/chunked``.
 
 Gradients are computed in the forward pass, as if the upstream gradient of every log-probability
 were that of minus their mean, where that saves a product: with a frozen head each token's row is
@@ -14,32 +14,30 @@ it does for gradients of entropy and lse, for float16, and in a second backward 
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.autocast import without_autocast
-from liger_patch.kernels.compilation import runs_eagerly
-from liger_patch.kernels.differentiation import check_backward
-from liger_patch.kernels.head.arguments import checked_chunk_bytes, checked_inputs, product_dtype
-from liger_patch.kernels.head.chunked import HeadPass
-from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
-from liger_patch.kernels.head.labels import (
-    Supervised,
-    check_tokens,
-    order_tokens,
-    refuse_others_than_tensors,
+from liger_patch.kernels.backend import (
+    accumulation_dtype,
+    check_backward,
+    runs_eagerly,
+    without_autocast,
 )
-from liger_patch.kernels.head.logits import UpstreamHead, prepare_head
-from liger_patch.kernels.head.options import LossOptions
-from liger_patch.kernels.head.pytorch import accumulation_dtype
-from liger_patch.kernels.head.saved_inputs import save_inputs, saved_inputs
-from liger_patch.kernels.head.scale import scale_
+from liger_patch.kernels.head.chunked import ChunkConfig, prepare_chunks, run_chunks
+from liger_patch.kernels.head.gradients import scale_
+from liger_patch.kernels.head.inputs import (
+    HeadInputs,
+    QuantizedWeight,
+    Wanted,
+    save_inputs,
+    saved_inputs,
+)
+from liger_patch.kernels.head.logits import weight_slices
 from liger_patch.kernels.head.statistics import UpstreamGradients
+from liger_patch.kernels.options import LossOptions
 
 SLAB = 1024  # tokens that are converted at a time
 
@@ -65,56 +63,39 @@ class LogProbs(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """All that one call knows beside its inputs."""
-
-    head_pass: HeadPass
-    options: LossOptions
-    outputs: frozenset[str]
-    same_gradient: bool
-    wanted: Wanted
-
-    @property
-    def gradients_in_forward(self) -> bool:
-        """Whether gradients are computed now, for upstream gradients that can be expected."""
-        if not any(self.wanted) or self.head_pass.dtype == torch.float16:
-            return False
-        return self.same_gradient or not self.wanted.sums
-
-    def expected_scale(self) -> Tensor:
-        """() minus the gradient of each log-probability that is expected: of their mean."""
-        count = self.head_pass.tokens.counts[0]
-        return count.clamp(min=1).to(accumulation_dtype(self.head_pass.dtype)).reciprocal()
-
-
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, problem: _Problem, *inputs: Any):
+    def forward(
+        ctx,
+        config: ChunkConfig,
+        outputs: frozenset[str],
+        same_gradient: bool,
+        *inputs: Any,
+    ):
         ctx.set_materialize_grads(False)
-        wanted = problem.wanted if problem.gradients_in_forward else Wanted()
-        tokens, head_inputs = problem.head_pass.tokens, HeadInputs(*inputs)
-        scale = problem.expected_scale()
-        needs_rows = problem.options.softcap is not None
-        asked = problem.outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
-        make_head = partial(prepare_head, tokens=tokens, options=problem.options, statistics=asked)
-        with without_autocast(head_inputs.hidden_states.device.type):
-            row_scale = scale.expand(len(tokens.labels)).contiguous()
-            head, supervised, gradients = problem.head_pass.run(
-                head_inputs, make_head, row_scale, wanted
-            )
-            n = len(supervised.labels)
-            values = {"log_probs": -head.losses[:n]}
-            if head.statistics is not None:
-                values |= head.statistics.of(slice(n))._asdict()
-            if "mean_logits" in problem.outputs - asked:
-                values["mean_logits"] = _mean_logits(head_inputs, supervised, problem.options)
-        ctx.problem, ctx.supervised, ctx.scale = problem, supervised, scale
-        ctx.gradients = gradients if problem.gradients_in_forward else None
-        save_inputs(ctx, inputs, problem.options)
+        labels, head_inputs = config.labels, HeadInputs(*inputs)
+        in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
+        scale = _expected_scale(config)
+        needs_rows = config.options.softcap is not None
+        asked = outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
+        result = run_chunks(
+            config,
+            head_inputs,
+            scale.expand(len(labels.labels)).contiguous(),
+            config.wanted if in_forward else Wanted(),
+            statistics=asked,
+        )
+        values = {"log_probs": -result.losses}
+        if result.statistics is not None:
+            values |= result.statistics._asdict()
+        if "mean_logits" in outputs - asked:
+            values["mean_logits"] = _mean_logits(head_inputs, config)
+        ctx.config, ctx.scale = config, scale
+        ctx.gradients = result.gradients if in_forward else None
+        save_inputs(ctx, inputs, config.options)
         results = [
             # a result of its own, no view: autograd lets nobody change those in place
-            supervised.scatter(values[name].clone()) if name in problem.outputs else None
+            labels.scatter(values[name].clone()) if name in outputs else None
             for name in LogProbs._fields
         ]
         ctx.mark_non_differentiable(*(r for r in (results[2], *results[4:]) if r is not None))
@@ -123,25 +104,34 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
         check_backward("linear_log_probs", *upstream)
-        problem: _Problem = ctx.problem
-        supervised: Supervised = ctx.supervised
+        config: ChunkConfig = ctx.config
+        labels = config.labels
         dlog_probs, dentropy, _, dlse, *_ = (
-            None if each is None else supervised.gather(each) for each in upstream
+            None if each is None else labels.gather(each) for each in upstream
         )
-        # given away: a second backward pass computes its own
+        # kept no longer: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         if dentropy is None and dlse is None and dlog_probs is not None:
-            if gradients is not None and not problem.wanted.sums:
-                supervised.scale_rows_(gradients, -dlog_probs / ctx.scale)
-                return None, *gradients
+            if gradients is not None and not config.wanted.sums:
+                labels.scale_rows_(gradients, -dlog_probs / ctx.scale)
+                return None, None, None, *gradients
             # the one place that waits for the device: gradients of sums cannot be mended
             if gradients is not None and _is_one_number(dlog_probs):
                 if len(dlog_probs):
                     present = [each for each in gradients if each is not None]
                     scale_(present, -dlog_probs[0] / ctx.scale)
-                return None, *gradients
+                return None, None, None, *gradients
         del gradients
-        return None, *_gradients(ctx, UpstreamGradients(dlog_probs, dentropy, dlse))
+        gradients = _gradients(ctx, UpstreamGradients(dlog_probs, dentropy, dlse))
+        return None, None, None, *gradients
+
+
+def _expected_scale(config: ChunkConfig) -> Tensor:
+    """Return () 1 / n: minus the upstream gradient of each log-probability where the loss is minus
+    their mean, as is expected.
+    """
+    count = config.labels.counts[0]
+    return count.clamp(min=1).to(accumulation_dtype(config.dtype)).reciprocal()
 
 
 def _is_one_number(gradient: Tensor) -> bool:
@@ -149,40 +139,38 @@ def _is_one_number(gradient: Tensor) -> bool:
 
 
 def _gradients(ctx: Any, upstream: UpstreamGradients) -> list[Tensor | None]:
-    """Through all chunks once more, with the upstream gradients (n,) in place."""
-    problem: _Problem = ctx.problem
-    supervised: Supervised = ctx.supervised
-    tokens, (inputs, _) = problem.head_pass.tokens, saved_inputs(ctx)
+    """Compute the chunks once more, with the upstream gradients (n,) in place."""
+    config: ChunkConfig = ctx.config
+    inputs, _ = saved_inputs(ctx)
+    dtype, labels = accumulation_dtype(config.dtype), config.labels
     dlog_probs, dentropy, dlse = upstream
-    row_scale = torch.zeros_like(supervised.labels) if dlog_probs is None else -dlog_probs
-    if dentropy is None and dlse is None:
-        make_head = partial(prepare_head, tokens=tokens, options=problem.options)
+    if dlog_probs is None:
+        row_scale = labels.labels.new_zeros(labels.read_count(), dtype=dtype)
     else:
-        make_head = partial(
-            UpstreamHead,
-            tokens=tokens,
-            options=problem.options,
-            upstream=UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream)),
-        )
-    row_scale = row_scale.to(accumulation_dtype(problem.head_pass.dtype)).contiguous()
-    with without_autocast(inputs.hidden_states.device.type):
-        passed = problem.head_pass.run(inputs, make_head, row_scale, problem.wanted, supervised)
-    return passed.gradients
+        row_scale = (-dlog_probs).to(dtype).contiguous()
+    if dentropy is None and dlse is None:
+        return run_chunks(config, inputs, row_scale, config.wanted).gradients
+    upstream = UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream))
+    return run_chunks(config, inputs, row_scale, config.wanted, upstream=upstream).gradients
 
 
-def _mean_logits(inputs: HeadInputs, supervised: Supervised, options: LossOptions) -> Tensor:
-    """(n,) the mean over the vocabulary of logits without a softcap: linear in the weight."""
+def _mean_logits(inputs: HeadInputs, config: ChunkConfig) -> Tensor:
+    """Return (n,) the mean over the vocabulary of logits without a softcap: it is linear in the
+    weight.
+    """
     total = None
-    for states, weight in inputs.products():
-        dtype = accumulation_dtype(states.dtype)
-        rows = torch.stack([part.sum(0, dtype=dtype) for _, part in weight_slices(weight)]).sum(0)
-        slabs = supervised.gather(states).split(SLAB)
-        product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
-        total = product if total is None else total + product
-    assert total is not None
-    if inputs.bias is not None:
-        total = total + inputs.bias.sum(dtype=total.dtype)
-    return total * (options.logit_scale / inputs.weight.shape[0])
+    with without_autocast(inputs.hidden_states.device.type):
+        for states, weight in inputs.products():
+            dtype = accumulation_dtype(states.dtype)
+            parts = [part.sum(0, dtype=dtype) for _, part in weight_slices(weight)]
+            rows = torch.stack(parts).sum(0)
+            slabs = config.labels.gather(states).split(SLAB)
+            product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
+            total = product if total is None else total + product
+        assert total is not None
+        if inputs.bias is not None:
+            total = total + inputs.bias.sum(dtype=total.dtype)
+    return total * (config.options.logit_scale / inputs.weight.shape[0])
 
 
 @runs_eagerly
@@ -201,7 +189,7 @@ def linear_log_probs(
     same_gradient: bool = True,
     chunk_mib: float | None = None,
 ) -> LogProbs:
-    """``log_softmax(linear(hidden_states, weight, bias))`` at the labels, without (N, V) logits.
+    """Compute ``log_softmax(linear(hidden_states, weight, bias))`` at the labels, without logits.
 
     Under autocast the products run in the autocast dtype, as those of
     ``torch.nn.functional.linear`` do; the softmax is computed in float32 (float64 for float64
@@ -234,10 +222,6 @@ def linear_log_probs(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    refuse_others_than_tensors(hidden_states=hidden_states, bias=bias, labels=labels)
-    inputs = checked_inputs(hidden_states, weight, bias, low_rank)
-    wanted = Wanted.by(inputs)
-    chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
     if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
     names = {outputs} if isinstance(outputs, str) else outputs
@@ -247,20 +231,8 @@ def linear_log_probs(
     # softcap / T * tanh(logit_scale / T * x / (softcap / T)): temperature is no option of its own
     cap = None if softcap is None else softcap / temperature
     options = LossOptions(ignore_index, cap, logit_scale / temperature)
-    check_tokens(
-        labels,
-        len(hidden_states),
-        hidden_states.device,
-        reduction="none",
-        token_weight=None,
-        num_items_in_batch=None,
+    config, inputs = prepare_chunks(
+        hidden_states, weight, labels, bias, low_rank, options, chunk_mib
     )
-    dtype = product_dtype(inputs)
-    problem = _Problem(
-        HeadPass(order_tokens(labels, weight.shape[0], ignore_index), dtype, chunk_bytes),
-        options,
-        frozenset({*names, "log_probs"}),
-        same_gradient,
-        wanted,
-    )
-    return LogProbs(*_LinearLogProbs.apply(problem, *inputs))
+    outputs = frozenset({*names, "log_probs"})
+    return LogProbs(*_LinearLogProbs.apply(config, outputs, same_gradient, *inputs))

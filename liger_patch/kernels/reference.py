@@ -9,8 +9,8 @@ Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_log_probs import LogProbs
+from liger_patch.kernels.options import LossOptions
 
 
 def cross_entropy(

@@ -16,10 +16,14 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.compilation import constant, operator
-from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    check_backward,
+    constant,
+    operator,
+    serves_triton,
+)
 from liger_patch.kernels.rows import (
     empty_in_order,
     empty_per_row,

@@ -14,10 +14,13 @@ beside.
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.compilation import operator
-from liger_patch.kernels.differentiation import LAYER_ADVICE, check_backward
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    check_backward,
+    operator,
+    serves_triton,
+)
 
 
 def _rotary_results(

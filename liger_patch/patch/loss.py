@@ -17,9 +17,8 @@ from liger_patch import flags
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.compilation import runs_eagerly
+from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head.pytorch import accumulation_dtype
 from liger_patch.patch.packing import next_labels, sequence_weights
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.verify import disagreement

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from liger_patch import flags
-from liger_patch.kernels.head.arguments import checked_chunk_bytes
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.inputs import checked_chunk_bytes
+from liger_patch.kernels.options import LossOptions
 
 
 @dataclass(frozen=True)

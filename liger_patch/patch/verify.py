@@ -9,8 +9,8 @@ from torch import Tensor
 from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.options import LossOptions
 
 TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of 262144
 EAGER_ERRORS = 2.0  # times the ordinary path's own error that are allowed

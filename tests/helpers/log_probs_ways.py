@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 FIELDS = LogProbs._fields

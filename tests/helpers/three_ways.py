@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
+from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
 from liger_patch.kernels.head.chunked import ALIGNED_V
-from liger_patch.kernels.head.chunks import MIB
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.inputs import MIB
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.options import LossOptions
 
 ORDERS = 4  # in which eager is asked
 LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +124,7 @@ def eager_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """PyTorch's own cross entropy, of logits that are upcast to float32 as Transformers does."""
-    z = logits.to(cross_entropy_pytorch.accumulation_dtype(logits.dtype)) * logit_scale
+    z = logits.to(accumulation_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     supervised = labels != -100

@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.head import inputs as head_inputs
+from liger_patch.kernels.head import logits as head_logits
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -190,7 +190,7 @@ def test_a_quantised_head_is_fused(
     checkpoint: Checkpoint, kind: str, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head's 16-bit weight exists 16 rows at a time."""
-    monkeypatch.setattr(head_inputs, "SLICE_BYTES", 16 * 2 * checkpoint.model.config.hidden_size)
+    monkeypatch.setattr(head_logits, "SLICE_BYTES", 16 * 2 * checkpoint.model.config.hidden_size)
     batch = tiny_batch(checkpoint.model)
     targets = ["q_proj", "lm_head"] if "head" in trained else ["q_proj", "v_proj"]
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from three_ways import OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
-from liger_patch.kernels.head.chunks import (
+from liger_patch.kernels.head.logits import (
     NARROW_CHUNKS,
     ROW_MULTIPLE,
     chunk_bounds,

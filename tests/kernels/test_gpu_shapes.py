@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head.chunks import MIB, TRAINED_CHUNK_MIB
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.inputs import MIB, TRAINED_CHUNK_MIB
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.options import LossOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -22,9 +22,8 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels import linear_log_probs as operator
 from liger_patch.kernels import reference
-from liger_patch.kernels.head import inputs as head_inputs
-from liger_patch.kernels.head import statistics_pytorch as token_statistics_pytorch
-from liger_patch.kernels.head.chunked import HeadPass
+from liger_patch.kernels.head import logits as head_logits
+from liger_patch.kernels.head import pytorch as pytorch_rows
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def quick_device(request):
 def small_blocks(monkeypatch):
     """Several blocks of a row in the Triton form, and of rows in the PyTorch form."""
     monkeypatch.setattr("liger_patch.kernels.triton.cross_entropy.MAX_BLOCK_V", 32)
-    monkeypatch.setattr(token_statistics_pytorch, "SCRATCH_BYTES", 2 * 131 * 16)
+    monkeypatch.setattr(pytorch_rows, "SCRATCH_BYTES", 2 * 131 * 16)
 
 
 def upstream_of(kind, labels):
@@ -89,13 +88,13 @@ def leaves_of(inputs, frozen=()):
 def passes(monkeypatch):
     """Whether each pass through the chunks has computed gradients."""
     seen = []
-    run = HeadPass.run
+    run_chunks = operator.run_chunks
 
-    def counted(self, inputs, make_head, row_scale, wanted, *others):
+    def counted(config, inputs, row_scale, wanted, **how):
         seen.append(any(wanted))
-        return run(self, inputs, make_head, row_scale, wanted, *others)
+        return run_chunks(config, inputs, row_scale, wanted, **how)
 
-    monkeypatch.setattr(HeadPass, "run", counted)
+    monkeypatch.setattr(operator, "run_chunks", counted)
     return seen
 
 
@@ -492,11 +491,11 @@ def test_outputs_are_those_asked_for(outputs, given, softcap, quick_device):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("ignored", [0.0, 0.3])
-def test_mean_of_logits_a_slab_at_a_time(case, ignored, monkeypatch):
-    monkeypatch.setattr(operator, "SLAB", 5)
+def test_mean_of_logits_a_slab_at_a_time(case, ignored):
     how, options = case
     for dtype in LOW_DTYPES:
-        inputs, labels = linear_inputs(dtype, CPU, ignored=ignored, **how)
+        inputs, labels = linear_inputs(dtype, CPU, 2 * operator.SLAB, ignored=ignored, **how)
+        assert (labels != -100).sum() > operator.SLAB
         check_log_probs(inputs, labels, outputs="mean_logits", **options)
 
 
@@ -606,7 +605,7 @@ class InParts:
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 def test_weight_in_parts_is_as_exact(kind, rank, dtype, quick_device, monkeypatch):
-    monkeypatch.setattr(head_inputs, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
+    monkeypatch.setattr(head_logits, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
     inputs, labels = linear_inputs(dtype, quick_device, rank=rank)
     in_parts = InParts(inputs["weight"])
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head import pytorch as cross_entropy_pytorch
+from liger_patch.kernels.head import pytorch as pytorch_rows
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def small_scratch(monkeypatch):
-    monkeypatch.setattr(cross_entropy_pytorch, "SCRATCH_BYTES", SCRATCH_BYTES)
+    monkeypatch.setattr(pytorch_rows, "SCRATCH_BYTES", SCRATCH_BYTES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""The head whose product writes odds: bf16 on Hopper; float32 under Triton's interpreter, which
+"""The product that writes odds: bf16 on Hopper; float32 under Triton's interpreter, which
 multiplies no bf16.
 """
 
@@ -22,12 +22,12 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels.head import hopper as odds_head
-from liger_patch.kernels.head import logits as heads
+from liger_patch.kernels.head import hopper
+from liger_patch.kernels.head import logits as head_logits
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.options import LossOptions
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
+from liger_patch.kernels.options import LossOptions
 
 SERVED = {
     **{name: how for name, how in OPTIONS.items() if "label_smoothing" not in how},
@@ -43,7 +43,7 @@ STATISTICS = ("entropy", "lse", "is_top1")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [
-    pytest.mark.skipif(odds_head.TensorDescriptor is None, reason="Triton < 3.4"),
+    pytest.mark.skipif(hopper.TensorDescriptor is None, reason="Triton < 3.4"),
     # what overflows is computed again; the interpreter's numpy says so
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -60,17 +60,17 @@ pytestmark = [
 def odds(request, monkeypatch):
     """Device and dtype that odds are computed in; a test in which none are fails."""
     if INTERPRETED and request.param == "cpu":
-        monkeypatch.setattr(odds_head, "serves_odds", lambda *_: True)
+        monkeypatch.setattr(hopper, "serves_odds", lambda *_: True)
     elif not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
     computed = []
-    run = odds_head.OddsHead.run
+    run = hopper.OddsForm.run
 
     def counted(self, *args, **how):
         computed.append(self)
         run(self, *args, **how)
 
-    monkeypatch.setattr(odds_head.OddsHead, "run", counted)
+    monkeypatch.setattr(hopper.OddsForm, "run", counted)
     dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
     yield torch.device(request.param), dtype
     assert computed
@@ -234,13 +234,13 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
     given = []
-    run = odds_head.OddsHead.run
+    run = hopper.OddsForm.run
 
     def watched(self, *args, memory, **how):
         given.append(memory)
         run(self, *args, memory=memory, **how)
 
-    monkeypatch.setattr(odds_head.OddsHead, "run", watched)
+    monkeypatch.setattr(hopper.OddsForm, "run", watched)
     with_gradients = loss_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
         inputs,
@@ -276,11 +276,11 @@ def test_any_number_of_chunks(rows, ignored, odds):
 @pytest.mark.parametrize("columns", [8, 16, 24])
 def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     device, dtype = odds
-    monkeypatch.setattr(odds_head, "GROUPED_COLUMNS", columns)
-    odds_head.tile_constants.cache_clear()
+    monkeypatch.setattr(hopper, "GROUPED_COLUMNS", columns)
+    hopper.tile_constants.cache_clear()
     inputs, labels = linear_inputs(dtype, device, 500, 8, ignored=0.0)
     check_linear(inputs, labels)
-    odds_head.tile_constants.cache_clear()
+    hopper.tile_constants.cache_clear()
 
 
 @pytest.mark.parametrize("class_weight", [False, True])
@@ -376,13 +376,13 @@ def test_gradients_are_those_of_the_rounded_logits(name, bf16_odds, monkeypatch)
     lse of the former, a softmax of the latter would be off by as much as a logit is rounded.
     """
     inputs, labels = linear_inputs(torch.bfloat16, bf16_odds)
-    logits_ = heads.logits_
+    logits_ = head_logits.logits_
 
-    def rounded(out, factors):
-        return out.copy_(logits_(out, factors).to(torch.bfloat16))
+    def rounded(out, operands):
+        return out.copy_(logits_(out, operands).to(torch.bfloat16))
 
     if bf16_odds.type == "cpu":
-        monkeypatch.setattr(heads, "logits_", rounded)
+        monkeypatch.setattr(head_logits, "logits_", rounded)
     upstream = {name: torch.ones(len(labels), device=bf16_odds)}
     check_log_probs(inputs, labels, upstream=upstream, outputs=STATISTICS)
 
@@ -423,9 +423,9 @@ def test_statistics_alone_are_those_with_gradients(odds):
     ids=str,
 )
 def test_which_statistics_are_served(statistics, served, monkeypatch):
-    monkeypatch.setattr(odds_head, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper, "_is_hopper", lambda _: True)
     factors = HeadInputs(*(torch.zeros(n, 8, dtype=torch.bfloat16) for n in (5, 131)))
-    assert odds_head.serves_odds(factors, LossOptions(), set(statistics)) is served
+    assert hopper.serves_odds(factors, LossOptions(), set(statistics)) is served
 
 
 @pytest.mark.gpu
@@ -469,7 +469,7 @@ def test_what_is_served(change, served):
         states = states[:, 4:] if how["unaligned"] else states[:, :-4].contiguous()
         low_rank = states, states.clone()
     factors = HeadInputs(hidden_states, weight, bias, *low_rank)
-    assert odds_head.serves_odds(factors, options, how["statistics"]) is served
+    assert hopper.serves_odds(factors, options, how["statistics"]) is served
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.options import LossOptions
 
 CPU = torch.device("cpu")
 

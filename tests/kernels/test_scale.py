@@ -6,7 +6,7 @@ import pytest
 import torch
 from three_ways import LOW_DTYPES
 
-from liger_patch.kernels.head.scale import scale_
+from liger_patch.kernels.head.gradients import scale_
 
 SIZES = [(0,), (1,), (8191,), (8193,), (3, 5, 7), (131, 64)]
 

@@ -16,7 +16,7 @@ from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.kernels.head import gradients
-from liger_patch.kernels.head import logits as heads
+from liger_patch.kernels.head import logits as head_logits
 from liger_patch.patch import loss
 
 ROWS = [
@@ -127,9 +127,9 @@ def nan_gradients(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ("module", "function", "replacement", "differs"),
     [
         (gradients, "product_", no_head_gradient, "gradient of the weight"),
-        (heads, "cross_entropy_rows", wrong_losses, "loss"),
-        (heads, "cross_entropy_rows", silent_zero_gradients, "gradient of the hidden states"),
-        (heads, "cross_entropy_rows", nan_gradients, "gradient of the hidden states"),
+        (head_logits, "cross_entropy_rows", wrong_losses, "loss"),
+        (head_logits, "cross_entropy_rows", silent_zero_gradients, "gradient of the hidden states"),
+        (head_logits, "cross_entropy_rows", nan_gradients, "gradient of the hidden states"),
     ],
     ids=["head", "loss", "zero gradients", "nan gradients"],
 )

@@ -1,10 +1,11 @@
-"""The chunks of one call through a head: logits of a few tokens at a time, and what comes of them.
+"""The loop over chunks of the operators on a head: logits of a few tokens at a time, and what comes
+of them.
 
 N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a chunk. Ignored tokens
 are dropped. For each chunk, where gradients are wanted:
 
     logits = X_c W^T                 one matrix product into a buffer that every chunk reuses
-    logits -> losses, G in place     G = dloss/dlogits; see ``heads`` for how
+    logits -> losses, G in place     G = dloss/dlogits; see ``logits`` and ``hopper`` for how
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
@@ -14,147 +15,233 @@ and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accu
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton_device
-from liger_patch.kernels.head.chunks import (
+from liger_patch.kernels.backend import (
+    HAS_TRITON,
+    accumulation_dtype,
+    check_plain_tensors,
+    serves_triton_device,
+    without_autocast,
+)
+from liger_patch.kernels.head.gradients import Gradients
+from liger_patch.kernels.head.inputs import (
+    HeadInputs,
+    QuantizedWeight,
+    Wanted,
+    checked_chunk_bytes,
+    checked_inputs,
+    product_dtype,
+)
+from liger_patch.kernels.head.labels import (
+    CompactedLabels,
+    check_token_arguments,
+    compact_labels,
+)
+from liger_patch.kernels.head.logits import (
+    LogitsForm,
     chunk_bounds,
     chunks_of,
     rows_before_count,
     summed_chunk_bounds,
 )
-from liger_patch.kernels.head.gradients import Gradients
-from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
-from liger_patch.kernels.head.labels import Supervised, Tokens
-from liger_patch.kernels.head.logits import Head
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
+from liger_patch.kernels.options import LossOptions
+
+if TYPE_CHECKING:
+    from liger_patch.kernels.head.hopper import OddsForm
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 
 
-class Passed(NamedTuple):
-    """What a pass gives.
-
-    Attributes:
-        head: that the tokens have gone through, with what it knows of each of them.
-        supervised: the n tokens.
-        gradients: in the order of the inputs, None where not wanted.
-    """
-
-    head: Head
-    supervised: Supervised
-    gradients: list[Tensor | None]
-
-
 @dataclass(frozen=True)
-class HeadPass:
-    """What the passes of one call have in common.
+class ChunkConfig:
+    """What the passes of one call through the chunks have in common.
 
     Attributes:
-        tokens: of the call.
+        labels: of the tokens.
+        options: of their losses.
+        wanted: the gradients that the backward pass returns.
         dtype: of the matrix products and the logits.
         chunk_bytes: of logits held at once.
     """
 
-    tokens: Tokens
+    labels: CompactedLabels
+    options: LossOptions
+    wanted: Wanted
     dtype: torch.dtype
     chunk_bytes: int
 
-    def run(
-        self,
-        inputs: HeadInputs,
-        make_head: Callable[[HeadInputs], Head],
-        row_scale: Tensor,
-        wanted: Wanted,
-        supervised: Supervised | None = None,
-    ) -> Passed:
-        """Run the supervised tokens through the head, with the gradients of the sum of
-        ``row_scale * losses``.
+    def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
+        """Return True if gradients can be computed in the forward pass, for the backward pass to
+        scale: with ``same_for_all``, the upstream gradient is one for all tokens.
 
-        Where the head counts on the device, the first chunk is launched before the count is read:
-        until the host knows it, the device has work.
-
-        Args:
-            make_head: of the inputs in the dtype of the products.
-            row_scale: (N,) in the order of the tokens; (n,) where they are counted.
-            supervised: of an earlier pass.
+        float16 would lose small gradients before a loss scale reaches them.
         """
-        factors = inputs.to(self.dtype)
-        weight, vocab_size = inputs.weight, inputs.weight.shape[0]
-        head = make_head(factors)
-        takes_memory = any(wanted) or not head.counts_on_device
-        scale = row_scale if any(wanted) else None
+        if not any(self.wanted) or self.dtype == torch.float16:
+            return False
+        return same_for_all or not self.wanted.sums
+
+
+class ChunkedResult(NamedTuple):
+    """What a pass through the chunks gives.
+
+    Attributes:
+        losses: (n,), unscaled; empty with upstream gradients.
+        statistics: (n,) each, None where not asked for.
+        gradients: in the order of the inputs, None where not wanted.
+    """
+
+    losses: Tensor
+    statistics: TokenStatistics | None
+    gradients: list[Tensor | None]
+
+
+def prepare_chunks(
+    hidden_states: Tensor,  # (N, H)
+    weight: Tensor | QuantizedWeight,  # (V, H)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    low_rank: tuple[Tensor, Tensor] | None,  # (N, R), (V, R)
+    options: LossOptions,
+    chunk_mib: float | None,
+    *,
+    reduction: str = "none",
+    token_weight: Tensor | None = None,  # (N,)
+    num_items_in_batch: Tensor | int | None = None,
+) -> tuple[ChunkConfig, HeadInputs]:
+    """Check the arguments of an operator on a head, raise ValueError for what does not fit, and
+    start to compact the labels.
+    """
+    check_plain_tensors(
+        hidden_states=hidden_states,
+        bias=bias,
+        labels=labels,
+        class_weight=options.class_weight,
+        token_weight=token_weight,
+    )
+    inputs = checked_inputs(hidden_states, weight, bias, low_rank)
+    wanted = Wanted.by(inputs)
+    chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
+    vocab_size, device = weight.shape[0], hidden_states.device
+    options.check(vocab_size, device)
+    check_token_arguments(
+        labels,
+        len(hidden_states),
+        device,
+        reduction=reduction,
+        token_weight=token_weight,
+        num_items_in_batch=num_items_in_batch,
+    )
+    dtype = product_dtype(inputs)
+    compacted = compact_labels(labels, vocab_size, options.ignore_index)
+    return ChunkConfig(compacted, options, wanted, dtype, chunk_bytes), inputs
+
+
+def run_chunks(
+    config: ChunkConfig,
+    inputs: HeadInputs,
+    row_scale: Tensor,
+    wanted: Wanted,
+    *,
+    statistics: Collection[str] = (),
+    upstream: UpstreamGradients | None = None,
+) -> ChunkedResult:
+    """Compute the losses of the supervised tokens, and the gradients of the sum of
+    ``row_scale * losses``, chunk by chunk.
+
+    On Hopper the first chunk is launched before the count of supervised tokens is read: until the
+    host knows it, the device has work.
+
+    Args:
+        row_scale: (N,) in the order of the compacted labels; (n,) once their count is read.
+        wanted: the gradients of this pass.
+        statistics: names of the fields of ``TokenStatistics`` that are asked for.
+        upstream: of log-probabilities, entropy and lse (n,): the gradients are theirs, and there
+            are no losses.
+    """
+    labels, weight, vocab_size = config.labels, inputs.weight, inputs.weight.shape[0]
+    row_elements = vocab_size  # from one row of logits to the next
+    if serves_triton_device(labels.labels):
+        row_elements = -(-vocab_size // ALIGNED_V) * ALIGNED_V
+    row_bytes = row_elements * config.dtype.itemsize
+    has_gradients = any(wanted)
+    scale = row_scale if has_gradients else None
+    with without_autocast(inputs.hidden_states.device.type):
+        operands = inputs.to(config.dtype)
+        form = _form(config, operands, statistics, upstream)
 
         def logits_memory(tokens: int) -> Tensor | None:
-            if not takes_memory:
+            if form.counts_on_device and not has_gradients:
                 return None
-            rows = factors.hidden_states.new_empty(tokens, self._row_elements(vocab_size))
+            rows = operands.hidden_states.new_empty(tokens, row_elements)
             if rows.device.type == "cpu":
                 # oneDNN reads between the rows in bf16 with AMX: 0 * NaN is NaN (oneDNN#5717)
                 rows[:, vocab_size:].zero_()
             return rows[:, :vocab_size]
 
         memory = early = None
-        # in a second backward pass too, where n is known: the same chunks give the same bits
-        first = self._rows_before_count(weight) if head.counts_on_device else 0
-        if supervised is None and first:
+        first = 0
+        if form.counts_on_device:
+            # in a second backward pass too, where n is known: the same chunks give the same bits
+            first = rows_before_count(len(labels.labels), row_bytes, config.chunk_bytes)
+        if labels.count is None and first:
             memory = logits_memory(first)
-            early = factors.of(self.tokens.rows[:first])
-            head.run(early, 0, memory=memory, row_scale=scale)
-        if supervised is None:
-            supervised = self.tokens.read()
-        n, rows = len(supervised.labels), supervised.rows
-        bounds, sum_dtype = self._bounds(n, weight, wanted, first=first)
+            early = operands.of(labels.rows[:first])
+            form.run(early, 0, memory=memory, row_scale=scale)
+        n = labels.read_count()
+        rows = labels.supervised_rows
+        if first:
+            bounds, sum_dtype = chunks_of(first, n), weight.dtype
+        else:
+            bounds, sum_dtype = _bounds(config, weight, wanted, n, row_bytes)
         if memory is None and bounds:
             memory = logits_memory(bounds[0][1])
-        odds = None if head.odds is None else head.odds.of(slice(n))
-        gradients = Gradients(inputs, factors, rows, wanted, sum_dtype, odds)
+        odds = None if form.odds is None else form.odds.of(slice(n))
+        gradients = Gradients(inputs, operands, rows, wanted, sum_dtype, odds)
         for start, stop in bounds:
             chunk = slice(start, stop)
             memory_c = None if memory is None else memory[: stop - start]
             if early is None:
-                factors_c = factors.of(chunk if rows is None else rows[chunk])
-                head.run(factors_c, start, memory=memory_c, row_scale=scale)
+                operands_c = operands.of(chunk if rows is None else rows[chunk])
+                form.run(operands_c, start, memory=memory_c, row_scale=scale)
             else:
-                factors_c, early = early.of(slice(stop)), None
-            if memory_c is not None and any(wanted):
-                gradients.add(factors_c, memory_c, chunk)
-        memory = memory_c = factors_c = None  # freed before a float32 dweight is rounded
-        return Passed(head, supervised, gradients.finish())
+                operands_c, early = early.of(slice(stop)), None
+            if memory_c is not None and has_gradients:
+                gradients.add(operands_c, memory_c, chunk)
+        memory = memory_c = operands_c = None  # freed before a float32 dweight is rounded
+        known = None if form.statistics is None else form.statistics.of(slice(n))
+        return ChunkedResult(form.losses[:n], known, gradients.finish())
 
-    def _rows_before_count(self, weight: Tensor | QuantizedWeight) -> int:
-        """Of the first chunk, where it runs before the number of supervised tokens is read."""
-        return rows_before_count(len(self.tokens.labels), self._row_bytes(weight), self.chunk_bytes)
 
-    def _bounds(
-        self, n: int, weight: Tensor | QuantizedWeight, wanted: Wanted, *, first: int
-    ) -> tuple[list[tuple[int, int]], torch.dtype]:
-        """(start, stop) of each chunk of n tokens, and the dtype that dweight is summed in.
+def _form(
+    config: ChunkConfig,
+    operands: HeadInputs,
+    statistics: Collection[str],
+    upstream: UpstreamGradients | None,
+) -> "LogitsForm | OddsForm":
+    """Choose how losses and dlogits are computed. Reads nothing from the device."""
+    labels, options, has_statistics = config.labels, config.options, bool(statistics)
+    if HAS_TRITON and upstream is None:
+        from liger_patch.kernels.head.hopper import OddsForm, serves_odds
 
-        ``first``: the rows of a first chunk that does not wait for n; the others are like it.
-        """
-        if first:
-            return chunks_of(first, n), weight.dtype
-        row_bytes = self._row_bytes(weight)
-        wide = accumulation_dtype(self.dtype)
-        if (
-            not (wanted.weight and isinstance(weight, Tensor))
-            or weight.dtype.itemsize >= wide.itemsize
-        ):
-            return chunk_bounds(n, row_bytes, self.chunk_bytes), weight.dtype
-        wide_bytes = weight.numel() * wide.itemsize
-        bounds, widen = summed_chunk_bounds(n, row_bytes, self.chunk_bytes, wide_bytes)
-        return bounds, wide if widen else weight.dtype
+        if serves_odds(operands, options, statistics):
+            return OddsForm(operands, labels, options, has_statistics=has_statistics)
+    return LogitsForm(operands, labels, options, has_statistics=has_statistics, upstream=upstream)
 
-    def _row_bytes(self, weight: Tensor | QuantizedWeight) -> int:
-        return self._row_elements(weight.shape[0]) * self.dtype.itemsize
 
-    def _row_elements(self, vocab_size: int) -> int:
-        """Elements from one row of logits to the next."""
-        multiple = ALIGNED_V if serves_triton_device(self.tokens.labels) else 1
-        return -(-vocab_size // multiple) * multiple
+def _bounds(
+    config: ChunkConfig, weight: Tensor | QuantizedWeight, wanted: Wanted, n: int, row_bytes: int
+) -> tuple[list[tuple[int, int]], torch.dtype]:
+    """Return (start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
+    wide = accumulation_dtype(config.dtype)
+    if not (wanted.weight and isinstance(weight, Tensor)) or weight.dtype.itemsize >= wide.itemsize:
+        return chunk_bounds(n, row_bytes, config.chunk_bytes), weight.dtype
+    wide_bytes = weight.numel() * wide.itemsize
+    bounds, widen = summed_chunk_bounds(n, row_bytes, config.chunk_bytes, wide_bytes)
+    return bounds, wide if widen else weight.dtype

@@ -1,16 +1,19 @@
-"""The gradients of a head, chunk by chunk. C: tokens of a chunk, N: of the batch, n: of them
-supervised, V: vocabulary, K: hidden size, or rank of an adapter's product.
+"""The gradients of a head, summed over chunks.
+
+C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary, K: hidden size, or rank
+of an adapter's product. On Hopper the chunks hold the unnormalized softmax ("odds", see
+``triton/odds``) instead of dlogits: each row has a factor, and the label's gradient is apart.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.head.chunks import chunk_bounds
-from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted, weight_slices
-from liger_patch.kernels.head.products import product_
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.backend import accumulation_dtype, serves_triton
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
+from liger_patch.kernels.head.logits import chunk_bounds, product_, weight_slices
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
 
@@ -25,30 +28,31 @@ class OddsFactors(NamedTuple):
     label_gradients: Tensor  # float32
 
     def of(self, tokens: slice) -> "OddsFactors":
+        """Return the same of some of the tokens."""
         return OddsFactors(*(each[tokens] for each in self))
 
 
 class Gradients:
-    """Sums over chunks of dlogits. The memory is taken when the first chunk comes: the device has
-    work by then.
+    """Sums over chunks of dlogits. Memory is allocated when the first chunk is added: the device
+    has work by then.
     """
 
     def __init__(
         self,
         inputs: HeadInputs,
-        factors: HeadInputs,  # the same in the dtype of the products
+        operands: HeadInputs,  # the same in the dtype of the products
         rows: Tensor | None,  # (n,) the tokens of the chunks among the N; None: all
         wanted: Wanted,
         sum_dtype: torch.dtype,  # that dweight is summed in
         odds: OddsFactors | None,  # (n,) where the chunks are odds
     ) -> None:
         self._inputs, self._wanted, self._dbias = inputs, wanted, None
-        wide = accumulation_dtype(factors.hidden_states.dtype)
+        wide = accumulation_dtype(operands.hidden_states.dtype)
         self._products = [
             _Product(states, weight, x, rows, of_product, dtype, odds)
             for (states, weight), (x, _), of_product, dtype in zip(
                 inputs.products(),
-                factors.products(),
+                operands.products(),
                 wanted.of_products(),
                 (sum_dtype, wide),  # an adapter's is small
                 strict=False,  # there may be no adapter
@@ -57,12 +61,12 @@ class Gradients:
 
     def add(
         self,
-        factors: HeadInputs,  # (C, K)
+        operands: HeadInputs,  # (C, K)
         dlogits: Tensor,  # (C, V), or odds
         chunk: slice,
     ) -> None:
         """Add a chunk; all in the dtype of the products."""
-        for product, (x, weight) in zip(self._products, factors.products(), strict=True):
+        for product, (x, weight) in zip(self._products, operands.products(), strict=True):
             product.add(x, weight, dlogits, chunk)
         if self._wanted.bias:
             # never odds: they are for heads without a bias
@@ -70,8 +74,8 @@ class Gradients:
             self._dbias = summed if self._dbias is None else self._dbias.add_(summed)
 
     def finish(self) -> list[Tensor | None]:
-        """The gradients, None where not wanted, each in the dtype of its input; zero if no chunk
-        was added.
+        """Return the gradients, None where not wanted, each in the dtype of its input; zero if no
+        chunk was added.
         """
         sums = [total for product in self._products for total in product.finish()]
         sums.insert(2, self._dbias)
@@ -131,7 +135,7 @@ class _Product:
             product_(self._dweight, dlogits.t(), x, add=not is_first)
 
     def finish(self) -> list[Tensor | None]:
-        """The sums so far, which are given away."""
+        """Return the sums, and keep none of them."""
         if self._dweight is not None and self._odds is not None:
             from liger_patch.kernels.triton.label_rows import add_label_rows_
 
@@ -149,7 +153,7 @@ def _dstates_product(
     dlogits: Tensor,  # (C, V), or odds
     weight: Tensor | QuantizedWeight,  # (V, K)
 ) -> None:
-    """``out[rows] = dlogits @ weight``, rounded once where the device writes float32 products."""
+    """Compute ``out[rows] = dlogits @ weight``, rounded once where the device writes float32."""
     if not isinstance(weight, Tensor):
         wide_dtype = accumulation_dtype(dlogits.dtype)
         wide = dlogits.new_empty(len(dlogits), weight.shape[1], dtype=wide_dtype)
@@ -184,7 +188,18 @@ def _dstates_product(
 
 
 def _scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
-    """``factors[:, None] * x`` (C, K) in the dtype of x."""
+    """Return ``factors[:, None] * x`` (C, K) in the dtype of x."""
     from liger_patch.kernels.triton.scale import scale_rows
 
     return scale_rows(x, factors, torch.empty_like(x))
+
+
+def scale_(values: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply contiguous values in place by a factor that only the device knows; 1 is no pass."""
+    if values and serves_triton(*values):
+        from liger_patch.kernels.triton import scale as scale_triton
+
+        scale_triton.scale_(values, factor)
+    elif factor.device.type != "cpu" or factor.item() != 1:
+        for each in values:
+            each.mul_(factor)

@@ -1,4 +1,5 @@
-"""The head whose product writes odds (``odds_triton``): which inputs it serves, and its launches.
+"""The unnormalized softmax ("odds") of a chunk, written by the product itself (``triton/odds``) on
+Hopper: which inputs are served, and the launches.
 
 C: tokens of a chunk, N: of the batch, H: hidden size, V: vocabulary.
 """
@@ -13,9 +14,9 @@ from torch import Tensor
 from liger_patch.kernels.backend import processors
 from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.labels import Tokens
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.statistics import TokenStatistics
+from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import _finish_kernel, _label_logit_kernel, _odds_kernel
 
 try:
@@ -49,15 +50,15 @@ ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that
 
 
 def serves_odds(
-    factors: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
+    operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
 ) -> bool:
-    """Whether this form computes the odds of such inputs: bf16 on Hopper, a plain weight, without
-    bias and label smoothing, an adapter's rank of up to MAX_RANK, all in rows that the tensor
-    memory accelerator takes; of the statistics, those in STATISTICS.
+    """Return True if this form serves such inputs: bf16 on Hopper, a plain weight, without bias and
+    label smoothing, an adapter's rank of up to MAX_RANK, all in rows that the tensor memory
+    accelerator takes; of the statistics, those in STATISTICS.
 
     float16 could not hold odds, and other GPUs have the products and the rows' kernel.
     """
-    x, weight, bias, low_rank, low_rank_weight = factors
+    x, weight, bias, low_rank, low_rank_weight = operands
     return (
         TensorDescriptor is not None
         and x.dtype == torch.bfloat16
@@ -92,24 +93,26 @@ def _is_hopper(device: torch.device) -> bool:
     )
 
 
-class OddsHead:
-    """A head whose product writes odds. See ``heads.Head``."""
+class OddsForm:
+    """Computes losses and gradients of chunks of tokens from odds. The interface is that of
+    ``logits.LogitsForm``.
+    """
 
     counts_on_device = True
 
     def __init__(
         self,
-        factors: HeadInputs,
-        tokens: Tokens,
+        operands: HeadInputs,
+        labels: CompactedLabels,
         options: LossOptions,
         *,
         has_statistics: bool = False,
     ) -> None:
-        x, weight, _, low_rank, low_rank_weight = factors
+        x, weight, _, low_rank, low_rank_weight = operands
         assert isinstance(weight, Tensor)
         class_weight = options.class_weight
-        count, device = len(tokens.labels), x.device
-        self._tokens, self._options = tokens, options
+        count, device = len(labels.labels), x.device
+        self._labels, self._options = labels, options
         self._vocab_size = weight.shape[0]
         self._class_weight = class_weight if class_weight is None else class_weight.contiguous()
         self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
@@ -127,21 +130,21 @@ class OddsHead:
             entropy, lse = rest
             is_top1 = x.new_empty(count, dtype=torch.bool)
             self.statistics = TokenStatistics(entropy, lse, is_top1)
-        self.odds = OddsFactors(scales, tokens.labels, label_gradients)
+        self.odds = OddsFactors(scales, labels.labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
                 _label_logit_kernel[(count,)](
                     x,
                     x.stride(0),
-                    tokens.rows,
+                    labels.rows,
                     weight,
                     weight.stride(0),
                     low_rank,
                     None if low_rank is None else low_rank.stride(0),
                     low_rank_weight,
                     None if low_rank_weight is None else low_rank_weight.stride(0),
-                    tokens.labels,
-                    tokens.counts,
+                    labels.labels,
+                    labels.counts,
                     self._label_logits,
                     self._label_z,
                     self._reference,
@@ -155,18 +158,21 @@ class OddsHead:
 
     def run(
         self,
-        factors: HeadInputs,  # of the C tokens
+        operands: HeadInputs,  # of the C tokens
         start: int,
         *,
         memory: Tensor | None,  # (C, V)
         row_scale: Tensor | None,  # (N,) float32
     ) -> None:
-        x, low_rank = factors.hidden_states, factors.low_rank
+        """Compute the losses of the C supervised tokens from ``start`` on; with ``row_scale``,
+        memory then holds odds.
+        """
+        x, low_rank = operands.hidden_states, operands.low_rank
         rows, hidden_size = x.shape
         options = self._options
         vocab_size, device = self._vocab_size, x.device
-        chunk, counts = slice(start, start + rows), self._tokens.counts
-        labels, reference = self._tokens.labels[chunk], self._reference[chunk]
+        chunk, counts = slice(start, start + rows), self._labels.counts
+        labels, reference = self._labels.labels[chunk], self._reference[chunk]
         v_tiles = -(-vocab_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
         statistics = None if self.statistics is None else self.statistics.of(chunk)
@@ -235,18 +241,18 @@ class OddsHead:
 
 
 def _rank_tile(low_rank: Tensor) -> int:
-    """Columns of a tile that holds them all."""
+    """Return the columns of a tile that holds them all."""
     return max(16, 1 << (low_rank.shape[1] - 1).bit_length())
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
-    """Descriptor of a matrix in tiles of a shape."""
+    """Return the descriptor of a matrix in tiles of a shape."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns])  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @functools.cache
 def tile_constants(hidden_size: int, rank: int) -> dict[str, Any]:
-    """Constants of the kernel for an adapter with tiles of ``rank`` columns, 0 for none."""
+    """Return constants of the kernel for an adapter with tiles of ``rank`` columns, 0 for none."""
     fitting = max(1, min(MAX_GROUPED_TILES, GROUPED_COLUMNS // hidden_size))
     constants = TILES | {"GROUPED_TILES": 1 << (fitting - 1).bit_length()}
     if rank:

@@ -1,46 +1,87 @@
-"""Which tokens count, and by how much: labels and weights to the rows that are computed and their
-factors.
+"""Which tokens count, and by how much: labels are compacted to those of the supervised tokens, and
+weights become factors of their losses.
 
 N: tokens, n: supervised tokens, V: vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import check_is_plain, serves_triton_device
-from liger_patch.kernels.head.options import LossOptions, is_finite
+from liger_patch.kernels.backend import serves_triton_device
+from liger_patch.kernels.options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """The supervised tokens of a batch.
+class CompactedLabels:
+    """Compacted labels; the count may still be on the GPU.
 
     Attributes:
-        labels: (n,) int64, each in [0, V).
-        rows: (n,) their positions among the N tokens, ascending; None where every token is
-            supervised.
-        total: N.
+        labels: (N,) int64, those of the supervised tokens first; the rest means nothing.
+        rows: (N,) positions of the supervised tokens, ascending; the rest are positions too.
+        counts: (2,) tokens that are supervised, and those of them with a label outside [0, V).
+        count: n; None before ``read_count``.
+        supervised_rows: the first n of ``rows``; None where every token is supervised.
     """
 
-    labels: Tensor
-    rows: Tensor | None
-    total: int
+    def __init__(
+        self, labels: Tensor, rows: Tensor, counts: Tensor, vocab_size: int, ignore_index: int
+    ) -> None:
+        self.labels, self.rows, self.counts = labels, rows, counts
+        self.count: int | None = None
+        self.supervised_rows: Tensor | None = None
+        self._vocab_size, self._ignore_index = vocab_size, ignore_index
+        self._counts_on_host, self._arrived = counts, None
+        if counts.is_cuda:
+            self._counts_on_host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._counts_on_host.copy_(counts, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(counts.device))
+
+    def read_count(self) -> int:
+        """Return n. The first call waits for the counts, and for nothing that was launched after
+        them.
+
+        Raises:
+            ValueError: a label that is neither ``ignore_index`` nor in [0, V).
+        """
+        if self.count is not None:
+            return self.count
+        total = len(self.labels)
+        if self.counts.is_meta:
+            self.count = total  # for shapes, as if all of them counted
+            return total
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        count, outside = self._counts_on_host.tolist()
+        if outside:
+            labels = self.labels[:count]
+            wrong = labels[(labels < 0) | (labels >= self._vocab_size)]
+            raise ValueError(
+                f"labels must be in [0, {self._vocab_size}) or ignore_index "
+                f"({self._ignore_index}), got {wrong[0].item()} ({outside} outside)"
+            )
+        self.count = count
+        if count != total:
+            self.supervised_rows = self.rows[:count]
+        return count
 
     def gather(self, values: Tensor) -> Tensor:
-        """(N, ...) to (n, ...)."""
-        return values if self.rows is None else values.index_select(0, self.rows)
+        """Return (n, ...) of values (N, ...). The count has been read."""
+        rows = self.supervised_rows
+        return values if rows is None else values.index_select(0, rows)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(n, ...) to (N, ...), zero on the ignored tokens."""
-        if self.rows is None:
+        """Return (N, ...) of values (n, ...), zero on the ignored tokens. The count has been
+        read.
+        """
+        rows = self.supervised_rows
+        if rows is None:
             return values
-        return values.new_zeros(self.total, *values.shape[1:]).index_copy_(0, self.rows, values)
+        return values.new_zeros(len(self.rows), *values.shape[1:]).index_copy_(0, rows, values)
 
     def scale_rows_(self, gradients: Sequence[Tensor | None], factors: Tensor) -> None:
         """Multiply each of the (N, ...) by factors (n,) of the supervised tokens, in place."""
@@ -51,55 +92,12 @@ class Supervised:
                 each.mul_(of_tokens)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a batch in the device's hands: the host does not know yet how many count.
-
-    Attributes:
-        labels: (N,) int64, those of the supervised tokens first; what follows is for nothing.
-        rows: (N,) positions of the supervised tokens, ascending; what follows are positions too.
-        counts: (2,) tokens that are supervised, and those of them with a label outside [0, V).
-        counts_on_host: the same, on their way to the host.
-        arrived: when they are there; None where they are.
-        vocab_size, ignore_index: V, and the label of the tokens that do not count.
-    """
-
-    labels: Tensor
-    rows: Tensor
-    counts: Tensor
-    counts_on_host: Tensor
-    arrived: torch.cuda.Event | None
-    vocab_size: int
-    ignore_index: int
-
-    def read(self) -> Supervised:
-        """Wait for the counts, and for nothing that was launched after them.
-
-        Raises:
-            ValueError: a label that is neither ``ignore_index`` nor in [0, V).
-        """
-        total = len(self.labels)
-        if self.counts.is_meta:
-            return Supervised(self.labels, None, total)  # for shapes, as if all of them counted
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        count, outside = self.counts_on_host.tolist()
-        labels = self.labels[:count]
-        if outside:
-            wrong = labels[(labels < 0) | (labels >= self.vocab_size)]
-            raise ValueError(
-                f"labels must be in [0, {self.vocab_size}) or ignore_index "
-                f"({self.ignore_index}), got {wrong[0].item()} ({outside} outside)"
-            )
-        return Supervised(labels, None if count == total else self.rows[:count], total)
-
-
-def order_tokens(labels: Tensor, vocab_size: int, ignore_index: int) -> Tokens:
-    """Put the supervised ones of the tokens with these labels (N,) first."""
+def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> CompactedLabels:
+    """Return labels (N,) with those of the supervised tokens first, and start to count them."""
     if serves_triton_device(labels):
-        from liger_patch.kernels.triton import order_tokens as supervised_triton
+        from liger_patch.kernels.triton.order_tokens import order_tokens
 
-        ordered, rows, counts = supervised_triton.order_tokens(labels, vocab_size, ignore_index)
+        compacted, rows, counts = order_tokens(labels, vocab_size, ignore_index)
     else:
         labels = labels.to(torch.int64)
         ignored = labels == ignore_index
@@ -107,14 +105,8 @@ def order_tokens(labels: Tensor, vocab_size: int, ignore_index: int) -> Tokens:
         counts = torch.stack([(~ignored).sum(), outside.sum()])
         # a stable sort instead of nonzero(), which would read the count from the device
         rows = torch.argsort(ignored.to(torch.uint8), stable=True)
-        ordered = labels.index_select(0, rows)
-    counts_on_host, arrived = counts, None
-    if counts.is_cuda:
-        counts_on_host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
-        counts_on_host.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(counts.device))
-    return Tokens(ordered, rows, counts, counts_on_host, arrived, vocab_size, ignore_index)
+        compacted = labels.index_select(0, rows)
+    return CompactedLabels(compacted, rows, counts, vocab_size, ignore_index)
 
 
 def token_factors(
@@ -127,8 +119,8 @@ def token_factors(
     num_items_in_batch: Tensor | int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(N,) factor of each supervised token's loss in the result: its weight, over the mean's
-    denominator. Expanded from one number where all are the same.
+    """Return (N,) the factor of each supervised token's loss in the result: its weight, over the
+    mean's denominator. Expanded from one number where all are the same.
 
     A denominator of 0 counts as 1: without a supervised token, loss and gradients are 0.
     """
@@ -165,17 +157,7 @@ def token_factors(
     return inverse.expand(labels.shape) if factors is None else factors * inverse
 
 
-def refuse_others_than_tensors(**arguments: object) -> None:
-    """Raise ValueError for what is no plain tensor, nor None where that may be."""
-    for name, value in arguments.items():
-        if value is None and name in ("bias", "class_weight", "token_weight"):
-            continue
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-        check_is_plain(name, value)
-
-
-def check_tokens(
+def check_token_arguments(
     labels: Tensor,
     tokens: int,
     device: torch.device,

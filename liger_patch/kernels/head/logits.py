@@ -1,99 +1,60 @@
-"""From the hidden states of a chunk of tokens to their losses and the gradient of their logits.
+"""A chunk's logits, materialized: how many tokens fit into memory, the products that write their
+logits, and the kernel that turns each row into its loss and, in place, into its gradient.
 
-Where one kernel computes the odds of a chunk, the gradient is rows of odds times a factor each;
-elsewhere a product writes the logits and the rows' kernel turns them into their gradient in place.
-C: tokens of the chunk, N: of the batch, V: vocabulary.
+``LogitsForm`` is the path without Hopper's kernels (``hopper``), and that of gradients of entropy
+and lse. C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary.
 """
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import HAS_TRITON
-from liger_patch.kernels.cross_entropy import cross_entropy_rows
-from liger_patch.kernels.head.gradients import OddsFactors
-from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.labels import Tokens
-from liger_patch.kernels.head.options import LossOptions
-from liger_patch.kernels.head.products import logits_
-from liger_patch.kernels.head.pytorch import accumulation_dtype
+from liger_patch.kernels.backend import accumulation_dtype, serves_triton
+from liger_patch.kernels.head import pytorch
+from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight
+from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.statistics import (
     TokenStatistics,
     UpstreamGradients,
     log_probs_gradient_rows_,
     token_statistics_rows,
 )
+from liger_patch.kernels.options import LossOptions
+
+SLICE_BYTES = 64 * 2**20  # of a quantised weight at a time: 128 MiB are no faster
+SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
+ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
+NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
 
 
-class Head(Protocol):
-    """A head, prepared for the tokens of a batch, which run through it chunk by chunk.
+class LogitsForm:
+    """Computes losses and gradients of chunks of tokens from their logits.
 
     Attributes:
-        counts_on_device: whether the device knows where the supervised tokens end, so that a chunk
-            may run before the host does, and whether losses alone take no (C, V) memory.
-        losses: (N,) of the supervised tokens that have run.
+        counts_on_device: whether the device finds where the supervised tokens end, so that a chunk
+            may run before the count is read, and whether losses alone take no (C, V) memory.
+        losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
         statistics: of the same tokens, None where not wanted.
-        odds: what makes the memory of a run the gradient of the logits; None where it is that.
+        odds: None: the memory of a chunk holds dlogits.
     """
 
-    counts_on_device: bool
-    losses: Tensor
-    statistics: TokenStatistics | None
-
-    @property
-    def odds(self) -> OddsFactors | None: ...
-
-    def run(
-        self,
-        factors: HeadInputs,  # of the C tokens
-        start: int,
-        *,
-        memory: Tensor | None,  # (C, V), to be overwritten
-        row_scale: Tensor | None,  # (N,), or (n,) where they are counted
-    ) -> None:
-        """Compute the losses of the C supervised tokens from ``start`` on.
-
-        With ``row_scale``, memory then holds the gradient of the sum of ``row_scale * losses`` by
-        the logits, or odds.
-        """
-        ...
-
-
-def prepare_head(
-    factors: HeadInputs,  # in the dtype of the products
-    tokens: Tokens,
-    options: LossOptions,
-    statistics: Collection[str] = (),  # names of TokenStatistics
-) -> Head:
-    """The form that serves these inputs. Reads nothing from the device."""
-    if HAS_TRITON:
-        from liger_patch.kernels.head.hopper import OddsHead, serves_odds
-
-        if serves_odds(factors, options, statistics):
-            return OddsHead(factors, tokens, options, has_statistics=bool(statistics))
-    return LogitsHead(factors, tokens, options, has_statistics=bool(statistics))
-
-
-class LogitsHead:
-    """A product, then the rows' kernels."""
-
     counts_on_device = False
-    odds: OddsFactors | None = None
+    odds = None
 
     def __init__(
         self,
-        factors: HeadInputs,
-        tokens: Tokens,
+        operands: HeadInputs,  # in the dtype of the products
+        labels: CompactedLabels,
         options: LossOptions,
         *,
         has_statistics: bool = False,
+        upstream: UpstreamGradients | None = None,  # (n,)
     ) -> None:
-        self._tokens, self._options = tokens, options
-        x = factors.hidden_states
-        dtype, count = accumulation_dtype(x.dtype), len(tokens.labels)
-        self.losses = x.new_empty(count, dtype=dtype)
+        self._labels, self._options, self._upstream = labels.labels, options, upstream
+        x = operands.hidden_states
+        dtype, count = accumulation_dtype(x.dtype), len(labels.labels)
+        self.losses = x.new_empty(count if upstream is None else 0, dtype=dtype)
         self.statistics: TokenStatistics | None = None
         if has_statistics:
             entropy, lse, *others = x.new_empty(4, count, dtype=dtype)
@@ -102,16 +63,25 @@ class LogitsHead:
 
     def run(
         self,
-        factors: HeadInputs,
+        operands: HeadInputs,  # of the C tokens
         start: int,
         *,
-        memory: Tensor | None,
-        row_scale: Tensor | None,
+        memory: Tensor | None,  # (C, V), to be overwritten
+        row_scale: Tensor | None,  # (N,), or (n,) once the count is read
     ) -> None:
+        """Compute the losses of the C supervised tokens from ``start`` on.
+
+        With ``row_scale``, memory then holds the gradient by the logits of the sum of
+        ``row_scale * losses``; with upstream gradients, theirs.
+        """
         assert memory is not None
-        logits = logits_(memory, factors)
+        logits = logits_(memory, operands)
         chunk = slice(start, start + len(logits))
-        labels = self._tokens.labels[chunk]
+        labels = self._labels[chunk]
+        if self._upstream is not None:
+            upstream = UpstreamGradients(*(None if u is None else u[chunk] for u in self._upstream))
+            log_probs_gradient_rows_(logits, labels, self._options, upstream)
+            return
         if self.statistics is not None:
             token_statistics_rows(logits, labels, self._options, self.statistics.of(chunk))
         self.losses[chunk] = cross_entropy_rows(
@@ -123,39 +93,126 @@ class LogitsHead:
         )
 
 
-class UpstreamHead:
-    """A product, then the gradient of its logits for upstream gradients of log_prob, entropy and
-    lse. Computes no losses.
+def logits_(out: Tensor, operands: HeadInputs) -> Tensor:
+    """Write the logits of the C tokens to ``out`` (C, V); all of one dtype."""
+    (x, weight), *others = operands.products()
+    for classes, part in weight_slices(weight):
+        if operands.bias is None:
+            torch.mm(x, part.t(), out=out[:, classes])
+        else:
+            torch.addmm(operands.bias[classes], x, part.t(), out=out[:, classes])
+        del part  # before the next one is dequantised
+    for x, weight in others:
+        for classes, part in weight_slices(weight):
+            product_(out[:, classes], x, part.t(), add=True)
+    return out
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
+    """Compute ``out = a @ b`` or ``out += a @ b``, also into a wider dtype (float32 from bf16): one
+    call and one rounding where the device can.
     """
+    if out.dtype == a.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    if _writes_float32(a) and out.dtype == torch.float32:
+        if add:
+            return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    step = max(1, -(-out.shape[0] // SLABS))
+    for start in range(0, out.shape[0], step):
+        part, slab = out[start : start + step], torch.mm(a[start : start + step], b)
+        part.add_(slab) if add else part.copy_(slab)
+    return out
 
-    counts_on_device = False
-    odds: OddsFactors | None = None
 
-    def __init__(
-        self,
-        factors: HeadInputs,
-        tokens: Tokens,
-        options: LossOptions,
-        upstream: UpstreamGradients,  # (n,)
-    ) -> None:
-        self._tokens, self._options, self._upstream = tokens, options, upstream
-        self.losses = factors.hidden_states.new_empty(0)
-        self.statistics: TokenStatistics | None = None
+def _writes_float32(a: Tensor) -> bool:
+    # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA devices only
+    return a.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype_out")
 
-    def run(
-        self,
-        factors: HeadInputs,
-        start: int,
-        *,
-        memory: Tensor | None,
-        row_scale: Tensor | None,
-    ) -> None:
-        assert memory is not None
-        logits = logits_(memory, factors)
-        chunk = slice(start, start + len(logits))
-        log_probs_gradient_rows_(
-            logits,
-            self._tokens.labels[chunk],
-            self._options,
-            UpstreamGradients(*(None if u is None else u[chunk] for u in self._upstream)),
-        )
+
+def weight_slices(weight: Tensor | QuantizedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (classes, their rows): a plain weight at once, a quantised one in parts."""
+    if isinstance(weight, Tensor):
+        yield slice(0, weight.shape[0]), weight
+        return
+    vocab_size, hidden_size = weight.shape
+    rows = SLICE_BYTES // (hidden_size * weight.dtype.itemsize)
+    rows = max(1, rows // weight.row_multiple) * weight.row_multiple
+    for start in range(0, vocab_size, rows):
+        stop = min(start + rows, vocab_size)
+        part = weight.rows(start, stop)
+        yield slice(start, stop), part
+        del part  # before the next, as its readers must
+
+
+def cross_entropy_rows(
+    logits: Tensor,  # (C, V)
+    labels: Tensor,  # (C,)
+    options: LossOptions,
+    *,
+    dlogits: Tensor | None = None,  # (C, V)
+    row_scale: Tensor | None = None,  # (C,)
+) -> Tensor:
+    """Return losses (C,) in ``accumulation_dtype``, 0 where ignored, by the kernel that serves the
+    device. With ``dlogits``, which may be ``logits`` itself, each row's gradient times its
+    ``row_scale`` is written there.
+    """
+    if serves_triton(logits):
+        from liger_patch.kernels.triton import cross_entropy as form
+    else:
+        form = pytorch
+    return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)
+
+
+def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each chunk of ``tokens`` rows of ``row_bytes`` within a budget.
+
+    As few chunks as fit, of equal size, at least a row each; sizes are multiples of ROW_MULTIPLE
+    where the budget holds that many rows.
+    """
+    most = max(1, budget_bytes // row_bytes)
+    if most >= tokens:
+        return [(0, tokens)] if tokens else []
+    multiple = ROW_MULTIPLE if most >= ROW_MULTIPLE else 1
+    most -= most % multiple
+    count = -(-tokens // most)
+    size = -(-tokens // count)
+    size = -(-size // multiple) * multiple
+    return chunks_of(size, tokens)
+
+
+def chunks_of(size: int, tokens: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each chunk of ``size`` rows, the last with what is left."""
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
+    """Return the rows of a first chunk that runs before the count of supervised tokens is read; 0
+    for none.
+
+    None where the chunks are many: then the wait is nothing, and with fewer tokens
+    ``summed_chunk_bounds`` may need smaller ones.
+    """
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    return bounds[0][1] if 0 < len(bounds) <= NARROW_CHUNKS else 0
+
+
+def summed_chunk_bounds(
+    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return ``chunk_bounds`` for a sum over the chunks that is kept in 16 bits, and whether to
+    widen it.
+
+    Beyond NARROW_CHUNKS chunks, rounding the sum after each would cost accuracy. Then either the
+    chunks are larger than the budget, or the sum is kept in ``wide_bytes`` more: whichever needs
+    less memory.
+    """
+    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
+    if len(bounds) <= NARROW_CHUNKS:
+        return bounds, False
+    rows = -(-tokens // NARROW_CHUNKS)
+    if rows > ROW_MULTIPLE:
+        rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    if rows * row_bytes - budget_bytes > wide_bytes:
+        return bounds, True
+    return chunk_bounds(tokens, row_bytes, rows * row_bytes), False

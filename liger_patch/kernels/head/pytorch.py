@@ -1,21 +1,28 @@
 """PyTorch form of the cross entropy of rows, for devices without Triton and for float64.
 
-The formula is in ``loss_options``. Rows are taken a few at a time, so that the float32 copies of
-them stay within SCRATCH_BYTES whatever the number of rows. C: rows, V: vocabulary.
+The formula is in ``options``. Rows are taken a few at a time, so that the float32 copies of them
+stay within SCRATCH_BYTES whatever the number of rows. C: rows, V: vocabulary.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.backend import accumulation_dtype
+from liger_patch.kernels.options import LossOptions
 
 SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a chunk of logits
 COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that losses are computed and returned in: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
+    """Yield as many of the C rows at a time as SCRATCH_BYTES hold the copies of."""
+    rows, vocab_size = logits.shape
+    itemsize = accumulation_dtype(logits.dtype).itemsize
+    block = max(1, SCRATCH_BYTES // (COPIES * vocab_size * itemsize))
+    for start in range(0, rows, block):
+        yield slice(start, min(start + block, rows))
 
 
 def cross_entropy_rows(
@@ -26,13 +33,12 @@ def cross_entropy_rows(
     dlogits: Tensor | None = None,  # (C, V)
     row_scale: Tensor | None = None,  # (C,)
 ) -> Tensor:
-    """Losses (C,) in ``accumulation_dtype``; gradients times ``row_scale`` to ``dlogits``."""
-    rows, vocab_size = logits.shape
+    """Return losses (C,) in ``accumulation_dtype``; write gradients times ``row_scale`` to
+    ``dlogits``.
+    """
     dtype = accumulation_dtype(logits.dtype)
-    losses = torch.empty(rows, dtype=dtype, device=logits.device)
-    block = max(1, SCRATCH_BYTES // (COPIES * vocab_size * dtype.itemsize))
-    for start in range(0, rows, block):
-        part = slice(start, start + block)
+    losses = torch.empty(len(logits), dtype=dtype, device=logits.device)
+    for part in blocks_of_rows(logits):
         losses[part] = _block(
             logits[part].to(dtype),
             labels[part],

@@ -1,6 +1,6 @@
 """Triton form of the cross entropy of rows: (C, V) logits to losses and, in place, to gradients.
 
-The formula is in ``loss_options``. One program walks one row twice: the first walk finds the
+The formula is in ``options``. One program walks one row twice: the first walk finds the
 log-sum-exp with a running maximum, the second turns each logit into its gradient, so a row is read
 from memory once and from the L2 cache once, and written once. C: rows, V: vocabulary. Extra memory:
 one float a row. Running maximum: Milakov and Gimelshein, "Online normalizer calculation for
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.options import LossOptions
 
 MAX_BLOCK_V = 8192  # logits that a program holds at a time
 ELEMENTS_PER_THREAD = 16  # of one block: two 16-byte loads of bf16

@@ -5,7 +5,7 @@ The odds of class v against the label y of its token, and what follows from them
     odds_v = exp(z_v - z_y)        others = sum over v != y of odds_v
     loss   = log(1 + others)       dloss/dz_v = odds_v / (1 + others), v != y
 
-with z the logits of ``loss_options``. Nothing of a row is needed before its odds can be written but
+with z the logits of ``options``. Nothing of a row is needed before its odds can be written but
 z_y, a dot product of its own. So the product's tiles leave the registers as odds, and no kernel
 walks the logits: but for the labels, the gradient is ``factors[:, None] * odds``, and a product
 with a diagonal factor needs no pass over the odds either. The odds of the labels are written as 0:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.head.options import LossOptions
+from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.cross_entropy import (
     LOWEST,
     _bend,

@@ -75,7 +75,7 @@ class LossOptions:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number is finite as a float: an int may be too large for one."""
+    """Return True if a number is finite as a float: an int may be too large for one."""
     try:
         return math.isfinite(value)
     except OverflowError:
