@@ -29,7 +29,7 @@ def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @operator(_gated_result)
 def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """``act(gate) * up``, which records nothing for a backward pass."""
+    """Return ``act(gate) * up``, and record nothing for a backward pass."""
     y = _gated_result(gate, up, activation)
     if serves_triton(gate, up):
         from liger_patch.kernels.triton import gated as gated_triton
@@ -52,7 +52,7 @@ def _gated_backward_results(
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     return _gradients(dy.contiguous(), gate, up, None, activation)
 
 
@@ -60,7 +60,7 @@ def gated_backward(
 def gated_backward_(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up; ``dy``, which is contiguous, becomes ``act(gate) * up``."""
+    """Return the gradients of gate and up; write ``act(gate) * up`` to ``dy``, a contiguous one."""
     return _gradients(dy, gate, up, dy, activation)
 
 
@@ -122,7 +122,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
-    """``act(gate) * up``, saving nothing but its inputs.
+    """Compute ``act(gate) * up``, saving nothing but its inputs.
 
     Args:
         gate, up: (..., I), of one shape, floating dtype and device. Without ``up``, ``gate`` is

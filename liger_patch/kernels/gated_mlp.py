@@ -73,7 +73,7 @@ def _gradients(
     activation: str,
     wanted: tuple[bool, bool, bool, bool],  # of x and of each weight
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Of x and of each weight; None where it is not wanted."""
+    """Return the gradients of x and of each weight; None where it is not wanted."""
     _, wants_gate, wants_up, wants_down = wanted
     shape, dy = dy.shape[:-1], _rows(dy)
     da = dy @ down_weight
@@ -106,7 +106,7 @@ def gated_mlp(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """``(act(x Wg') * x Wu') Wd'``, saving the first two products and not their activation.
+    """Compute ``(act(x Wg') * x Wu') Wd'``, saving the first two products and not their activation.
 
     Under autocast the products run in the autocast dtype, as those of
     ``torch.nn.functional.linear`` do.
@@ -151,7 +151,7 @@ def gated_mlp(
 
 
 def _beside(x: Tensor, name: str, weight: Tensor) -> Tensor:
-    """The weight as a product with ``x``, which is cast already, takes it."""
+    """Return the weight as a product with ``x``, which is cast already, takes it."""
     if weight.device != x.device:
         raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
     cast = _autocast(weight)
@@ -161,7 +161,7 @@ def _beside(x: Tensor, name: str, weight: Tensor) -> Tensor:
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """In the dtype in which a product would run now."""
+    """Return the tensor in the dtype in which a product would run now."""
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or tensor.dtype == torch.float64:  # which autocast does not cast
         return tensor

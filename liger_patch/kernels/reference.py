@@ -2,7 +2,7 @@
 floating dtype, differentiated by autograd.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits and is
-meant for nothing else. The formulas are in ``loss_options`` and ``token_statistics``; softcap as in
+meant for nothing else. The formulas are in ``options`` and ``head/statistics``; softcap as in
 Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 """
 
@@ -22,7 +22,7 @@ def cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     options: LossOptions | None = None,
 ) -> Tensor:
-    """Loss of ready-made logits, in the dtype of the logits: () for "mean" and "sum", (N,) for
+    """Compute the loss of ready-made logits, in their dtype: () for "mean" and "sum", (N,) for
     "none".
     """
     options = options or LossOptions()
@@ -35,7 +35,7 @@ def cross_entropy(
 
     supervised = labels != options.ignore_index
     logits, labels, token_weight = logits[supervised], labels[supervised], token_weight[supervised]
-    z = _bent(logits, options.logit_scale, options.softcap)
+    z = _apply_softcap(logits, options.logit_scale, options.softcap)
     lse = torch.logsumexp(z, dim=-1)
     nll = class_weight[labels] * (lse - z.gather(-1, labels[:, None])[:, 0])
     losses = (1 - options.label_smoothing) * nll
@@ -67,7 +67,7 @@ def linear_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     options: LossOptions | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
+    """Compute ``cross_entropy`` of ``linear(hidden_states, weight, bias) + linear(*low_rank)``."""
     return cross_entropy(
         _logits(hidden_states, weight, bias, low_rank),
         labels,
@@ -87,10 +87,10 @@ def log_probs(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> LogProbs:
-    """All that ``LogProbs`` names, of ready-made logits and in their dtype."""
+    """Compute all that ``LogProbs`` names, of ready-made logits and in their dtype."""
     supervised = labels != ignore_index
     labels = labels[supervised]
-    z = _bent(logits[supervised], logit_scale, softcap) / temperature
+    z = _apply_softcap(logits[supervised], logit_scale, softcap) / temperature
     lse = torch.logsumexp(z, dim=-1)
     log_p = z - lse[:, None]
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)  # 0 * -inf is nan
@@ -120,7 +120,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> LogProbs:
-    """``log_probs(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
+    """Compute ``log_probs(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
     return log_probs(
         _logits(hidden_states, weight, bias, low_rank),
         labels,
@@ -141,6 +141,6 @@ def _logits(
     return logits if low_rank is None else logits + torch.nn.functional.linear(*low_rank)
 
 
-def _bent(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+def _apply_softcap(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
     z = logit_scale * logits
     return z if softcap is None else softcap * torch.tanh(z / softcap)

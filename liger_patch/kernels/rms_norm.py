@@ -115,7 +115,7 @@ def rms_norm(
     offset: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
+    """Compute ``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
     Saved for the backward pass: ``x``, which the caller mostly holds too, and 4 bytes a row.
 

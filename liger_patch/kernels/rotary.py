@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864) of queries and keys in one launch.
 
-Of the first R of D features of each head, x1 and x2 the first and the second half of them (or, of
-interleaved pairs, the even and the odd ones):
+Of the first R of D features of each attention head, x1 and x2 the first and the second half of them
+(or, of interleaved pairs, the even and the odd ones):
 
     y1 = x1 cos1 - x2 sin1          y2 = x2 cos2 + x1 sin2
 
@@ -58,11 +58,11 @@ def _rotary(
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens in front of heads in memory, as the products that made them left them. No view: what
-    an autograd function returns is not to be written to where it is one.
+    """Return memory with tokens in front of attention heads, as the products that made ``x`` left
+    it. No view: what an autograd function returns is not to be written to where it is one.
     """
-    _, heads, tokens, size = x.shape
-    strides = (tokens * heads * size, size, heads * size, 1)
+    _, num_heads, tokens, size = x.shape
+    strides = (tokens * num_heads * size, size, num_heads * size, 1)
     return x.new_empty_strided(x.shape, strides, dtype=dtype)
 
 
@@ -85,7 +85,7 @@ def _rotated(
 
 
 def _turned(cos: Tensor, interleaved: bool) -> int:
-    """R, the number of features that are turned."""
+    """Return R, the number of features that are turned."""
     return cos.shape[-1] * (2 if interleaved else 1)
 
 
@@ -116,26 +116,26 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(
-    q: Tensor,  # (B, heads, T, D)
-    k: Tensor | None,  # (B, other heads, T, D)
+    q: Tensor,  # (B, num_heads, T, D)
+    k: Tensor | None,  # (B, other num_heads, T, D)
     cos: Tensor,  # (B or 1, T, R)
     sin: Tensor,  # (B or 1, T, R)
     *,
     interleaved: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by the angles of their tokens' positions.
+    """Turn queries and keys by the angles of their tokens' positions.
 
     Args:
-        q, k: (B, heads, T, D), each with heads of its own number, of one floating dtype; of any
-            strides. Without ``k``, the second result has no heads.
+        q, k: (B, num_heads, T, D), each of its own number of heads, of one floating dtype; of any
+            strides. Without ``k``, the second result has 0 heads.
         cos, sin: (B or 1, T, R), R even and at most D; no gradient is computed for them. Of
             interleaved pairs (B or 1, T, R / 2): one angle for each. Of any strides.
         interleaved: whether a feature's pair is the one beside it, not R / 2 behind it.
         dtype: of the results; by default the one that ``q * cos`` has.
 
     Returns:
-        Both, tokens in front of heads in memory.
+        Both, tokens in front of attention heads in memory.
 
     Raises:
         ValueError: what does not fit.
@@ -143,7 +143,7 @@ def rotary(
     """
     if q.dim() != 4 or not q.is_floating_point():
         raise ValueError(
-            f"q must be floating point (B, heads, T, D), got {q.dtype} {tuple(q.shape)}"
+            f"q must be floating point (B, num_heads, T, D), got {q.dtype} {tuple(q.shape)}"
         )
     batch, _, tokens, size = q.shape
     if dtype is not None and not dtype.is_floating_point:
@@ -151,7 +151,7 @@ def rotary(
     if k is None:
         k = q.new_empty(batch, 0, tokens, size)
     if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, tokens, size) or k.dtype != q.dtype:
-        expected, given = f"({batch}, heads, {tokens}, {size})", f"{k.dtype} {tuple(k.shape)}"
+        expected, given = f"({batch}, num_heads, {tokens}, {size})", f"{k.dtype} {tuple(k.shape)}"
         raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
     if k.device != q.device:
         raise ValueError(f"k must be on {q.device} as q is, got {k.device}")

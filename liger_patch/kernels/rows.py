@@ -1,5 +1,5 @@
-"""Rows (..., H) in the order in which they lie in memory: heads in front of tokens, a transposed
-view, need no copy.
+"""Rows (..., H) in the order in which they lie in memory: attention heads in front of tokens, a
+transposed view, need no copy.
 """
 
 import torch
@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dense memory for a result of the tensor's shape, rows in the tensor's order; contiguous where
-    the tensor's last dimension is not. Strides of dimensions of size 1 say nothing.
+    """Return dense memory for a result of the tensor's shape, rows in the tensor's order;
+    contiguous where the tensor's last dimension is not. Strides of dimensions of size 1 say
+    nothing.
     """
     if tensor.is_contiguous() or tensor.stride(-1) != 1:
         return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
@@ -24,7 +25,7 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """(...) memory for one element a row, in the order of dense rows (..., H)."""
+    """Return (...) memory for one element a row, in the order of dense rows (..., H)."""
     *leading, size = rows.shape
     if rows.is_contiguous():
         return rows.new_empty(leading, dtype=dtype)
@@ -33,7 +34,7 @@ def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
-    """(...) one value a row, in the order of dense rows (..., H)."""
+    """Return (...) one value a row, in the order of dense rows (..., H)."""
     *leading, size = rows.shape
     each = zip(leading, values.stride(), rows.stride(), strict=False)
     if all(count == 1 or ours * size == theirs for count, ours, theirs in each):
@@ -42,7 +43,7 @@ def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor in the order in memory of a dense result of its shape."""
+    """Return the tensor in the order in memory of a dense result of its shape."""
     if _has_order_of(result, tensor):
         return tensor
     return torch.empty_like(result, dtype=tensor.dtype).copy_(tensor)
