@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import (
-    HAS_TRITON,
     accumulation_dtype,
     check_plain_tensors,
     serves_triton_device,
@@ -227,7 +226,7 @@ def _form(
 ) -> "LogitsForm | OddsForm":
     """Choose how losses and dlogits are computed. Reads nothing from the device."""
     labels, options, has_statistics = config.labels, config.options, bool(statistics)
-    if HAS_TRITON and upstream is None:
+    if upstream is None and serves_triton_device(labels.labels):
         from liger_patch.kernels.head.hopper import OddsForm, serves_odds
 
         if serves_odds(operands, options, statistics):
