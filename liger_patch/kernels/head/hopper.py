@@ -17,7 +17,7 @@ from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.statistics import TokenStatistics
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.triton.odds import _finish_kernel, _label_logit_kernel, _odds_kernel
+from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -133,7 +133,7 @@ class OddsForm:
         self.odds = OddsFactors(scales, labels.labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
-                _label_logit_kernel[(count,)](
+                label_logit_kernel[(count,)](
                     x,
                     x.stride(0),
                     labels.rows,
@@ -191,7 +191,7 @@ class OddsForm:
         with torch.cuda.device_of(x):
             for only_on_overflow in (False, True):
                 again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
-                _odds_kernel[(min(tiles, programs * processors(device)),)](
+                odds_kernel[(min(tiles, programs * processors(device)),)](
                     x_tiles,
                     self._weight_tiles,
                     low_rank_tiles,
@@ -211,7 +211,7 @@ class OddsForm:
                     **again,
                     **constants,
                 )
-                _finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
+                finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
                     partial,
                     labels,
                     self._label_logits[chunk],

@@ -13,50 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.triton.softcap import (
+    apply_softcap,
+    distance_from_max,
+    tanh_derivative,
+)
 
 MAX_BLOCK_V = 8192  # logits that a program holds at a time
 ELEMENTS_PER_THREAD = 16  # of one block: two 16-byte loads of bf16
 MAX_THREADS = 512
 # below every finite bf16 or fp32 logit that matters, and finite: -inf - -inf is nan
 LOWEST = tl.constexpr(-3.0e38)
-
-
-@triton.jit
-def _tanh(x):
-    # (1 - e) / (1 + e) cancels near 0, where the series takes over: to x^9 it is off by 5e-8 at 0.3
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    x2 = x * x
-    near = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
-    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _tanh_derivative(x):
-    e = tl.exp(-2.0 * tl.abs(x))  # 1 - tanh(x)^2 would cancel
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _bend(x, softcap, HAS_SOFTCAP: tl.constexpr):
-    z = x
-    if HAS_SOFTCAP:
-        z = softcap * _tanh(x / softcap)
-    return z
-
-
-@triton.jit
-def _distance(x, largest, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
-    """A logit's distance from the largest of its row: the same fused multiply-add in both walks.
-
-    Were the compiler free to fuse it in one and not in the other, the probabilities of a row would
-    sum to 1 up to the last digit of the largest logit, not of 1.
-    """
-    if HAS_SOFTCAP:
-        distance = tl.fma(_tanh(x * logit_scale / softcap), softcap, -largest)
-    else:
-        distance = tl.fma(x, logit_scale, -largest)
-    return distance
 
 
 @triton.heuristics(
@@ -121,15 +88,15 @@ def _cross_entropy_kernel(
         if start + BLOCK_V <= vocab_size:
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last")
             x = x.to(tl.float32)
-            z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+            z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
             new_max = tl.maximum(running_max, tl.max(z, axis=0))
-            distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
         else:
             mask = start + columns < vocab_size
             x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-            z = tl.where(mask, _bend(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            z = tl.where(mask, apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_max = tl.maximum(running_max, tl.max(z, axis=0))
-            distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
             distance = tl.where(mask, distance, float("-inf"))
         parts = tl.exp(distance)
         if (label >= start) & (label < start + BLOCK_V):
@@ -145,7 +112,7 @@ def _cross_entropy_kernel(
             weighted_logits += tl.sum(weights * tl.where(mask, distance, 0.0), axis=0)
             weight_sum += tl.sum(weights, axis=0)
         running_max = new_max
-    label_distance = _distance(label_x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+    label_distance = distance_from_max(label_x, running_max, softcap, logit_scale, HAS_SOFTCAP)
     label_part = tl.exp(label_distance)
     total = running_sum + label_part
     log_sum = tl.log(total)
@@ -177,7 +144,7 @@ def _cross_entropy_kernel(
                 x = x.to(tl.float32)
             else:
                 x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-            distance = _distance(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
             gradient = share * tl.exp(distance)
             if HAS_SMOOTHING:
                 weights = tl.full((BLOCK_V,), 1.0, dtype=tl.float32)
@@ -186,7 +153,7 @@ def _cross_entropy_kernel(
                     weights = weights.to(tl.float32)
                 gradient -= smooth_scale * weights
             if HAS_SOFTCAP:
-                gradient *= _tanh_derivative(x * logit_scale / softcap)
+                gradient *= tanh_derivative(x * logit_scale / softcap)
             if is_whole:
                 tl.store(dlogits_ptr + start + columns, gradient, eviction_policy="evict_first")
             else:
@@ -196,7 +163,7 @@ def _cross_entropy_kernel(
         if HAS_SMOOTHING:
             label_gradient -= smooth_share * label_weight
         if HAS_SOFTCAP:
-            label_gradient *= _tanh_derivative(label_x * logit_scale / softcap)
+            label_gradient *= tanh_derivative(label_x * logit_scale / softcap)
         tl.debug_barrier()  # the walk has written something else there
         tl.store(dlogits_ptr + label, label_gradient * row_scale)
 

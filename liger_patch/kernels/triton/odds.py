@@ -63,7 +63,7 @@ def _products(a_ptr, b_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _label_logit_kernel(
+def label_logit_kernel(
     x_ptr,  # (N, H)
     x_stride,
     rows_ptr,  # (N,) of x for each token
@@ -206,7 +206,7 @@ def _write_parts(
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
-def _odds_kernel(
+def odds_kernel(
     x,  # descriptor of (C, H)
     weight,  # descriptor of (V, H)
     low_rank,  # descriptor of (C, R), all of R a tile; None for none
@@ -284,7 +284,7 @@ def _odds_kernel(
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
-def _finish_kernel(
+def finish_kernel(
     partial_ptr,  # (2, T, C), (3, T, C) for statistics
     labels_ptr,  # (C,)
     label_logit_ptr,  # (C,)

@@ -11,12 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.triton.cross_entropy import (
-    LOWEST,
-    _bend,
-    _distance,
-    _tanh_derivative,
-    block_and_warps,
+from liger_patch.kernels.triton.cross_entropy import LOWEST, block_and_warps
+from liger_patch.kernels.triton.softcap import (
+    apply_softcap,
+    distance_from_max,
+    tanh_derivative,
 )
 
 
@@ -27,11 +26,11 @@ def _with_block(
     """The largest z so far and, seen from there, the sums of exp(z) and z exp(z), with a block
     more; what the new maximum makes of each exp so far, and the block's.
     """
-    z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+    z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
     new_max = tl.maximum(running_max, tl.max(tl.where(mask, z, float("-inf")), axis=0))
     lowered = running_max - new_max
     factor = tl.exp(lowered)
-    distance = _distance(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+    distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
     distance = tl.where(mask, distance, float("-inf"))
     parts = tl.exp(distance)
     moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
@@ -63,7 +62,7 @@ def _token_statistics_kernel(
     columns = tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row)
     label_x = tl.load(logits_ptr + label).to(tl.float32)
-    label_z = _bend(label_x * logit_scale, softcap, HAS_SOFTCAP)
+    label_z = apply_softcap(label_x * logit_scale, softcap, HAS_SOFTCAP)
 
     running_max = LOWEST
     before_label = float("-inf")  # largest of the classes before the label
@@ -74,7 +73,7 @@ def _token_statistics_kernel(
     for start in range(0, vocab_size, BLOCK_V):
         mask = start + columns < vocab_size
         x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        z = _bend(x * logit_scale, softcap, HAS_SOFTCAP)
+        z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
         z_sum += tl.sum(tl.where(mask, z, 0.0), axis=0)
         z = tl.where(mask, z, float("-inf"))
         is_before = start + columns < label
@@ -144,7 +143,7 @@ def _log_probs_gradient_kernel(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
         )
         x = x.to(tl.float32)
-        distance = _distance(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+        distance = distance_from_max(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
         p = tl.exp(distance) / total
         gradient = share * p
         if dentropy_ptr is not None:
@@ -154,7 +153,7 @@ def _log_probs_gradient_kernel(
         if dlog_probs_ptr is not None:
             gradient += tl.where(start + columns == label, at_label, 0.0)
         if HAS_SOFTCAP:
-            gradient *= _tanh_derivative(x * logit_scale / softcap)
+            gradient *= tanh_derivative(x * logit_scale / softcap)
         tl.store(logits_ptr + start + columns, gradient * logit_scale, mask=mask)
 
 
