@@ -36,10 +36,12 @@ def is_foreign(logits: Recordable) -> bool:
 
 def ancestry(logits: Recordable) -> list[Recordable]:
     """Return these logits and all that they were computed from."""
-    nodes = [logits]
-    for node in nodes:  # which grows
+    nodes, waiting = [], [logits]
+    while waiting:  # no loop over a list that grows: Dynamo of older versions walks a copy
+        node = waiting.pop()
+        nodes.append(node)
         others = (node.parent, None if node.step is None else node.step.other)
-        nodes += [other for other in others if other is not None]
+        waiting += [other for other in others if other is not None]
     return nodes
 
 
@@ -57,11 +59,12 @@ class GradientHooks:
 
     @property
     def waiting(self) -> str | None:
-        """The operation that has set a hook of the user, which needs the gradient itself."""
+        """Return the operation that has set a hook of the user, which needs the gradient itself."""
         return next((name for key, name in self._of_users.items() if key in self._hooks), None)
 
     @property
     def are_none(self) -> bool:
+        """Return whether there is no hook, of a user or of an engine."""
         return not self._hooks
 
     def register(self, hook: Callable, operation: str) -> RemovableHandle:
