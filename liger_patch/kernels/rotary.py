@@ -128,7 +128,7 @@ def rotary(
 
     Args:
         q, k: (B, num_heads, T, D), each of its own number of heads, of one floating dtype; of any
-            strides. Without ``k``, the second result has 0 heads.
+            strides. Without ``k``, the second result has 0 attention heads.
         cos, sin: (B or 1, T, R), R even and at most D; no gradient is computed for them. Of
             interleaved pairs (B or 1, T, R / 2): one angle for each. Of any strides.
         interleaved: whether a feature's pair is the one beside it, not R / 2 behind it.

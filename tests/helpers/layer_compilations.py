@@ -137,7 +137,7 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), table)
         sizes = [f"{x}_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
         sizes += [f"{x}_{part}_stride" for x in ("cos", "sin") for part in ("batch", "token")]
-        sizes += ["tokens", "q_heads", "k_heads", "size", "turned"]
+        sizes += ["tokens", "q_num_heads", "k_num_heads", "size", "turned"]
         # of the tables: specialised where it is 1
         strides = dict.fromkeys(("cos_stride", "sin_stride"), "i32" if interleaved else 1)
         constants = {

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The best of those tried on an H200, for heads of 64 to 256 and for a quarter or a half of one
+# The best of those tried on an H200, for attention heads of 64 to 256 features, of which all, a
+# half or a quarter are turned
 MAX_BLOCK_HEADS = 8  # that a program holds at a time
 PAIRS = 1024  # that a program turns at a time, at least
 WARPS, PARTLY_WARPS = 1, 2  # where all features are turned, and where some are copied, of one token
@@ -28,7 +29,7 @@ def _turn(
     sin_stride,
     token,  # (BLOCK_TOKENS,)
     tokens,
-    heads,
+    num_heads,
     size,
     turned,
     BACKWARD: tl.constexpr,
@@ -37,7 +38,7 @@ def _turn(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The heads of some tokens; features are contiguous."""
+    """Turn the attention heads of some tokens; features are contiguous."""
     pair = tl.arange(0, BLOCK_PAIRS)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
@@ -57,12 +58,12 @@ def _turn(
         across1, across2 = sin2, -sin1
     else:
         across1, across2 = -sin1, sin2
-    for start in range(0, heads, BLOCK_HEADS):
-        head = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-        is_head = token_mask[:, None] & (head < heads)[None, :]
-        x_row = x_ptr + token[:, None] * x_token_stride + head[None, :] * x_head_stride
-        out_row = out_ptr + (token[:, None] * heads + head[None, :]) * size
-        mask = is_head[:, :, None] & (pair < turned // 2)[None, None, :]
+    for start in range(0, num_heads, BLOCK_HEADS):
+        index = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+        is_inside = token_mask[:, None] & (index < num_heads)[None, :]
+        x_row = x_ptr + token[:, None] * x_token_stride + index[None, :] * x_head_stride
+        out_row = out_ptr + (token[:, None] * num_heads + index[None, :]) * size
+        mask = is_inside[:, :, None] & (pair < turned // 2)[None, None, :]
         x1 = tl.load(x_row[:, :, None] + first[None, None, :], mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(x_row[:, :, None] + second[None, None, :], mask=mask, other=0.0).to(tl.float32)
         y1 = x1 * cos1[:, None, :] + x2 * across1[:, None, :]
@@ -71,22 +72,22 @@ def _turn(
         tl.store(out_row[:, :, None] + second[None, None, :], y2, mask=mask)
         if BLOCK_REST > 0:
             rest = turned + tl.arange(0, BLOCK_REST)
-            mask = is_head[:, :, None] & (rest < size)[None, None, :]
+            mask = is_inside[:, :, None] & (rest < size)[None, None, :]
             copied = tl.load(x_row[:, :, None] + rest[None, None, :], mask=mask, other=0.0)
             tl.store(out_row[:, :, None] + rest[None, None, :], copied, mask=mask)
 
 
 @triton.jit
 def _rotary_kernel(
-    q_ptr,  # (B, heads, T, D)
+    q_ptr,  # (B, num_heads, T, D)
     q_batch_stride,
     q_head_stride,
     q_token_stride,
-    k_ptr,  # (B, other heads or none, T, D)
+    k_ptr,  # (B, other num_heads or 0, T, D)
     k_batch_stride,
     k_head_stride,
     k_token_stride,
-    q_out_ptr,  # (B, T, heads, D) contiguous
+    q_out_ptr,  # (B, T, num_heads, D) contiguous
     k_out_ptr,
     cos_ptr,  # (B or 1, T, R), of interleaved pairs (B or 1, T, R / 2)
     cos_batch_stride,
@@ -97,8 +98,8 @@ def _rotary_kernel(
     sin_token_stride,
     sin_stride,
     tokens,
-    q_heads,
-    k_heads,
+    q_num_heads,
+    k_num_heads,
     size,
     turned,
     BACKWARD: tl.constexpr,
@@ -119,7 +120,7 @@ def _rotary_kernel(
         q_ptr + batch * q_batch_stride,
         q_head_stride,
         q_token_stride,
-        q_out_ptr + batch * tokens * q_heads * size,
+        q_out_ptr + batch * tokens * q_num_heads * size,
         cos_ptr,
         cos_token_stride,
         cos_stride,
@@ -128,7 +129,7 @@ def _rotary_kernel(
         sin_stride,
         token,
         tokens,
-        q_heads,
+        q_num_heads,
         size,
         turned,
         BACKWARD,
@@ -142,7 +143,7 @@ def _rotary_kernel(
             k_ptr + batch * k_batch_stride,
             k_head_stride,
             k_token_stride,
-            k_out_ptr + batch * tokens * k_heads * size,
+            k_out_ptr + batch * tokens * k_num_heads * size,
             cos_ptr,
             cos_token_stride,
             cos_stride,
@@ -151,7 +152,7 @@ def _rotary_kernel(
             sin_stride,
             token,
             tokens,
-            k_heads,
+            k_num_heads,
             size,
             turned,
             BACKWARD,
@@ -163,21 +164,21 @@ def _rotary_kernel(
 
 
 def rotary(
-    inputs: tuple[Tensor, Tensor],  # (B, heads, T, D) each
+    inputs: tuple[Tensor, Tensor],  # (B, num_heads, T, D) each
     cos: Tensor,  # (B or 1, T, R), of interleaved pairs (B or 1, T, R / 2)
     sin: Tensor,  # as cos
-    outputs: tuple[Tensor, Tensor],  # of the inputs' shapes, (B, T, heads, D) in memory
+    outputs: tuple[Tensor, Tensor],  # of the inputs' shapes, (B, T, num_heads, D) in memory
     *,
     interleaved: bool,
     backward: bool,
 ) -> None:
     """Write the turned queries and keys; ``backward``: turned back."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
-    batch, q_heads, tokens, size = q.shape
+    batch, q_num_heads, tokens, size = q.shape
     turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
         return
-    blocks, num_warps = tile(q_heads, k.shape[1], size, turned)
+    blocks, num_warps = tile(q_num_heads, k.shape[1], size, turned)
     with torch.cuda.device_of(q):
         _rotary_kernel[(batch * -(-tokens // blocks["BLOCK_TOKENS"]),)](
             q,
@@ -199,7 +200,7 @@ def rotary(
             sin.stride(1),
             sin.stride(2),
             tokens,
-            q_heads,
+            q_num_heads,
             k.shape[1],
             size,
             turned,
@@ -211,11 +212,13 @@ def rotary(
 
 
 @functools.cache
-def tile(q_heads: int, k_heads: int, size: int, turned: int) -> tuple[dict[str, Any], int]:
-    """Constants of the kernel for heads of this number and size, and the warps of a program."""
+def tile(q_num_heads: int, k_num_heads: int, size: int, turned: int) -> tuple[dict[str, Any], int]:
+    """Return constants of the kernel for attention heads of this number and size, and a program's
+    warps.
+    """
     pairs: Any = triton.next_power_of_2(max(1, turned // 2))
-    q_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_heads)))
-    k_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_heads))
+    q_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_num_heads)))
+    k_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_num_heads))
     tokens: Any = 1
     if turned == size:
         tokens = triton.next_power_of_2(-(-PAIRS // (max(q_block, k_block) * pairs)))
