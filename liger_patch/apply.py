@@ -40,10 +40,10 @@ def apply_patch(
     """Make this one model compute its loss without holding its logits; change nothing else.
 
     A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed when they are first looked at. Where position ids that
-    restart, ``cu_seq_lens_q`` or ``seq_idx`` say that rows hold several sequences, no token
-    predicts the first of the next one. But for ``layers``, a call without labels is not touched.
-    Patching a patched model again replaces all options.
+    and ``outputs.logits`` are computed lazily. Where position ids that restart, ``cu_seq_lens_q``
+    or ``seq_idx`` say that rows hold several sequences, no token predicts the first of the next
+    one. But for ``layers``, a call without labels is not touched. Patching a patched model again
+    replaces all options.
 
     Args:
         model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around
@@ -84,11 +84,12 @@ def apply_patch(
     lacking = [n for n in sorted(names) if not count_layers(target)[n]]
     if lacking and layers is not True:
         restore_layers(target, names - before)
+        prefixes = row.layers.split()
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
-            f"layer that has a kernel: none of Transformers' own, of a class that {row.model_type} "
-            f"names ({row.layers}), whose forward no hook of accelerate holds (and whose "
-            "activation, where it is gated, is silu or gelu_pytorch_tanh)"
+            "layer that has a kernel. Its class must be Transformers' own, begin with "
+            f"{' or '.join(prefixes)}, and have no hook of accelerate. A gated layer must be one "
+            "whose activation is silu or gelu_pytorch_tanh"
         )
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
@@ -147,7 +148,7 @@ def revert_patch(model: Model) -> Model:
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """What ``patch_status`` says; ``str()`` of it is a table.
+    """The result of ``patch_status``; ``str()`` of it is a table.
 
     Attributes:
         patched: whether the model is patched.
@@ -167,7 +168,7 @@ class PatchStatus:
 
 
 def patch_status(model: nn.Module) -> PatchStatus:
-    """What is fused for this model, what falls back to ordinary logits, and why.
+    """Return what is fused for this model, what falls back to ordinary logits, and why.
 
     Raises:
         TypeError: not a Transformers model.
@@ -227,7 +228,7 @@ def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The model that is patched: what a PEFT wrapper wraps, or the model itself.
+    """Return the model that is patched: what a PEFT wrapper wraps, or the model itself.
 
     Raises:
         TypeError: not a Transformers model.

@@ -70,7 +70,7 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
 
     Raises:
         ValueError: the flag is set, and the model's architecture has no row in the registry, or
-            ``apply_patch`` gave it options that TRL's loss does not know.
+            ``apply_patch`` gave it options that TRL's loss does not have.
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
@@ -119,8 +119,8 @@ def apply_trl_patch(
     if record is None:
         if head is None:
             raise RuntimeError(
-                f"{type(target).__name__} has no fused head of TRL that is known here: "
-                f"apply_trl_patch takes the model of a trainer of {SUPPORTED}, got one with trl "
+                f"{type(target).__name__} has no fused head of TRL that is known here. "
+                f"apply_trl_patch takes the model of a trainer of {SUPPORTED}, got trl "
                 f"{trl.__version__}"
             )
         apply_patch(target, chunk_mib=chunk_mib, layers=layers)
@@ -142,7 +142,7 @@ def apply_trl_patch(
 
 
 def _taken_back(model: Any) -> dict[str, Any]:
-    """Revert ``apply_patch`` of a model that TRL is about to add its head to; what to keep."""
+    """Revert ``apply_patch`` before TRL adds its head to the model; return what to keep of it."""
     target = transformers_model(model)
     record = record_of(target)
     if record is None:
@@ -218,7 +218,7 @@ class _LogProbsCall:
         kwargs: dict[str, Any],
         own: dict[str, Any],
     ) -> Any:
-        """TRL's output, or None where the record says why not."""
+        """Return TRL's output, or None where the record says why not."""
         others = {k: v for k, v in kwargs.items() if k not in own and k != "fused_lm_head"}
         with deferring(model, record) as forward_pass:
             if forward_pass.unfused is not None:
@@ -265,7 +265,7 @@ class _LogProbsCall:
 
 
 def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:
-    """The head outside autocast, where the trainer has cast it to float32."""
+    """Return the head outside autocast, where the trainer has cast it to float32; else None."""
     tensors = (parts.hidden_states, parts.weight, parts.bias)
     if all(t is None or t.dtype == torch.float32 for t in tensors):
         return parts._replace(autocast_dtype=None)
@@ -288,7 +288,7 @@ class _TrlsHead(NamedTuple):
 
 
 def _trls_head(model: PreTrainedModel) -> _TrlsHead | None:
-    """By the variables of the model's own ``forward``."""
+    """Return what TRL has added, by the variables of the model's own ``forward``, or None."""
     forward: Any = vars(model).get("forward")
     outermost = True
     while forward is not None:
