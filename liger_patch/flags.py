@@ -4,17 +4,19 @@ import os
 
 
 def return_logits() -> bool | None:
-    """LIGER_PATCH_RETURN_LOGITS: True: real logits; False: fused or an error; None: automatic."""
+    """Return LIGER_PATCH_RETURN_LOGITS: True for real logits, False for fused or an error, None for
+    automatic.
+    """
     return _switch("LIGER_PATCH_RETURN_LOGITS")
 
 
 def verify() -> bool:
-    """LIGER_PATCH_VERIFY: whether the first training step is compared with the ordinary path."""
+    """Return LIGER_PATCH_VERIFY: whether the first training step is checked."""
     return bool(_switch("LIGER_PATCH_VERIFY"))
 
 
 def chunk_mib() -> float | None:
-    """LIGER_PATCH_CHUNK_MIB: MiB of logits held at once, None where unset."""
+    """Return LIGER_PATCH_CHUNK_MIB: MiB of logits held at once, None where unset."""
     name = "LIGER_PATCH_CHUNK_MIB"
     text = os.environ.get(name, "")
     if not text:

@@ -99,7 +99,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 
 def find(model: PreTrainedModel) -> Architecture:
-    """The row of `model`, whose class may be a subclass of the row's.
+    """Return the row of `model`, whose class may be a subclass of the row's.
 
     Raises ValueError, naming every supported architecture, where there is none.
     """
@@ -116,13 +116,13 @@ def find(model: PreTrainedModel) -> Architecture:
 
 
 def available() -> list[Architecture]:
-    """The rows whose class the installed Transformers has."""
+    """Return the rows whose class the installed Transformers has."""
     exported = _exported_names()
     return [row for row in ARCHITECTURES if row.class_name in exported]
 
 
 def missing() -> list[Architecture]:
-    """The rows whose class the installed Transformers does not have."""
+    """Return the rows whose class the installed Transformers does not have."""
     exported = _exported_names()
     return [row for row in ARCHITECTURES if row.class_name not in exported]
 

@@ -18,7 +18,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def once_for_each_class(derive: Derive) -> Derive:
-    """Decorator of a function that derives a class: ``functools.cache``, one thread at a time."""
+    """Decorate a function that derives a class: ``functools.cache``, one thread at a time."""
     cached = functools.cache(derive)
 
     @functools.wraps(derive)
@@ -30,7 +30,7 @@ def once_for_each_class(derive: Derive) -> Derive:
 
 
 def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any) -> Any:
-    """A subclass of ``original`` that passes for it: same name, same documentation.
+    """Derive a subclass of ``original`` of the same name and documentation.
 
     Args:
         derive: the function of a module that gives this class for ``original``: pickles name it.

@@ -52,8 +52,8 @@ class Head:
 
     @functools.cached_property
     def merged(self) -> tuple[tuple[list[str], tuple[str, ...]], ...]:
-        """PEFT's lists of the adapters that are merged into the weight, and what they held at the
-        first product: PEFT may unmerge adapters when the head is called, before that product.
+        """Return PEFT's lists of the adapters that are merged into the weight, and what they held
+        at the first product: PEFT may unmerge adapters when the head is called, before that.
         """
         if "peft" not in sys.modules:
             return ()
@@ -136,7 +136,7 @@ class HeadCall:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments of ``product``."""
+        """Return the arguments of ``product``."""
         if isinstance(self.weight, Tensor):
             return self.hidden_states, self.weight, self.bias
         return (self.hidden_states,)

@@ -37,7 +37,7 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _add(*summands: Any) -> Tensor:
-    """Of a head that is a sum of products (LoRA)."""
+    """Record the sum of two products of a head (LoRA)."""
     if len(summands) != 2:
         return NotImplemented
     a, b = summands
@@ -77,7 +77,7 @@ def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
-    """As accelerate moves the outputs of a model that is spread over devices."""
+    """Record a move to a device, as accelerate moves the outputs of a model on several."""
     device = torch.empty(0, device=target).device  # with its index
     if device == logits.device:
         return logits
@@ -89,8 +89,8 @@ def _rows(logits: Recordable, apply: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _getitem(logits: Any, index: Any) -> Tensor:
-    """The index is applied when logits are computed: a tensor in it, which its owner may change by
-    then, is copied.
+    """Record a choice of rows. It is applied when logits are computed: tensors in the index, which
+    their owner may change by then, are copied.
     """
     if not isinstance(logits, Recordable):
         return NotImplemented

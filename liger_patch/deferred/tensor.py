@@ -117,8 +117,8 @@ class DeferredLogits(Recordable):
 
     @property
     def _is_settled(self) -> bool:
-        """Whether these logits, or any that they were computed from, have been read (and may have
-        been written to) or are another autograd function's.
+        """Return whether these logits, or any that they were computed from, have been read (and may
+        have been written to) or are another autograd function's.
         """
         return any(
             node.value is not None or is_foreign(node) or node.hooks.waiting is not None
@@ -131,7 +131,7 @@ class DeferredLogits(Recordable):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it is too late to compute them."""
+        """Return whether it is too late to compute them."""
         if self.value is not None:
             return False
         if self.head_call.changed() is not None or self.head_call.freed():

@@ -49,7 +49,7 @@ class LayerWeight(ABC):
         self.device = stored.device
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop``, (stop - start, H), in new memory.
+        """Return rows ``start`` to ``stop``, (stop - start, H), in new memory.
 
         Beside them it takes memory in proportion to them only: two blocks, the scales, and what
         bitsandbytes or PyTorch takes for so many numbers where one kernel does not do it all.
@@ -64,12 +64,12 @@ class LayerWeight(ABC):
         return self._dequantised(start, stop)
 
     def is_current(self) -> bool:
-        """Whether it is still the layer's: merging an adapter gives the layer another."""
+        """Return whether the layer still has this weight: merging an adapter replaces it."""
         return self._layer.weight is self.stored
 
     @abstractmethod
     def _dequantised(self, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop``, which are within the weight."""
+        """Return rows ``start`` to ``stop``, which are within the weight."""
 
 
 class _Weight4bit(LayerWeight):
@@ -112,7 +112,7 @@ class _Weight4bit(LayerWeight):
         return numbers[cut : cut + (stop - start) * width].view(-1, width)
 
     def _scales(self, first: int, last: int) -> Tensor:
-        """Of the blocks ``first`` to ``last``, float32."""
+        """Return the scales of the blocks ``first`` to ``last``, float32."""
         scales, nested = self._state.absmax, self._nested
         if nested is None:
             return scales[first:last]
@@ -147,17 +147,17 @@ class _Weight8bit(LayerWeight):
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether this is a quantised linear layer of bitsandbytes."""
+    """Return whether this is a quantised linear layer of bitsandbytes."""
     return isinstance(module, (Linear4bit, Linear8bitLt))
 
 
 def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
-    """The weight of a bitsandbytes linear layer whose input comes in ``dtype``.
+    """Return the weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 
     None where a product with its dequantised rows (and its bias) is not what the class computes,
     or where it cannot be read: any other module, a subclass with a ``forward`` of its own, a weight
     that is not quantised yet, is on the meta device or apart from its scales, and a 4-bit one that
-    bitsandbytes has packed for inference on a CPU. Autocast is not looked at.
+    bitsandbytes has packed for inference on a CPU. Autocast is not considered.
     """
     forward = type(module).forward
     if isinstance(module, Linear4bit) and forward is Linear4bit.forward:
@@ -189,7 +189,7 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
 
 
 def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:
-    """As in ``Linear4bit.forward``: its first input may set the compute dtype."""
+    """Return the dtype of ``Linear4bit.forward``, whose first input may set it."""
     if not module.compute_type_is_set and dtype in (torch.float32, torch.bfloat16):
         return dtype
     return module.compute_dtype or dtype

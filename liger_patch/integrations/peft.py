@@ -6,7 +6,7 @@ from torch import nn
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model that a ``PeftModel`` wraps; any other module as it is."""
+    """Return the model that a ``PeftModel`` wraps; any other module as it is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 

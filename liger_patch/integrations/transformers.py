@@ -33,8 +33,8 @@ class Trainer(transformers.Trainer):
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model divides its loss by what is counted in the whole step. With means of
-        sequences it does, also where its class says that it takes no number of tokens.
+        """Return whether the model divides its loss by what is counted in the whole step. With
+        means of sequences it does, also where its class says that it takes no number of tokens.
         """
         return self._accepts_loss_kwargs or self._averages_sequences()
 
@@ -45,7 +45,7 @@ class Trainer(transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        """The batches of one optimizer step, each with the number of sequences in all of them."""
+        """Return the batches of a step, each with the number of sequences in all of them."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_items is not None and batches and self._averages_sequences():
             count = torch.stack([count_sequences(batch).to(device) for batch in batches]).sum()
@@ -65,7 +65,7 @@ class Trainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """As Transformers'; in an evaluation, the mean of the sequences of one batch."""
+        """Compute Transformers' loss; in an evaluation, the mean over one batch's sequences."""
         if NUM_SEQUENCES not in inputs and self._averages_sequences():
             num_items_in_batch = None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -94,7 +94,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.gradients = result.gradients if in_forward else None
         save_inputs(ctx, inputs, config.options)
         results = [
-            # a result of its own, no view: autograd lets nobody change those in place
+            # no view: autograd forbids in-place changes of the views that a function returns
             labels.scatter(values[name].clone()) if name in outputs else None
             for name in LogProbs._fields
         ]

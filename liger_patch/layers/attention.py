@@ -113,7 +113,7 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     """Return a function of the same code, for which the global ``name`` is ``value``.
 
     Each call looks up all other globals in the function's module, and uses the function that it
-    finds there under ``name`` if somebody has replaced it since.
+    finds there under ``name`` if that was replaced since.
     """
     module = function.__globals__
     own = module[name]

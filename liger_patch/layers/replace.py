@@ -59,7 +59,7 @@ def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -
         if layer not in names or "forward" in vars(module):
             continue
         _restore(module)  # decide anew: somebody may have replaced its class's forward
-        key = layer, CONFIGURATIONS.get(layer, id)(module)
+        key = layer, CONFIGURATIONS[layer](module)
         if key not in replacements:
             replacements[key] = CLASSES[layer](module)
         if replacements[key] is not None:

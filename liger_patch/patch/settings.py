@@ -47,12 +47,12 @@ class LossSettings:
 
     @property
     def changes_loss(self) -> bool:
-        """Whether the loss differs from that of Transformers."""
+        """Return whether the loss differs from that of Transformers."""
         return bool(self.changed)
 
     @property
     def changed(self) -> str:
-        """The options that change the loss, for messages."""
+        """Return the options that change the loss, for messages."""
         own, usual = vars(self), vars(LossSettings(chunk_mib=self.chunk_mib))
         return ", ".join(f"{name}={own[name]!r}" for name in own if own[name] != usual[name])
 
@@ -62,11 +62,11 @@ class OtherCall(Protocol):
 
     @property
     def otherwise(self) -> str:
-        """What liger_patch does where it cannot fuse, for messages."""
+        """Return what liger_patch does where it cannot fuse, for messages."""
         ...
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is one."""
+        """Return whether a call with these arguments is one."""
         ...
 
     def __call__(
@@ -106,13 +106,13 @@ class PatchRecord:
 
     @property
     def chunk_mib(self) -> float | None:
-        """MiB of logits held at once, None for the operator's default."""
+        """Return the MiB of logits held at once, None for the operator's default."""
         return flags.chunk_mib() or self.settings.chunk_mib
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether the loss is Transformers' own, bit for bit, where a token is supervised: with
-        LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it.
+        """Return whether the loss is Transformers' own, bit for bit, where a token is supervised:
+        with LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it.
         """
         return flags.return_logits() is True and not self.settings.changes_loss
 

@@ -60,7 +60,7 @@ ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """What the passes of one call through the chunks have in common.
+    """The configuration of one call of an operator, for each pass through its chunks.
 
     Attributes:
         labels: of the tokens.
@@ -88,7 +88,7 @@ class ChunkConfig:
 
 
 class ChunkedResult(NamedTuple):
-    """What a pass through the chunks gives.
+    """The result of ``run_chunks``.
 
     Attributes:
         losses: (n,), unscaled; empty with upstream gradients.

@@ -169,7 +169,7 @@ def _cross_entropy_kernel(
 
 
 def block_and_warps(vocab_size: int, warp_size: int = 32) -> tuple[int, int]:
-    """Logits per block, and warps per program, for a row of ``vocab_size`` logits."""
+    """Return logits per block, and warps per program, for a row of ``vocab_size`` logits."""
     block_v = min(MAX_BLOCK_V, 1 << (vocab_size - 1).bit_length())
     threads = min(MAX_THREADS, max(warp_size, block_v // ELEMENTS_PER_THREAD))
     return block_v, threads // warp_size
@@ -183,7 +183,9 @@ def cross_entropy_rows(
     dlogits: Tensor | None = None,  # (C, V)
     row_scale: Tensor | None = None,  # (C,) float32
 ) -> Tensor:
-    """Losses (C,) in float32; gradients times ``row_scale`` go to ``dlogits``, maybe ``logits``."""
+    """Return losses (C,) in float32; write gradients times ``row_scale`` to ``dlogits``, which may
+    be ``logits``.
+    """
     rows, vocab_size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:

@@ -40,7 +40,7 @@ def _slope(x, IS_SILU: tl.constexpr):
 
 @triton.jit
 def _places(columns, IS_HALVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's elements are in results and in gates, and which of them exist."""
+    """Return where a program's elements are in results and in gates, and which of them exist."""
     if IS_HALVES:
         blocks = tl.cdiv(columns, BLOCK)  # of a row
         row = (tl.program_id(0) // blocks).to(tl.int64)

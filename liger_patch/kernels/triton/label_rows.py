@@ -68,7 +68,7 @@ def add_label_rows_(
     labels: Tensor,  # (n,) in [0, V)
     label_gradients: Tensor,  # (n,) float32
 ) -> None:
-    """``dweight[labels] += label_gradients[:, None] * x[rows]``, also where labels repeat."""
+    """Add ``label_gradients[:, None] * x[rows]`` to ``dweight[labels]``; labels may repeat."""
     ordered, order = torch.sort(labels.to(torch.int32), stable=True)
     hidden_size = x.shape[1]
     with torch.cuda.device_of(x):

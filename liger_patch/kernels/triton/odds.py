@@ -34,7 +34,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 @triton.jit
 def _z_and_slope(x, logit_scale, softcap):
-    """z times log2(e), and dz/dx over logit_scale, of raw logits x."""
+    """Return z times log2(e), and dz/dx over logit_scale, of raw logits x."""
     slope = 1.0
     if softcap is not None:
         # tanh(u) = 1 - 2 r with r = 1 / (1 + exp(2 u)): off by 2e-7 at most. A root and a square
@@ -51,7 +51,7 @@ def _z_and_slope(x, logit_scale, softcap):
 
 @triton.jit
 def _products(a_ptr, b_ptr, size, BLOCK: tl.constexpr):
-    """Sums of the products of two rows, for each place of a block."""
+    """Sum the products of two rows, for each place of a block."""
     columns = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, size, BLOCK):
@@ -156,7 +156,7 @@ def _write_parts(
     SUMS: tl.constexpr,
     PART_V: tl.constexpr,
 ):
-    """``_write_odds``, PART_V columns at a time."""
+    """Call ``_write_odds``, PART_V columns at a time."""
     rows: tl.constexpr = logits.shape[0]
     half_v: tl.constexpr = logits.shape[1] // 2
     if half_v < PART_V:
@@ -231,7 +231,7 @@ def odds_kernel(
     TILE_H: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Programs walk the tiles of the product together, each a tile of odds at a time."""
+    """One tile of odds per program at a time: programs walk the tiles of the product together."""
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
         if tl.load(overflow_ptr) != start + 1:
             return
@@ -312,8 +312,8 @@ def finish_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """A few rows a program: losses, factors, the labels' gradients, statistics, and where odds
-    overflowed, the reference for another time.
+    """One program per few rows: losses, factors, the labels' gradients, statistics, and where odds
+    overflowed, the reference for the second time.
     """
     if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
         if tl.load(overflow_ptr) != start + 1:

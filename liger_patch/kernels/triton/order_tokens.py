@@ -48,8 +48,8 @@ def order_tokens(
     vocab_size: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels (N,) and rows (N,), the supervised ones first and zeros after them, and counts (2,):
-    supervised tokens, and those of them with a label outside [0, V).
+    """Return labels (N,) and rows (N,), the supervised ones first and zeros after them, and counts
+    (2,): supervised tokens, and those of them with a label outside [0, V).
     """
     tokens = len(labels)
     ordered, rows = torch.zeros(2, tokens, dtype=torch.int64, device=labels.device)

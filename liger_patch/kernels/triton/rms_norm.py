@@ -1,8 +1,8 @@
 """Triton form of RMSNorm. The formulas are in ``rms_norm``. R: rows, H: hidden size, P: programs.
 
-Tiles of whole rows: several short ones (heads) at a time, or one long one. Extra memory of the
-backward pass: (P, H) floats of the weight's gradient, summed in a fixed order. The constants are
-the best of those tried on an H200, for rows of 128 to 8192.
+Tiles of whole rows: several short ones (attention heads) at a time, or one long one. Extra memory
+of the backward pass: (P, H) floats of the weight's gradient, summed in a fixed order. The constants
+are the best of those tried on an H200, for rows of 128 to 8192.
 """
 
 import functools
@@ -55,7 +55,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _backward_terms(dy, x, scale, rstd):
-    """The gradient of the normed x, the normed x, and what dweight sums."""
+    """Return the gradient of the normed x, the normed x, and what dweight sums."""
     normed = x * rstd[:, None]
     return dy * scale[None, :], normed, dy * normed
 
@@ -76,7 +76,7 @@ def _rms_norm_backward_kernel(
     BLOCK_REST: tl.constexpr,  # of the columns behind BLOCK_H of them; 0 where there are none
     STAGES: tl.constexpr,
 ):
-    """Each program walks tiles of rows, a grid apart, and sums their part of dweight."""
+    """One tile of rows per program at a time, a grid apart; each sums its part of dweight."""
     column = tl.arange(0, BLOCK_H)
     is_column = column < hidden_size
     scale = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
@@ -222,7 +222,7 @@ def rms_norm_backward(
 
 @functools.cache
 def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
-    """Constants of the forward kernel for rows of this size, and the warps of a program."""
+    """Return constants of the forward kernel for rows of this size, and a program's warps."""
     block_h: Any = triton.next_power_of_2(hidden_size)
     return {"BLOCK_ROWS": _block_rows(block_h), "BLOCK_H": block_h}, _warps(block_h)
 
@@ -231,7 +231,7 @@ def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
 def backward_tile(
     hidden_size: int, element_bytes: int, most_bytes: int
 ) -> tuple[dict[str, Any], int]:
-    """Constants of the backward kernel, and the warps of a program.
+    """Return constants of the backward kernel, and the warps of a program.
 
     From TWO_BLOCKS columns on, a tile has a second block of columns where one block would have 3/8
     of its lanes idle, or more.

@@ -33,7 +33,7 @@ def _scale_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Programs walk the values together, ``stride`` elements a step; a factor of 1: return."""
+    """One block per program at a time, ``stride`` elements apart; nothing for a factor of 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return
@@ -43,7 +43,7 @@ def _scale_kernel(
 
 
 def scale_(values: Sequence[Tensor], factor: Tensor) -> None:
-    """Each of ``values *= factor``: contiguous, of any shape; a factor of one element."""
+    """Multiply each of the values, contiguous and of any shape, by a factor of one element."""
     values = [each for each in values if each.numel()]
     for start in range(0, len(values), 2):  # two a launch: of a head and of its input
         first = values[start]
@@ -103,7 +103,7 @@ def scale_rows(
     rows: Tensor | None = None,  # (C,) int64
     label_part: tuple[Tensor, Tensor, Tensor] | None = None,  # (C,) int64, (C,) float32, (V, H)
 ) -> Tensor:
-    """``out[rows] = factors[:, None] * values``, rounded once; without ``rows`` the first C.
+    """Write ``factors[:, None] * values`` to ``out[rows]``, or to its first C rows; round once.
 
     With ``label_part`` of labels, their gradients and a weight, plus
     ``label_gradients[:, None] * weight[labels]``.

@@ -23,8 +23,10 @@ from liger_patch.kernels.triton.softcap import (
 def _with_block(
     x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr
 ):
-    """The largest z so far and, seen from there, the sums of exp(z) and z exp(z), with a block
-    more; what the new maximum makes of each exp so far, and the block's.
+    """Add a block to the running sums of a row, and return them.
+
+    They are the largest z, the sums of exp(z - largest) and of (z - largest) exp(z - largest), the
+    factor on each exp before, and the block's own exps.
     """
     z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
     new_max = tl.maximum(running_max, tl.max(tl.where(mask, z, float("-inf")), axis=0))
