@@ -120,8 +120,8 @@ def apply_trl_patch(
         if head is None:
             raise RuntimeError(
                 f"{type(target).__name__} has no fused head of TRL that is known here. "
-                f"apply_trl_patch takes the model of a trainer of {SUPPORTED}, got trl "
-                f"{trl.__version__}"
+                "Call apply_trl_patch(trainer.model) once the trainer is made, with "
+                f"{SUPPORTED}, got trl {trl.__version__}"
             )
         apply_patch(target, chunk_mib=chunk_mib, layers=layers)
         record = record_of(target)
@@ -156,8 +156,8 @@ def _taken_back(model: Any) -> dict[str, Any]:
 def _check_loss_is_trls(settings: LossSettings) -> None:
     if settings.changes_loss:
         raise ValueError(
-            f"{settings} has no part in TRL's loss: use the options of apply_patch with their "
-            "defaults, and those of SFTConfig"
+            f"{settings.changed} has no part in TRL's loss: use the options of apply_patch with "
+            "their defaults, and those of SFTConfig"
         )
 
 
