@@ -54,7 +54,7 @@ def _sft(model: nn.Module, *, use_liger_patch: bool, layers: bool = False) -> Lo
         own,
         config,
         train_dataset=_dataset(),
-        processing_class=_tokenizer(),
+        processing_class=tiny_tokenizer(),
     )
 
     def loss(batch: Mapping[str, Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ def _dataset() -> Any:
     return Dataset.from_dict({"input_ids": [[0, 1]], "labels": [[0, 1]]})
 
 
-def _tokenizer() -> Any:
+def tiny_tokenizer() -> Any:
     """Return a tokenizer that is never used: the trainer needs one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

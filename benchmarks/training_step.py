@@ -71,14 +71,14 @@ def _rows(
             first_steps[name] = loss
         else:
             losses[name] = loss
-            first_steps[name] = attempt(lambda loss=loss: _first_step(loss, built, batch))
+            first_steps[name] = attempt(lambda loss=loss: first_step(loss, built, batch))
     truth = next((first for first in first_steps.values() if isinstance(first, dict)), {})
-    right = [name for name, first in first_steps.items() if _agrees(first, truth)]
-    steps = {name: partial(_step, losses[name], built, batch) for name in right}
+    right = [name for name, first in first_steps.items() if agrees(first, truth)]
+    steps = {name: partial(run_step, losses[name], built, batch) for name in right}
     rows: list[dict] = []
     bounds: dict[str, Callable[[], None]] = {}
     if "eager" in steps and not model.quantised:  # 4-bit matmuls unpack their weights
-        bound = attempt(lambda: _step_bound(steps["eager"], built, batch))
+        bound = attempt(lambda: step_bound(steps["eager"], built, batch))
         if isinstance(bound, Failure):
             rows.append({"model": model.name, "contender": LOWER_BOUND, **asdict(bound)})
         else:
@@ -96,9 +96,10 @@ def _rows(
     return rows
 
 
-def _step_bound(
+def step_bound(
     step: Callable[[], None], model: PreTrainedModel, batch: Mapping[str, Tensor]
 ) -> Callable[[], None]:
+    """Return a function that computes the matmuls and attentions of one call of ``step``."""
     return step_matmuls(
         step,
         tokens=batch["labels"].numel(),
@@ -107,14 +108,16 @@ def _step_bound(
     )
 
 
-def _step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def run_step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Compute loss and gradients of a batch, and clear the gradients."""
     try:
         loss(batch).backward()
     finally:
         model.zero_grad()
 
 
-def _first_step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+def first_step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the loss of a batch, and the norm of all gradients, which are cleared."""
     try:
         value = loss(batch)
         value.backward()
@@ -125,7 +128,7 @@ def _first_step(loss: Loss, model: nn.Module, batch: Mapping[str, Tensor]) -> di
         model.zero_grad()
 
 
-def _agrees(first: dict[str, float] | Failure, truth: dict[str, float]) -> bool:
+def agrees(first: dict[str, float] | Failure, truth: dict[str, float]) -> bool:
     """Tell whether it has eager's loss and gradients, or those of the first contender that runs."""
     if isinstance(first, Failure):
         return False

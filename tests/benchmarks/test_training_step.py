@@ -118,7 +118,7 @@ def test_the_lower_bound_has_as_many_operations_as_eagers_matmuls(model: Model):
     left_out = batch["labels"].numel() - sum(label != IGNORE_INDEX for label in predicted)
     sizes = inner.config.hidden_size * inner.config.vocab_size
     products = 3 if inner.get_output_embeddings().weight.requires_grad else 2
-    bound = training_step._step_bound(step, built, batch)
+    bound = training_step.step_bound(step, built, batch)
     assert left_out > len(batch["labels"])
     assert operations(bound) == operations(step) - 2 * products * left_out * sizes > 0
 
