@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from liger_patch import flags, registry
 from liger_patch.kernels.head.inputs import default_chunk_mib
+from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch.forward import (
     RECORD,
@@ -58,7 +59,8 @@ def apply_patch(
             each sequence's own mean, whether rows hold one sequence or several. Over several
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
-            some of "rms_norm", "rotary" and "gated". These run in calls without labels too.
+            some of "rms_norm", "rotary", "gated" and "lora". These run in calls without labels too.
+            LoRA adapters may come later: the next call finds them.
 
     Returns:
         The same object.
@@ -71,6 +73,7 @@ def apply_patch(
     """
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
+    asked = layers if isinstance(layers, bool) else names
     target = transformers_model(model)
     record = record_of(target)
     row = registry.find(target)
@@ -81,7 +84,8 @@ def apply_patch(
         )
     before = frozenset(name for name, count in count_layers(target).items() if count)
     replace_layers(target, row, names)
-    lacking = [n for n in sorted(names) if not count_layers(target)[n]]
+    counts = count_layers(target)
+    lacking = [n for n in sorted(names - {"lora"}) if not counts[n]]  # adapters may come later
     if lacking and layers is not True:
         restore_layers(target, names - before)
         prefixes = row.layers.split()
@@ -93,12 +97,12 @@ def apply_patch(
         )
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
-        record.settings = settings
+        record.settings, record.layers, record.adapters = settings, asked, None
         return model
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
-    record = PatchRecord(settings)
+    record = PatchRecord(settings, layers=asked)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
@@ -208,6 +212,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("last loss", verdict[record.fused]),
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
+            *(("", f"{n} lora: PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
                 "LIGER_PATCH_RETURN_LOGITS",

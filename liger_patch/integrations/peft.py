@@ -1,8 +1,14 @@
 """PEFT: the Transformers model inside a PEFT wrapper. Imported only where peft is loaded."""
 
+from typing import Any, NamedTuple
+
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
+
+LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
+LORA_FORWARDS = ("Linear.forward", "Linear4bit.forward", "Linear8bitLt.forward")
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -16,3 +22,61 @@ def merged_adapters(*modules: nn.Module | None) -> tuple[list[str], ...]:
     """
     layers = [module for module in modules if isinstance(module, BaseTunerLayer)]
     return tuple(layer.merged_adapters for layer in layers if hasattr(layer, "merged_adapters"))
+
+
+class Adapter(NamedTuple):
+    """The one active LoRA adapter of a linear layer.
+
+    Attributes:
+        a, b: (R, H), (O, R).
+        scaling: factor on what it adds.
+        dropout: probability now, in [0, 1).
+        modules: that PEFT calls to compute it.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: float
+    modules: tuple[nn.Module, ...]
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Return True for a linear layer with LoRA adapters that runs PEFT's own forward."""
+    forward = type(module).forward
+    return (
+        isinstance(module, LoraLayer)
+        and isinstance(getattr(module, "base_layer", None), nn.Module)
+        and forward.__module__ in LORA_MODULES
+        and forward.__qualname__ in LORA_FORWARDS
+    )
+
+
+def plain_adapter(layer: Any) -> Adapter | str:
+    """Return the adapter of a layer that adds ``scaling * B A dropout(x)`` and nothing else; or why
+    it is not so.
+    """
+    if layer.disable_adapters:
+        return "adapters are disabled"
+    if layer.merged_adapters:
+        return "adapters are merged"
+    matrices: Any = layer.lora_A
+    active = [name for name in layer.active_adapters if name in matrices]
+    if len(active) != 1:
+        return f"{len(active)} active adapters"
+    (name,) = active
+    if name in layer.lora_variant:
+        return type(layer.lora_variant[name]).__name__
+    if getattr(layer, "fan_in_fan_out", False):
+        return "fan_in_fan_out=True"
+    a, b, dropout = matrices[name], layer.lora_B[name], layer.lora_dropout[name]
+    if not (type(a) is type(b) is nn.Linear and a.bias is None and b.bias is None):
+        return "lora_bias=True, or matrices of another class"
+    rate = 0.0
+    if type(dropout) is nn.Dropout:
+        rate = dropout.p if dropout.training else 0.0
+    elif type(dropout) is not nn.Identity:
+        return f"dropout is a {type(dropout).__name__}"
+    if rate >= 1.0:
+        return "lora_dropout=1"
+    return Adapter(a.weight, b.weight, layer.scaling[name], rate, (a, b, dropout))

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.deferred.fuse import Parts, fused_log_probs
-from liger_patch.layers.replace import count_layers
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
@@ -148,9 +147,8 @@ def _taken_back(model: Any) -> dict[str, Any]:
     if record is None:
         return {}
     _check_loss_is_trls(record.settings)
-    layers = [name for name, count in count_layers(target).items() if count]
     revert_patch(model)
-    return {"chunk_mib": record.settings.chunk_mib, "layers": layers}
+    return {"chunk_mib": record.settings.chunk_mib, "layers": record.layers}
 
 
 def _check_loss_is_trls(settings: LossSettings) -> None:

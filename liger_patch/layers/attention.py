@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
+from liger_patch.layers.lora import computed_together
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
@@ -135,9 +136,11 @@ def _with_global(function: Any, name: str, value: object) -> Any:
 
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():  # Dynamo guards the globals that it has found
-            look_up()
-        return other(*arguments, **options)
+        if torch.compiler.is_compiling():  # Dynamo guards the globals that it has found
+            return other(*arguments, **options)
+        look_up()
+        with computed_together(arguments[0]):
+            return other(*arguments, **options)
 
     vars(forward)["look_up"] = look_up
     return forward

@@ -18,17 +18,18 @@ from transformers.activations import ACT2FN
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers.checks import (
+    PRODUCT,
     has_hooks,
     is_transformers,
     names_of,
     needs_own_code,
     packs_saved_tensors,
 )
+from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
-PRODUCT = nn.Linear.forward, nn.functional.linear  # as torch defines them: others replace them
 # by their forwards: an activation whose forward was replaced is not in the table
 ACTIVATIONS = {
     type(ACT2FN["silu"]).forward: "silu",
@@ -147,12 +148,17 @@ def gated_layer(original: Any) -> type[nn.Module]:
     product with up are one kernel.
     """
     products, projections, activation = GATES[names_of(original)]
+    has_two_products = len(projections) == 2
 
     def forward(self, x: Tensor) -> Tensor:
         act = getattr(self, activation)
         kind = _activation(act)
         if kind is None or has_hooks(act) or needs_own_code(x):
             return original.forward(self, x)
+        if has_two_products and not getattr(self, "activation_sparsity", 0.0):
+            y = lora_feed_forward(x, self.gate_proj, self.up_proj, self.down_proj, kind)
+            if y is not None:
+                return y
         if _keeps_tensors():
             weights = _plain_weights(self, projections)
             if weights is not None:

@@ -15,20 +15,28 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from liger_patch.layers.attention import attention_class
+from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.registry import Architecture
 from liger_patch.subclass import ORIGINAL
 
-CLASSES = {"rms_norm": norm_class, "rotary": attention_class, "gated": mlp_class}
+CLASSES = {
+    "rms_norm": norm_class,
+    "rotary": attention_class,
+    "gated": mlp_class,
+    "lora": lora_class,
+}
 LAYERS = tuple(CLASSES)
 # Instances for which these are equal get the same class: a probe runs once for all of them.
 CONFIGURATIONS: dict[str, Callable[[Any], Hashable]] = {
     "rms_norm": norm_configuration,
     "rotary": type,
     "gated": mlp_configuration,
+    "lora": type,
 }
 LAYER_NAME = "_liger_patch_layer"  # attribute of the classes that are made here
 ENDINGS = {  # of the classes' names, after what the registry says
@@ -41,7 +49,7 @@ ENDINGS = {  # of the classes' names, after what the registry says
 }
 
 
-def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -> None:
+def replace_layers(model: PreTrainedModel, row: Architecture, names: frozenset[str]) -> None:
     """Put the layers of these names, where the row has them, on kernels.
 
     All other layers stay as they are. So do layers whose forward a hook of accelerate holds,
@@ -52,10 +60,13 @@ def replace_layers(model: nn.Module, row: Architecture, names: frozenset[str]) -
     """
     _check_classes(model)
     prefixes = row.layers.split()
+    head = model.get_output_embeddings()  # whose adapter is part of the loss
     # Only for this call: before the next one, somebody may replace the forward of a class.
     replacements: dict[Hashable, Any] = {}
     for module in list(model.modules()):
         layer = _layer(type(module).__name__, prefixes)
+        if layer is None and module is not head and is_lora_linear(module):
+            layer = "lora"
         if layer not in names or "forward" in vars(module):
             continue
         _restore(module)  # decide anew: somebody may have replaced its class's forward

@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
 from liger_patch.deferred.sharding import why_weight_is_freed
+from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -54,6 +55,8 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def patched_forward(self, *args, **kwargs):
         record = record_of(self)
+        if record is not None and not torch.compiler.is_compiling():
+            _follow_adapters(self, record)
         inner: Callable[..., Any] = functools.partial(original.forward, self)
         replaced = None if record is None or record.passes_through else record.replaced_forward
         if replaced is not None:
@@ -80,6 +83,21 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     forward.__wrapped__ = patched_forward
 
     return derived_class(original, patched_class, forward=forward)
+
+
+def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
+    """Put the layers of adapters that came after ``apply_patch`` on kernels."""
+    configurations = vars(model).get("peft_config")
+    if not record.wants_lora or not isinstance(configurations, dict):
+        return
+    known = record.adapters
+    if (
+        known is None
+        or known.keys() != configurations.keys()
+        or any(known[name] is not each for name, each in configurations.items())
+    ):
+        record.adapters = dict(configurations)
+        replace_new_adapters(model)
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:

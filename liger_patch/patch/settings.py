@@ -92,6 +92,8 @@ class PatchRecord:
         passes_through: whether that only calls the model's own forward, which is then called
             without it.
         other_call: takes other calls than those with labels.
+        layers: as ``apply_patch`` was given them.
+        adapters: PEFT's configurations whose layers are on kernels, by name.
     """
 
     settings: LossSettings
@@ -103,6 +105,13 @@ class PatchRecord:
     replaced_forward: Callable[..., Any] | None = None
     passes_through: bool = False
     other_call: OtherCall | None = None
+    layers: bool | frozenset[str] = False
+    adapters: dict[str, Any] | None = None
+
+    @property
+    def wants_lora(self) -> bool:
+        """Return True if layers with LoRA adapters run on kernels, also those that come later."""
+        return self.layers if isinstance(self.layers, bool) else "lora" in self.layers
 
     @property
     def chunk_mib(self) -> float | None:

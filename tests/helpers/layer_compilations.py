@@ -1,5 +1,6 @@
 """The compilations of the layers' kernels: what their arguments are, and how many warps."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,3 +149,105 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         arguments = pointers | dict.fromkeys(sizes, "i32")
         name = f"{dtype[1:]}-{table[1:]}-{backward}-{interleaved}-{k_heads}-{rest}"
         yield name, arguments | strides | constants, warps
+
+
+GATED_LORA = (  # dtype, rank, whether the activation is silu, whether features are dropped
+    ("bf16", 16, True, False),
+    ("bf16", 32, False, True),
+    ("bf16", 64, True, True),
+    ("bf16", 64, False, False),
+    ("fp16", 16, False, True),
+    ("fp16", 32, True, False),
+)
+
+
+def _gated_lora(
+    target: GPUTarget, matrices: tuple[str, ...], others: dict[str, str], program: str
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Of pointers, and of tiles through the tensor memory accelerator where there is one."""
+    from liger_patch.kernels.triton import gated_lora as kernels
+
+    has_tiles = target.backend == "cuda" and target.arch >= 90 and kernels.TensorDescriptor
+    forms = (False, True) if has_tiles else (False,)
+    for (dtype, rank, is_silu, has_dropout), is_tiled in itertools.product(GATED_LORA, forms):
+        is_large = rank >= kernels.LARGE_RANK
+        block_i = kernels.BLOCK_I_OF_LARGE_RANK if is_large else kernels.BLOCK_I
+        tile = f"tensordesc<{dtype}[{kernels.BLOCK_N},{block_i}]>" if is_tiled else f"*{dtype}"
+        sizes = ("rows", "columns", "gate_rank", "up_rank", "down_rank", "seed")
+        numbers = ("gate_scaling", "up_scaling", "dropout")
+        pointers = {name: kind or f"*{dtype}" for name, kind in others.items()}
+        yield (
+            f"{dtype}-{rank}-{is_silu}-{has_dropout}-{is_tiled}",
+            {
+                **dict.fromkeys(matrices, tile),
+                **pointers,
+                **dict.fromkeys(sizes, "i32"),
+                **dict.fromkeys(numbers, "fp32"),
+                "IS_SILU": is_silu,
+                "HAS_DROPOUT": has_dropout,
+                "IS_TILED": is_tiled,
+                "RANK": rank,
+                "BLOCK_N": kernels.BLOCK_N,
+                "BLOCK_I": block_i,
+                program: getattr(kernels, program),
+                "STAGES": kernels.TILED_STAGES if is_tiled else kernels.STAGES,
+            },
+            kernels.WARPS,
+        )
+
+
+def gated_lora(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    thin = dict.fromkeys(("s_ptr", "gate_b_ptr", "up_b_ptr", "down_a_ptr"), "")
+    others = {**thin, "parts_ptr": "*fp32"}
+    return _gated_lora(target, ("gate", "up", "a_out"), others, "PROGRAM_COLUMNS")
+
+
+def gated_lora_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    thin = ("s_ptr", "ds_down_ptr", "gate_b_ptr", "up_b_ptr", "down_a_ptr")
+    others = {**dict.fromkeys(thin, ""), "sums_ptr": "*fp32"}
+    return _gated_lora(target, ("da", "gate", "up", "dup_out"), others, "PROGRAM_ROWS")
+
+
+def dropped_product(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.triton import dropout as kernels
+
+    for dtype, rank in (("*bf16", 16), ("*bf16", 32), ("*bf16", 64), ("*fp16", 32)):
+        yield (
+            f"{dtype[1:]}-{rank}",
+            {
+                **dict.fromkeys(("x_ptr", "a_ptr", "s_ptr"), dtype),
+                **dict.fromkeys(("rows", "columns", "rank", "s_stride", "seed"), "i32"),
+                "dropout": "fp32",
+                "RANK": rank,
+                "BLOCK_N": kernels.BLOCK_N,
+                "BLOCK_H": kernels.BLOCK_H,
+            },
+            kernels.WARPS,
+        )
+
+
+def dropped_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.triton import dropout as kernels
+
+    for dtype, rank, dx in (
+        ("*bf16", 16, "*bf16"),
+        ("*bf16", 32, "*fp32"),
+        ("*bf16", 64, "*fp32"),
+        ("*bf16", 64, None),
+        ("*fp16", 32, "*fp16"),
+    ):
+        yield (
+            f"{dtype[1:]}-{rank}-{dx}",
+            {
+                **dict.fromkeys(("x_ptr", "a_ptr", "ds_ptr"), dtype),
+                "dx_ptr": dx,
+                "sums_ptr": "*fp32",
+                **dict.fromkeys(("rows", "columns", "rank", "ds_stride", "seed"), "i32"),
+                "dropout": "fp32",
+                "RANK": rank,
+                "BLOCK_N": kernels.BLOCK_N,
+                "BLOCK_H": kernels.BLOCK_H,
+                "PROGRAM_ROWS": kernels.PROGRAM_ROWS,
+            },
+            kernels.WARPS,
+        )

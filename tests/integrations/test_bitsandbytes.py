@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from exactness import assert_no_worse
+from lora_models import ALL, MLP, OUT, QKV, Calls
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import nn
 from trainers import QUIET
@@ -80,10 +81,11 @@ def with_lora(model: nn.Module, targets: Sequence[str] = ("q_proj", "v_proj")) -
     return peft.get_peft_model(model, config)
 
 
-def results(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def results(model: nn.Module, batch: Batch, autocast: bool = False) -> dict[str, Any]:
     model.train()
     model.zero_grad()
-    loss = model(**batch).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert any(gradient.any() for gradient in gradients.values())
@@ -104,11 +106,33 @@ def dequantised(model: nn.Module) -> nn.Module:
     return model.double()
 
 
+@pytest.fixture
+def right_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes 0.50 takes wrong scales for a matrix on some CPUs, and right ones otherwise."""
+    dequantize = bnb.functional.dequantize_4bit
+
+    def of_vector(packed: Any, quant_state: Any, *arguments: Any, **options: Any) -> Any:
+        state = copy.copy(quant_state)
+        state.shape = torch.Size([state.shape.numel()])
+        numbers = dequantize(packed.reshape(-1, 1), state, *arguments, **options)
+        return numbers.reshape(quant_state.shape)
+
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", of_vector)
+
+
+@pytest.mark.usefixtures("right_scales")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ALL], ids=["q and v", "all"])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_lora_on_a_4_bit_model_trains_as_eager(
-    checkpoint: Checkpoint, use_reentrant: bool | None
+    checkpoint: Checkpoint,
+    use_reentrant: bool | None,
+    targets: Sequence[str],
+    autocast: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch = tiny_batch(checkpoint.model)
+    """On kernels under autocast: without it, PEFT casts x to the adapters' float32."""
+    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
 
     def make() -> nn.Module:
         checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
@@ -117,10 +141,19 @@ def test_lora_on_a_4_bit_model_trains_as_eager(
             use_gradient_checkpointing=use_reentrant is not None,
             **({} if use_reentrant is None else checkpointing),
         )
-        return with_lora(model)
+        return with_lora(model, targets)
 
     eager_model, model = make(), apply_patch(make())
-    eager, ours = results(eager_model, batch), results(model, batch)
+    eager = results(eager_model, batch, autocast)
+    calls.clear()
+    ours = results(model, batch, autocast)
+    groups, by_peft = calls.taken(model)
+    if autocast:
+        expected = [QKV, OUT, MLP] if targets is ALL else [tuple(targets)]
+        assert by_peft == []
+        assert groups[: len(expected)] == expected
+    else:
+        assert groups == []
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert not any(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
     truth = results(dequantised(eager_model), batch)

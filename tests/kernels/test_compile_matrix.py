@@ -31,9 +31,13 @@ BINARY = {"cuda": "cubin", "hip": "hsaco"}
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
     "_cross_entropy_kernel": loss.cross_entropy,
+    "_dropped_gradients_kernel": layer.dropped_gradients,
+    "_dropped_product_kernel": layer.dropped_product,
     "finish_kernel": loss.finish,
     "_gated_backward_kernel": layer.gated_backward,
     "_gated_kernel": layer.gated,
+    "_gated_lora_backward_kernel": layer.gated_lora_backward,
+    "_gated_lora_kernel": layer.gated_lora,
     "label_logit_kernel": loss.label_logit,
     "_log_probs_gradient_kernel": loss.log_probs_gradient,
     "odds_kernel": loss.odds,

@@ -18,7 +18,8 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _activated(x, IS_SILU: tl.constexpr):
+def apply_activation(x, IS_SILU: tl.constexpr):
+    """Return silu or gelu of x."""
     if IS_SILU:
         y = x / (1.0 + tl.exp(-x))
     else:
@@ -27,7 +28,8 @@ def _activated(x, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, IS_SILU: tl.constexpr):
+def activation_slope(x, IS_SILU: tl.constexpr):
+    """Return the derivative of silu or gelu at x."""
     if IS_SILU:
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
@@ -66,7 +68,7 @@ def _gated_kernel(
     place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
     gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, _activated(gate, IS_SILU) * up, mask=mask)
+    tl.store(y_ptr + place, apply_activation(gate, IS_SILU) * up, mask=mask)
 
 
 @triton.jit
@@ -88,9 +90,9 @@ def _gated_backward_kernel(
     dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    activated = _activated(gate, IS_SILU)
+    activated = apply_activation(gate, IS_SILU)
     tl.store(dsecond_ptr + gate_place, dy * activated, mask=mask)
-    tl.store(dgate_ptr + gate_place, dy * up * _slope(gate, IS_SILU), mask=mask)
+    tl.store(dgate_ptr + gate_place, dy * up * activation_slope(gate, IS_SILU), mask=mask)
     if y_ptr is not None:
         tl.debug_barrier()  # another thread may have loaded the dy that this one overwrites
         tl.store(y_ptr + place, activated * up, mask=mask)

@@ -1,0 +1,113 @@
+"""Linear layers with LoRA adapters (arXiv:2106.09685) that read one input, as one function.
+
+For each projection i of the same x:
+
+    s_i = dropout_i(x) A_i'          y_i = x W_i' + bias_i + scaling_i s_i B_i'
+
+and with ds_i = scaling_i dy_i B_i:
+
+    dA_i = ds_i' dropout_i(x)        dB_i = scaling_i dy_i' s_i
+    dx   = sum_i dy_i W_i + dropout_i'(ds_i A_i)
+
+Where nothing is dropped, the A of all projections are one matrix of a single thin product. What an
+adapter adds is summed within the product that computes it, forward and backward: no temporary of
+the size of y, one rounding. Weights are dequantised or cast per use, and not kept in that form.
+
+N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
+16 bits: x, 2 H, once for all projections, and s, 2 R each. What is dropped is a hash of a seed
+where Triton runs (``triton/dropout``), elsewhere a mask of H bytes for each projection.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
+from liger_patch.kernels.lora.products import (
+    a_gradients,
+    b_gradient,
+    base_gradients,
+    columns_of,
+    input_gradient,
+    joined_kept,
+    product,
+    split_kept,
+    thin_products,
+    upstream_thin_products,
+)
+from liger_patch.kernels.lora.projection import (
+    Constants,
+    LoraProjection,
+    checked_projections,
+    flattened,
+    restored,
+    rows_of,
+)
+
+
+class _LoraLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, dtype: torch.dtype, fixed: list[Constants], *tensors: Tensor | None
+    ):
+        ctx.set_materialize_grads(False)
+        parts = restored(fixed, tensors)
+        with without_autocast(x.device.type):
+            rows = rows_of(x).to(dtype)
+            s, kept = thin_products(rows, parts)
+            columns = columns_of(s, parts)
+            ys = [product(rows, part, each) for part, each in zip(parts, columns, strict=True)]
+        ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
+        ctx.seeds, masks = split_kept(kept)
+        ctx.save_for_backward(rows, s, *masks, *tensors)
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):
+        check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
+        x, s, *tensors = ctx.saved_tensors
+        kept = joined_kept(ctx.seeds, tensors[: len(ctx.fixed)])
+        tensors = tensors[len(ctx.fixed) :]
+        nothing = [None] * (3 + len(tensors))
+        if all(dy is None for dy in upstream):
+            return tuple(nothing)
+        parts = restored(ctx.fixed, tensors)
+        dys = [None if dy is None else rows_of(dy) for dy in upstream]
+        wants_x, _, _, *wanted = ctx.needs_input_grad
+        gradients: list[Tensor | None] = []
+        with without_autocast(x.device.type):
+            ds = upstream_thin_products(dys, parts, [len(part.a) for part in parts])
+            dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
+            das = a_gradients(dx, x, parts, ds, kept, wanted[2::4])
+            for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
+                if dy is None:
+                    gradients += [None] * 4
+                    continue
+                *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
+                db = b_gradient(dy, part, columns_of(s, parts)[i]) if wants_b else None
+                gradients += [*base_gradients(dy, x, part, wants_base), das[i], db]
+        return None if dx is None else dx.view(ctx.shape), None, None, *gradients
+
+
+def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
+    """Compute several linear layers with LoRA adapters of the same input.
+
+    Under autocast the products run in the autocast dtype, as those of
+    ``torch.nn.functional.linear`` do. Sums are rounded once. Each gradient has its input's dtype;
+    those of the adapters are not rounded to the dtype of the products.
+
+    Args:
+        x: (..., H), floating point.
+        projections: of x, each with its own O and R.
+
+    Returns:
+        (..., O) of each projection, in the dtype of the products.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or values that do not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    dtype = checked_projections(x, projections)
+    fixed, tensors = flattened(projections)
+    return _LoraLinears.apply(x, dtype, fixed, *tensors)

@@ -1,0 +1,198 @@
+"""Matrix products of linear layers with LoRA adapters, forward and backward.
+
+N: tokens, H: features of x, O: of y, R: rank. The formulas are in ``linears``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_patch.kernels.backend import serves_triton
+from liger_patch.kernels.head.logits import product_
+from liger_patch.kernels.lora.projection import LoraProjection
+
+# of an input's features, those that an adapter sees: all, (N, H) bool, or by the hash of a seed
+Kept = Tensor | int | None
+MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
+
+
+def thin_products(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, list[Kept]]:
+    """Return s (N, sum of R) of x (N, H), and which features each projection keeps."""
+    if not any(part.dropout for part in parts):
+        return x @ stacked([part.a for part in parts], x.dtype).t(), [None] * len(parts)
+    s = x.new_empty(len(x), sum(len(part.a) for part in parts))
+    columns = zip(parts, columns_of(s, parts), strict=True)
+    return s, [thin_product_(each, x, part.a, part.dropout) for part, each in columns]
+
+
+def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float) -> Kept:
+    """Write ``dropout(x) A'`` to s (N, R), and return which features of x are kept."""
+    a = a.to(x.dtype)
+    if not dropout:
+        torch.mm(x, a.t(), out=s)
+        return None
+    if serves_lora(x, len(a)):
+        from liger_patch.kernels.triton.dropout import dropped_product_
+
+        seed = new_seed()
+        dropped_product_(s, x.contiguous(), a.contiguous(), seed, dropout)
+        return seed
+    seen, mask = torch.native_dropout(x.contiguous(), dropout, True)  # on CUDA, strides choose it
+    torch.mm(seen, a.t(), out=s)
+    return mask
+
+
+def new_seed() -> int:
+    """Return a seed that PyTorch's CPU generator draws: checkpoints restore its state."""
+    return int(torch.randint(2**31 - 1, (), device="cpu"))
+
+
+def serves_lora(x: Tensor, rank: int) -> bool:
+    """Return True if Triton kernels serve adapters of this rank beside such a matrix."""
+    # Triton's interpreter multiplies the bits of bf16 as whole numbers
+    served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
+    return x.dtype in served and serves_triton(x) and x.numel() > 0 and rank <= MAX_RANK
+
+
+def stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the rows of all, in one dtype."""
+    return (matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))).to(dtype)
+
+
+def product(
+    x: Tensor,  # (N, H)
+    part: LoraProjection,
+    s: Tensor,  # (N, R)
+) -> Tensor:
+    """Return y (N, O)."""
+    bias = None if part.bias is None else part.bias.to(x.dtype)
+    y = linear(x, part.dense(x.dtype), bias)
+    return y.addmm_(s, part.b.to(x.dtype).t(), alpha=part.scaling)
+
+
+def upstream_thin_products(
+    dys: Sequence[Tensor | None],  # (N, O) each
+    parts: Sequence[LoraProjection],
+    ranks: Sequence[int],
+) -> Tensor:
+    """Return ds (N, sum of R); zero of projections without an upstream gradient."""
+    given = next(dy for dy in dys if dy is not None)
+    ds = given.new_empty(len(given), sum(ranks))
+    for dy, part, columns in zip(dys, parts, ds.split(list(ranks), 1), strict=True):
+        if dy is None:
+            columns.zero_()
+        else:
+            b = part.b.to(dy.dtype)
+            torch.addmm(columns, dy, b, beta=0, alpha=part.scaling, out=columns)
+    return ds
+
+
+def input_gradient(
+    dys: Sequence[Tensor | None],  # (N, O) each
+    parts: Sequence[LoraProjection],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return dx (N, H) through the bases, summed in one buffer of a dtype."""
+    dx = None
+    for dy, part in zip(dys, parts, strict=True):
+        if dy is None:
+            continue
+        weight = part.dense(dy.dtype)
+        if dx is None:
+            dx = product_(dy.new_empty(len(dy), weight.shape[1], dtype=dtype), dy, weight)
+        else:
+            product_(dx, dy, weight, add=True)
+        del weight  # before the next one is dequantised
+    assert dx is not None
+    return dx
+
+
+def a_gradients(
+    dx: Tensor | None,  # (N, H)
+    x: Tensor,  # (N, H)
+    parts: Sequence[LoraProjection],
+    ds: Tensor,  # (N, sum of R)
+    kept: Sequence[Kept],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Add to dx what comes through the adapters. Return dA of each in its own dtype, None where it
+    is not wanted.
+    """
+    dtypes = {part.a.dtype for part in parts}
+    if any(each is not None for each in kept) or len(dtypes) > 1:
+        each = zip(parts, columns_of(ds, parts), kept, wanted, strict=True)
+        return [a_gradient(dx, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
+    if dx is not None:
+        product_(dx, ds, stacked([part.a for part in parts], ds.dtype), add=True)
+    if not any(wanted):
+        return [None] * len(parts)
+    da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=dtypes.pop()), ds.t(), x)
+    rows = da.split([len(part.a) for part in parts])
+    return [each if wants else None for each, wants in zip(rows, wanted, strict=True)]
+
+
+def a_gradient(
+    dx: Tensor | None,  # (N, H)
+    x: Tensor,  # (N, H)
+    a: Tensor,  # (R, H)
+    ds: Tensor,  # (N, R)
+    kept: Kept,
+    wanted: bool,
+    dropout: float,
+) -> Tensor | None:
+    """Do the same for one adapter."""
+    cast = a.to(ds.dtype)
+    if isinstance(kept, int):
+        from liger_patch.kernels.triton.dropout import dropped_gradients
+
+        x, cast = x.contiguous(), cast.contiguous()
+        return dropped_gradients(dx, x, cast, ds, kept, dropout).to(a.dtype)
+    if kept is None:
+        if dx is not None:
+            product_(dx, ds, cast, add=True)
+    else:
+        x = x * kept * (1.0 / (1.0 - dropout))
+        if dx is not None:
+            dx += (ds @ cast).mul_(kept).mul_(1.0 / (1.0 - dropout))
+    return product_(torch.empty_like(a), ds.t(), x) if wanted else None
+
+
+def b_gradient(dy: Tensor, part: LoraProjection, s: Tensor) -> Tensor:
+    """Return dB (O, R) in its own dtype; dy (N, O), s (N, R)."""
+    db = product_(torch.empty_like(part.b, memory_format=torch.contiguous_format), dy.t(), s)
+    return db if part.scaling == 1.0 else db.mul_(part.scaling)
+
+
+def base_gradients(
+    dy: Tensor,  # (N, O)
+    x: Tensor,  # (N, H)
+    part: LoraProjection,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias, None where they are not wanted."""
+    wants_weight, wants_bias = wanted
+    dweight = dbias = None
+    if wants_weight and isinstance(part.weight, Tensor):
+        dweight = product_(torch.empty_like(part.weight), dy.t(), x)
+    if wants_bias and part.bias is not None:
+        dbias = dy.sum(0, dtype=part.bias.dtype)
+    return dweight, dbias
+
+
+def split_kept(kept: Sequence[Kept]) -> tuple[list[int | None], list[Tensor | None]]:
+    """Return seeds and masks apart, as autograd saves tensors."""
+    seeds = [each if isinstance(each, int) else None for each in kept]
+    return seeds, [each if isinstance(each, Tensor) else None for each in kept]
+
+
+def joined_kept(seeds: Sequence[int | None], masks: Sequence[Tensor | None]) -> list[Kept]:
+    """Return what ``split_kept`` was given."""
+    pairs = zip(seeds, masks, strict=True)
+    return [mask if seed is None else seed for seed, mask in pairs]
+
+
+def columns_of(s: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
+    """Return the columns (N, R) of s that belong to each projection."""
+    return s.split([len(part.a) for part in parts], 1)

@@ -1,0 +1,216 @@
+"""The classes of PEFT's linear layers whose LoRA adapter runs within the product of its base.
+
+What a layer does is asked at every call, as adapters are switched, merged and disabled between
+calls: anything but one plain adapter runs PEFT's own forward. Projections that one layer calls with
+the same input are computed together when it calls the first of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.lora.linears import lora_linears
+from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
+from liger_patch.subclass import derived_class, once_for_each_class
+
+SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
+_running = threading.local()  # the Siblings of the attention that this thread runs
+
+
+class Plain(NamedTuple):
+    """A projection as an operator takes it, and the dtype that PEFT's own forward returns."""
+
+    projection: LoraProjection
+    dtype: torch.dtype
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Return True for a linear layer with LoRA adapters that runs PEFT's own forward, or ours."""
+    if "peft" not in sys.modules:
+        return False
+    from liger_patch.integrations import peft
+
+    return is_on_kernels(module) or peft.is_lora_linear(module)
+
+
+def lora_class(module: nn.Module) -> Any:
+    """Return the class of such a layer on kernels."""
+    return lora_linear(type(module))
+
+
+def replace_new_adapters(model: PreTrainedModel) -> None:
+    """Put LoRA layers that PEFT has added to a patched model since on kernels."""
+    head = model.get_output_embeddings()  # whose adapter is part of the loss
+    for module in list(model.modules()):
+        is_new = is_lora_linear(module) and not is_on_kernels(module)
+        if is_new and module is not head and "forward" not in vars(module):
+            module.__class__ = lora_class(module)
+
+
+@once_for_each_class
+def lora_linear(original: Any) -> type[nn.Module]:
+    """Derive a LoRA linear layer that is one function where its adapter is plain."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (args or kwargs or torch.compiler.is_compiling()):
+            siblings = getattr(_running, "siblings", None)
+            result = None if siblings is None else siblings.result(self, x)
+            if result is not None:
+                return result
+            plain = _plain_for(self, x)
+            if not isinstance(plain, str):
+                (y,) = lora_linears(x, (plain.projection,))
+                return y.to(plain.dtype)
+        return original.forward(self, x, *args, **kwargs)
+
+    return derived_class(original, lora_linear, forward=forward, _liger_patch_layer="lora")
+
+
+def is_on_kernels(module: object) -> bool:
+    """Return True for a layer of a class that ``lora_linear`` derived."""
+    return getattr(type(module), "_liger_patch_layer", None) == "lora"
+
+
+def not_plain(model: nn.Module) -> Counter[str]:
+    """Return why layers of a class that ``lora_linear`` derived run PEFT's own forward now under
+    autocast, and how many do.
+    """
+    reasons: Counter[str] = Counter()
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        if is_on_kernels(layer):
+            dtype = _own_dtype(layer.get_base_layer())
+            plain = _plain(layer, dtype, dtype, casts=True)
+            reasons.update([plain] if isinstance(plain, str) else ())
+    return reasons
+
+
+def _own_dtype(base: Any) -> torch.dtype:
+    """Return the dtype of the products of a layer, quantised or not."""
+    if base.weight.is_floating_point():
+        return base.weight.dtype
+    return getattr(base, "compute_dtype", None) or torch.bfloat16
+
+
+def lora_feed_forward(
+    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str
+) -> Tensor | None:
+    """Compute a feed-forward layer of x (..., H) as one function; None unless its projections are
+    plain LoRA layers on kernels, without hooks.
+    """
+    layers = gate, up, down
+    if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
+        return None
+    of_gate, of_up = _plain_for(gate, x), _plain_for(up, x)
+    if isinstance(of_gate, str) or isinstance(of_up, str) or of_gate.dtype != of_up.dtype:
+        return None
+    of_down = _plain_for(down, x, of_gate.dtype)
+    if isinstance(of_down, str):
+        return None
+    projections = [each.projection for each in (of_gate, of_up, of_down)]
+    return lora_mlp(x, *projections, activation=activation).to(of_down.dtype)
+
+
+class Siblings:
+    """Projections of an attention that read the same input, computed at the call of the first."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        self._members = members
+        self._x: Tensor | None = None
+        self._results: dict[nn.Module, Tensor] = {}
+
+    def result(self, member: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the member's result for x; None where it must compute its own."""
+        if x is self._x:
+            return self._results.pop(member, None)
+        if self._x is not None or member not in self._members:
+            return None
+        self._x = x
+        plain = [_plain_for(each, x) for each in self._members]
+        projections = [each.projection for each in plain if isinstance(each, Plain)]
+        if len(projections) < len(plain):
+            return None
+        ys = lora_linears(x, projections)
+        for each, y, how in zip(self._members, ys, plain, strict=True):
+            assert isinstance(how, Plain)
+            self._results[each] = y.to(how.dtype)
+        return self._results.pop(member)
+
+
+@contextmanager
+def computed_together(attention: nn.Module) -> Iterator[None]:
+    """Within this context the attention's projections of one input are computed together."""
+    members: list[Any] = [getattr(attention, name, None) for name in SIBLINGS]
+    members = [each for each in members if is_on_kernels(each)]
+    # layers that share keys and values call one of their projections only
+    if len(members) < 2 or getattr(attention, "is_kv_shared_layer", False):
+        yield
+        return
+    before = getattr(_running, "siblings", None)
+    _running.siblings = Siblings(members)
+    try:
+        yield
+    finally:
+        _running.siblings = before
+
+
+def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain | str:
+    """Return the layer's projection of an input like x, of another dtype; or why PEFT's own forward
+    must run.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode records the call"
+    if needs_own_code(x):
+        return "torch.func or a tensor subclass"
+    dtype = dtype or x.dtype
+    autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
+    return _plain(layer, dtype, autocast or dtype, casts=autocast is not None)
+
+
+def _plain(layer: Any, x_dtype: torch.dtype, dtype: torch.dtype, *, casts: bool) -> Plain | str:
+    """``dtype``: of the products; ``casts``: whether they cast what is of another."""
+    from liger_patch.integrations import peft
+
+    adapter = peft.plain_adapter(layer)
+    if isinstance(adapter, str):
+        return adapter
+    base: Any = layer.base_layer
+    if any(has_hooks(each) for each in (base, *adapter.modules)):
+        return "hooks within the layer"
+    weight, bias, result_dtype = base.weight, base.bias, dtype
+    if type(base) is not nn.Linear:
+        weight = _quantized_weight(base, dtype)
+        if weight is None or weight.dtype != dtype:
+            return f"the base is a {type(base).__name__}"
+        # bitsandbytes casts what a product gives to the dtype of its input
+        result_dtype = torch.promote_types(x_dtype, dtype)
+    elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:
+        return "another function than torch's linear"
+    tensors = [each for each in (weight, bias, adapter.a, adapter.b) if isinstance(each, Tensor)]
+    if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+        return "weights of a tensor subclass"
+    if any(each.dtype != dtype and not (casts and each.is_floating_point()) for each in tensors):
+        return "weights of several dtypes outside autocast"
+    _, _, scaling, dropout, _ = adapter
+    projection = LoraProjection(weight, bias, adapter.a, adapter.b, scaling, dropout)
+    return Plain(projection, result_dtype)
+
+
+def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:
+    if "bitsandbytes" not in sys.modules:
+        return None
+    from liger_patch.integrations import bitsandbytes
+
+    return bitsandbytes.quantized_weight(base, dtype)

@@ -1,0 +1,112 @@
+"""Tiny models with LoRA adapters, and which of their projections run on kernels.
+
+Where PEFT is not installed, importing this skips the test file that imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from training_step import Step, call, gradients
+
+from liger_patch import registry
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+ROWS = {row.model_type: row for row in registry.available()}
+QKV, OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+MLP = ("gate_proj", "up_proj", "down_proj")
+ALL = (*QKV, *OUT, *MLP)
+# dtype of the model, whether PEFT makes its adapters float32, whether autocast to bf16 is on
+WAYS = {
+    "float32": (torch.float32, True, False),
+    "bfloat16": (torch.bfloat16, False, False),
+    "autocast": (torch.bfloat16, True, True),
+    "autocast of bfloat16 adapters": (torch.bfloat16, False, True),
+    "autocast of float32": (torch.float32, True, True),
+    "float32 adapters without autocast": (torch.bfloat16, True, False),
+}
+Groups = list[tuple[str, ...]]
+
+
+def adapted(
+    model_type: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    wide_adapters: bool = True,
+    base: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """A PEFT model whose adapters have an effect."""
+    model = tiny_model(ROWS[model_type], dtype=dtype) if base is None else base
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": list(ALL), "init_lora_weights": False, **options}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=wide_adapters)
+
+
+def training_step(model: Any, batch: Any, *, autocast: bool = False) -> Step:
+    """The loss, and the gradients of the adapters by name."""
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = call(model, batch).loss
+    found = {n: g for n, g in gradients(model, loss).items() if "lora_" in n}
+    return {"loss": loss.detach(), **found}
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+
+class Calls:
+    """What ran: on kernels, the projections of each call; by PEFT, each layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        from liger_patch.layers import lora
+
+        self._on_kernels: list[Sequence[Tensor]] = []
+        self._by_peft: list[Any] = []
+        lora_linears, lora_mlp = lora.lora_linears, lora.lora_mlp
+        check = LoraLayer._check_forward_args
+
+        def linears(x: Tensor, projections: Any) -> Any:
+            self._on_kernels.append([each.a for each in projections])
+            return lora_linears(x, projections)
+
+        def mlp(x: Tensor, *projections: Any, **how: Any) -> Any:
+            self._on_kernels.append([each.a for each in projections])
+            return lora_mlp(x, *projections, **how)
+
+        def checked(layer: Any, *arguments: Any, **how: Any) -> Any:
+            self._by_peft.append(layer)  # PEFT's own forward begins with this call
+            return check(layer, *arguments, **how)
+
+        monkeypatch.setattr(lora, "lora_linears", linears)
+        monkeypatch.setattr(lora, "lora_mlp", mlp)
+        monkeypatch.setattr(LoraLayer, "_check_forward_args", checked)
+
+    def taken(self, model: nn.Module) -> tuple[Groups, list[str]]:
+        """Return the projections of each call of an operator, and those of PEFT's own forwards,
+        since the last time or ``clear``.
+        """
+        names, layers = {}, {}
+        for name, layer in lora_layers(model).items():
+            layers[layer] = short = name.rpartition(".")[2]
+            names |= {id(each.weight): short for each in getattr(layer, "lora_A", {}).values()}
+        groups = [tuple(names[id(a)] for a in call) for call in self._on_kernels]
+        by_peft = [layers[layer] for layer in self._by_peft]
+        self.clear()
+        return groups, by_peft
+
+    def clear(self) -> None:
+        self._on_kernels.clear()
+        self._by_peft.clear()

@@ -1,0 +1,84 @@
+"""LoRA trained by Trainer, on kernels, as eager."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from lora_models import ALL, MLP, OUT, QKV, Calls, adapted
+from tiny_models import tiny_batch
+from trainers import QUIET
+from training_step import Float64
+
+from liger_patch import apply_patch, patch_status
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+from transformers import Trainer, TrainingArguments
+
+pytestmark = [
+    pytest.mark.usefixtures("imported_objects_are_not_collected"),
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
+        "ignore:torch.cpu.amp.autocast:FutureWarning",
+    ),
+]
+STEPS = 5
+
+
+def trained(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The losses and gradient norms of some steps, and the adapters behind them."""
+    batch = tiny_batch(model.get_base_model(), batch=8)
+    samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.05,
+        optim="sgd",
+        **QUIET,
+        **options,
+    )
+    trainer = Trainer(model, arguments, train_dataset=samples)
+    trainer.train()
+    history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+    assert len(history) == STEPS
+    adapters = [p.detach().double().flatten() for n, p in model.named_parameters() if "lora_" in n]
+    return {
+        "losses and norms": torch.tensor(history, dtype=torch.float64),
+        "adapters": torch.cat(adapters),
+    }
+
+
+@pytest.mark.parametrize("checkpoints", [None, False, True], ids=str)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_the_loss_curve_is_eagers(
+    bf16: bool, checkpoints: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With float32 adapters under autocast, as Trainer(bf16=True) runs them."""
+    calls = Calls(monkeypatch)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    eager_model = adapted(dtype=dtype)
+    model, wide = apply_patch(copy.deepcopy(eager_model)), copy.deepcopy(eager_model).double()
+    options: dict[str, Any] = {"bf16": bf16}
+    if checkpoints is not None:
+        options["gradient_checkpointing"] = True
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpoints}
+        for each in (eager_model, model):
+            each.enable_input_require_grads()
+    eager = trained(eager_model, tmp_path, **options)
+    calls.clear()
+    ours = trained(model, tmp_path, **options)
+    groups, by_peft = calls.taken(model)
+    assert (groups[:3], by_peft) == ([QKV, OUT, MLP], [])
+    assert sum(len(group) for group in groups) == len(ALL) * 2 * 2 * STEPS * (
+        1 if checkpoints is None else 2
+    )
+    assert patch_status(model).fused
+    with Float64():
+        truth = trained(wide, tmp_path)
+    assert_no_worse(ours, eager, truth, dtype)
