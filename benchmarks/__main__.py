@@ -25,6 +25,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "layer_kernels": "norms, rotary embeddings and gated activations, beside a copy",
     "training_step": "forward and backward of whole models, beside peers",
     "sft_step": "steps of TRL's SFTTrainer, with its own head and with ours",
+    "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
     "convergence": "losses of small models, trained with and without the patch",
 }
 SHOW = {"show": "print the tables of reports, and draw their pictures"}

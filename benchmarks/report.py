@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .convergence_report import judgement, losses
+from .lora_report import RATIO, first_steps, ratios
 
 RESULTS = Path(__file__).parent / "results"
 LOWER_BOUND = "matmul-only bound"
@@ -114,6 +115,7 @@ def summary_table(report: dict, compiled: dict) -> str:
     rows = [
         {**found.get((model, contender), missing), "model": model, "contender": column}
         for model in dict.fromkeys(map(_model, report["steps"]))
+        if "LoRA" not in model  # lora_summary has those, beside Unsloth
         for contender, column in SUMMARY.items()
     ]
     note = (
@@ -169,6 +171,36 @@ def steps_table(report: dict) -> str:
     return _document(report, _cells("training step, ms / GiB", report["steps"], _model), note)
 
 
+def lora_steps_table(report: dict) -> str:
+    rows = report["lora_steps"]
+    cells, ratio_of = _cells("training step, ms / GiB", rows, _model), ratios(rows)
+    cells = [[*line, ratio_of.get(line[0], "")] for line in cells]
+    cells[0][-1] = RATIO
+    note = (
+        " (autocast): forward and backward of the whole model with random weights, 40 % of the "
+        "labels ignored, adapters of rank 16 in float32 on all linear layers but the head; one "
+        "process a contender, medians, peak memory with the weights, {command}. The longest first "
+        f"step, kernels compiled: {first_steps(rows)}."
+    )
+    if any(row["contender"] == LOWER_BOUND for row in rows):
+        note += (
+            " The matmul-only bound is the matrix products and attentions of eager's step alone, "
+            "the head's for supervised tokens only."
+        )
+    return _document(report, cells, note)
+
+
+def lora_summary(report: dict) -> str:
+    """Format a line a row, without the bound."""
+    rows = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
+    note = (
+        " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
+        "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
+        f"weights. The longest first step, kernels compiled: {first_steps(rows)}."
+    )
+    return _document(report, _cells("LoRA step, ms / GiB", rows, _model), note)
+
+
 def convergence_table(report: dict) -> str:
     tokens = report["settings"]["batch_size"] * report["settings"]["length"]
     note = (
@@ -205,6 +237,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "heads": heads_table,
     "log_probs": log_probs_table,
     "sft_steps": sft_steps_table,
+    "lora_steps": lora_steps_table,
     "convergence": convergence_table,
     "layer_kernels": layer_kernels_table,
 }

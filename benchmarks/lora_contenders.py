@@ -1,0 +1,218 @@
+"""Measure the LoRA training steps of one contender, in the process that ``lora_step.py`` starts.
+
+The process of Unsloth imports it in front of this module, because it patches Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from liger_patch import apply_patch
+
+from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
+from .models import Model
+from .report import LOWER_BOUND
+from .training_step import first_step, run_step, step_bound
+
+LORA = {
+    "r": 16,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+}
+ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradient
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained; ``quantised``: in 4 bits (nf4)."""
+
+    name: str
+    quantised: bool = False
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one process measures.
+
+    Attributes:
+        contender: a name of CONTENDERS.
+        model: name of the model in the report.
+        folder: of its config, weights and tokenizer.
+        sequences, length: shape of a batch.
+        settings: measured in this order.
+        rounds: timed steps of each.
+    """
+
+    contender: str
+    model: str
+    folder: str
+    sequences: int
+    length: int
+    settings: tuple[Setting, ...]
+    rounds: int
+    device: str = "cuda"
+
+
+def main(request: Path, results: Path) -> None:
+    """Append one line of JSON to ``results`` for each row, as soon as it is measured."""
+    fields = json.loads(request.read_text(encoding="utf-8"))
+    settings = tuple(Setting(**each) for each in fields.pop("settings"))
+    for row in rows(Request(**fields, settings=settings)):
+        with results.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(row)}\n")
+
+
+def rows(request: Request) -> Iterator[dict]:
+    """Yield a row a setting; behind eager's, one of the lower bound."""
+    for setting in request.settings:
+        name = {"model": f"{request.model}, {setting.name}"}
+        found = attempt(partial(_measured, request, setting))
+        release_memory()
+        if isinstance(found, Failure):
+            found = {request.contender: asdict(found)}
+        yield from ({**name, "contender": contender, **row} for contender, row in found.items())
+
+
+def _measured(request: Request, setting: Setting) -> dict[str, dict]:
+    try:
+        return _steps(request, setting)
+    except Exception:
+        traceback.print_exc()  # the row has the first line only
+        raise
+
+
+def _steps(request: Request, setting: Setting) -> dict[str, dict]:
+    config = AutoConfig.from_pretrained(request.folder)
+    batch = Model(request.model, config, request.sequences, request.length).batch(request.device)
+    model = CONTENDERS[request.contender](request, setting)
+    adapters = _fill_adapters(model)
+    row: dict = {
+        "attention": model.config._attn_implementation,
+        "adapters": str(adapters[0].dtype).removeprefix("torch."),
+        "trained": sum(p.numel() for p in adapters),
+        "weights_mib": _allocated_mib(torch.cuda.memory_allocated),
+    }
+    loss = partial(_loss, model)
+    start = time.perf_counter()
+    row |= first_step(loss, model, batch)
+    row["first_step_s"] = time.perf_counter() - start
+    step = partial(run_step, loss, model, batch)
+    (measured,) = measure({"": step}, rounds=request.rounds, device=request.device).values()
+    row |= asdict(measured)
+    row["peak_mib"] = _allocated_mib(torch.cuda.max_memory_allocated)
+    found = {request.contender: row}
+    if request.contender == "eager" and "ms" in row and not setting.quantised:
+        found[LOWER_BOUND] = asdict(attempt(partial(_bound, request, step, model, batch)))
+    return found
+
+
+def _bound(
+    request: Request, step: Callable[[], None], model: Any, batch: Mapping[str, Tensor]
+) -> Measurement | Failure:
+    bound = step_bound(step, model, batch)
+    (measured,) = measure({"": bound}, rounds=request.rounds, device=request.device).values()
+    return measured
+
+
+def _loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    with torch.autocast(batch["labels"].device.type, torch.bfloat16):
+        return model(**batch, use_cache=False).loss
+
+
+@torch.no_grad()
+def _fill_adapters(model: torch.nn.Module) -> list[Tensor]:
+    """Give the adapters the same random values in every contender, and return them."""
+    generator = torch.Generator().manual_seed(0)
+    adapters = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    for name, p in adapters:
+        scale = 1 / math.sqrt(p.shape[1]) if "lora_A" in name else ADAPTED
+        p.copy_(scale * torch.randn(p.shape, generator=generator))
+    return [p for _, p in adapters]
+
+
+def _allocated_mib(count: Callable[[], int]) -> float:
+    return count() / MIB if torch.cuda.is_available() else 0.0
+
+
+def _eager(request: Request, setting: Setting) -> Any:
+    """Return PEFT's model: a frozen base in bf16 or 4 bits, adapters in float32.
+
+    ``prepare_model_for_kbit_training`` would also make float32 copies of norms and head.
+    """
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,  # as Unsloth does
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        request.folder,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        device_map={"": request.device},
+        quantization_config=in_4_bits if setting.quantised else None,
+    )
+    model: Any = get_peft_model(model, LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    if setting.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def _liger(request: Request, setting: Setting) -> Any:
+    model = _eager(request, setting)
+    liger = import_module("liger_kernel.transformers.monkey_patch")
+    liger._apply_liger_kernel_to_instance(model.get_base_model())  # as Trainer does
+    return model
+
+
+def _unsloth(request: Request, setting: Setting) -> Any:
+    fast = import_module("unsloth").FastLanguageModel
+    checkpointing = "unsloth" if setting.checkpointing else False
+    model, _ = fast.from_pretrained(
+        request.folder,
+        max_seq_length=request.length,
+        dtype=torch.bfloat16,
+        load_in_4bit=setting.quantised,
+        use_gradient_checkpointing=checkpointing,
+    )
+    return fast.get_peft_model(
+        model,
+        **LORA,
+        max_seq_length=request.length,
+        use_gradient_checkpointing=checkpointing,
+    ).train()
+
+
+def _ours(request: Request, setting: Setting) -> Any:
+    model = _eager(request, setting)
+    apply_patch(model)
+    return model
+
+
+CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
+    "eager": _eager,
+    "Liger-Kernel": _liger,
+    "Unsloth": _unsloth,
+    "liger_patch": _ours,
+}
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Measure LoRA and QLoRA training steps of whole models beside peers, one process a contender.
+
+    python -m benchmarks lora_step                        all rows
+    python -m benchmarks lora_step --model Llama --contender Unsloth --layers 2
+
+Forward and backward as Trainer(bf16=True) runs them: autocast to bf16 over a frozen base in bf16
+or nf4, and adapters in float32 (r=16 on every linear layer but the head). No optimizer; gradients
+are cleared while the GPU still works. All contenders load one folder of random weights, get the
+same values of adapters and the same batch. A contender whose first loss or gradient differs from
+eager's is wrong. Settings of one model run in turn in one process, whose kernels are compiled anew:
+so its first row has the longest first step. Memory is the peak of the process, weights included.
+
+Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
+flex attention for Gemma 3. Checkpointing is Transformers' (non-reentrant), and Unsloth's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from transformers import Gemma3TextConfig
+
+from .benchmark import Benchmark, Cases
+from .lora_contenders import CONTENDERS, Request, Setting
+from .lora_report import terminal_lora_table
+from .measure import Failure, attempt, release_memory
+from .models import FULL_WIDTH, Model
+from .report import LOWER_BOUND
+from .sft_step import tiny_tokenizer
+from .training_step import agrees
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINTED = (
+    Setting("LoRA + checkpointing", checkpointing=True),
+    Setting("QLoRA + checkpointing", quantised=True, checkpointing=True),
+)
+SETTINGS = (Setting("LoRA"), Setting("QLoRA", quantised=True), *CHECKPOINTED)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained: one row of the table for each."""
+
+    model: Model
+    settings: tuple[Setting, ...]
+
+    def named(self, parts: Sequence[str]) -> Case:
+        """Return the case with those rows whose name contains one of ``parts``."""
+        names = {each: f"{self.model.name}, {each.name}" for each in self.settings}
+        found = [each for each, name in names.items() if any(part in name for part in parts)]
+        return replace(self, settings=tuple(found))
+
+    def cut(self, layers: int | None, tokens: int | None) -> Case:
+        """Return the case with at most so many layers, and so many tokens a batch; None: as is."""
+        model = self.model
+        if layers is not None:
+            model = replace(model, config=cut_config(model.config, layers))
+        if tokens is not None:
+            model = replace(model, length=tokens // model.sequences)
+        return replace(self, model=model)
+
+
+def cut_config(config, layers: int):
+    """Return a copy of a model's config with its first layers."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = min(layers, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+LLAMA = FULL_WIDTH[0]
+QWEN = replace(FULL_WIDTH[-1], name="Qwen3-8B, 4 x 2048", lora_rank=None)
+QWEN_CUT = replace(QWEN, name="Qwen3-8B of 18 layers, 4 x 2048", config=cut_config(QWEN.config, 18))
+GEMMA = Model(
+    "Gemma-3-4B, 4 x 2048",  # the text model
+    Gemma3TextConfig(
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=34,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=262208,
+        sliding_window=1024,
+    ),
+    sequences=4,
+)
+CASES = (
+    Case(LLAMA, SETTINGS),
+    Case(QWEN_CUT, SETTINGS),
+    Case(GEMMA, CHECKPOINTED),
+    Case(QWEN, CHECKPOINTED),
+)
+
+
+def run_case(
+    case: Case, contenders: Sequence[str], *, rounds: int, device: str = "cuda"
+) -> list[dict]:
+    """Save the model, measure each contender in a process of its own, and compare their results."""
+    model = case.model
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(Path(place) / "model")
+        saved = attempt(lambda: _save(model, folder, device))
+        release_memory()
+        found: list[dict] = []
+        for contender in contenders:
+            sizes = (model.sequences, model.length)
+            request = Request(contender, model.name, folder, *sizes, case.settings, rounds, device)
+            if isinstance(saved, Failure):
+                found += _failed(request, saved.failure)
+            else:
+                found += run_apart(request)
+    return judged(found)
+
+
+def run_apart(request: Request) -> list[dict]:
+    """Measure one contender in a new process. A setting without a result gets the reason."""
+    print(f"{request.model}: {request.contender} ...", flush=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        place = Path(name)
+        asked, results, errors = (place / each for each in ("request", "results", "errors"))
+        asked.write_text(json.dumps(asdict(request)), encoding="utf-8")
+        before = "import unsloth; " if request.contender == "Unsloth" else ""
+        code = (
+            f"{before}from pathlib import Path; from benchmarks.lora_contenders import main; "
+            f"main(Path({str(asked)!r}), Path({str(results)!r}))"
+        )
+        with errors.open("wb") as stderr:  # no pipe: workers of a compiler could keep it open
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=place, env=_environment(place), stderr=stderr
+            )
+        said = errors.read_text(encoding="utf-8", errors="replace")
+        print(said, file=sys.stderr, flush=True)
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    rows = [json.loads(line) for line in lines]
+    *_, last = ["", *said.strip().splitlines()]
+    missing = request.settings[len({row["model"] for row in rows}) :]
+    failure = f"does not run: exit status {done.returncode}: {last}"
+    return rows + _failed(replace(request, settings=missing), failure)
+
+
+def judged(rows: list[dict]) -> list[dict]:
+    """Return the rows by setting, the lower bound first; ``wrong`` are those unlike eager's."""
+    ordered = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_name = [row for row in rows if row["model"] == name]
+        of_name.sort(key=lambda row: row["contender"] != LOWER_BOUND)
+        truth = next((row for row in of_name if "loss" in row), None)
+        for row in of_name:
+            if truth is not None and "loss" in row and not agrees(row, truth):
+                row["wrong"] = True
+        ordered += of_name
+    return ordered
+
+
+def _failed(request: Request, failure: str) -> list[dict]:
+    return [
+        {
+            "model": f"{request.model}, {each.name}",
+            "contender": request.contender,
+            "failure": failure,
+        }
+        for each in request.settings
+    ]
+
+
+def _save(model: Model, folder: str, device: str) -> None:
+    model.build(device).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def _environment(place: Path) -> dict[str, str]:
+    """Return the environment of a process: no network, no kernels compiled before."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    return {
+        **os.environ,
+        **{name: str(place / name.lower()) for name in caches},
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *(os.path.abspath(p) for p in paths if p)]),
+        "HF_HUB_OFFLINE": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+    }
+
+
+def cases(options: argparse.Namespace) -> Cases:
+    """Return the models with the rows whose name contains one of --model."""
+    names = [
+        name for name in CONTENDERS if name == "eager" or name in (options.contender or CONTENDERS)
+    ]
+    chosen = [case.named(options.model or [""]) for case in CASES]
+    return {
+        "lora_steps": [
+            partial(
+                run_case, case.cut(options.layers, options.tokens), names, rounds=options.rounds
+            )
+            for case in chosen
+            if case.settings
+        ]
+    }
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", action="append", help="only the rows whose name contains this, or another"
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        choices=CONTENDERS,
+        help="only eager and the contender of this name, or another",
+    )
+    parser.add_argument("--layers", type=int, help="only the first layers of each model")
+    parser.add_argument("--tokens", type=int, help="of a batch, in as many sequences")
+
+
+BENCHMARK = Benchmark(
+    packages=("transformers", "peft", "bitsandbytes", "liger-kernel", "unsloth", "unsloth_zoo"),
+    cases=cases,
+    table=terminal_lora_table,
+    rounds=8,
+    add_options=_add_options,
+)
