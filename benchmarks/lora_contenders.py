@@ -207,11 +207,19 @@ def _ours(request: Request, setting: Setting) -> Any:
     return model
 
 
+def _ours_offloaded(request: Request, setting: Setting) -> Any:
+    model = _eager(request, setting)
+    apply_patch(model, checkpoint_offload=True)
+    return model
+
+
+OFFLOADED = "liger_patch, offloaded"  # its checkpoints: for the rows that have some
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
     "Liger-Kernel": _liger,
     "Unsloth": _unsloth,
     "liger_patch": _ours,
+    OFFLOADED: _ours_offloaded,
 }
 
 if __name__ == "__main__":

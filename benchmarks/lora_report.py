@@ -14,8 +14,8 @@ def terminal_lora_table(rows: list[dict]) -> str:
     for name in dict.fromkeys(row["model"] for row in rows):
         of_name = [row for row in rows if row["model"] == name]
         peer = _ms(of_name, PEER)
-        lines += [name, f"  {'':18s}{columns}"]
-        lines += [f"  {row['contender']:18s}{_line(row, peer)}".rstrip() for row in of_name]
+        lines += [name, f"  {'':22s}{columns}"]
+        lines += [f"  {row['contender']:22s}{_line(row, peer)}".rstrip() for row in of_name]
     return "\n".join(lines)
 
 

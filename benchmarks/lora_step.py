@@ -31,7 +31,7 @@ from pathlib import Path
 from transformers import Gemma3TextConfig
 
 from .benchmark import Benchmark, Cases
-from .lora_contenders import CONTENDERS, Request, Setting
+from .lora_contenders import CONTENDERS, OFFLOADED, Request, Setting
 from .lora_report import terminal_lora_table
 from .measure import Failure, attempt, release_memory
 from .models import FULL_WIDTH, Model
@@ -115,8 +115,13 @@ def run_case(
         release_memory()
         found: list[dict] = []
         for contender in contenders:
+            settings = case.settings
+            if contender == OFFLOADED:
+                settings = tuple(each for each in settings if each.checkpointing)
+            if not settings:
+                continue
             sizes = (model.sequences, model.length)
-            request = Request(contender, model.name, folder, *sizes, case.settings, rounds, device)
+            request = Request(contender, model.name, folder, *sizes, settings, rounds, device)
             if isinstance(saved, Failure):
                 found += _failed(request, saved.failure)
             else:

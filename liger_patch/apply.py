@@ -22,6 +22,7 @@ from liger_patch.patch.forward import (
     patched_class,
     record_of,
 )
+from liger_patch.patch.offload import CheckpointOffload
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.subclass import ORIGINAL
 
@@ -37,6 +38,7 @@ def apply_patch(
     reduction: str = "mean",
     loss_average: str = "token",
     layers: bool | Collection[str] = True,
+    checkpoint_offload: bool = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
 
@@ -61,6 +63,9 @@ def apply_patch(
         layers: which layers run on kernels too: True for all that have one, False for none, or
             some of "rms_norm", "rotary", "gated" and "lora". These run in calls without labels too.
             LoRA adapters may come later: the next call finds them.
+        checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
+            pinned host memory. Gradients stay the same bit for bit. For GPUs, and for layers that
+            ``torch.compile`` does not trace; elsewhere checkpoints stay as they are.
 
     Returns:
         The same object.
@@ -71,6 +76,8 @@ def apply_patch(
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
+    if not isinstance(checkpoint_offload, bool):
+        raise ValueError(f"checkpoint_offload must be True or False, got {checkpoint_offload!r}")
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
     asked = layers if isinstance(layers, bool) else names
@@ -98,16 +105,26 @@ def apply_patch(
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
+        _set_offload(record, checkpoint_offload)
         return model
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
     record = PatchRecord(settings, layers=asked)
+    _set_offload(record, checkpoint_offload)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
     target.__class__ = patched
     return model
+
+
+def _set_offload(record: PatchRecord, wanted: bool) -> None:
+    if record.offload is not None and not wanted:
+        record.offload.free()
+        record.offload = None
+    elif record.offload is None and wanted:
+        record.offload = CheckpointOffload()
 
 
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
@@ -139,6 +156,7 @@ def revert_patch(model: Model) -> Model:
             f"({type(target).__mro__[1]}): undo that before revert_patch"
         )
     restore_layers(target)
+    _set_offload(record, False)
     target.__class__ = original
     delattr(target, RECORD)
     if record.replaced_forward is not None:
@@ -213,6 +231,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             *(("", f"{n} lora: PEFT's own forward: {why}") for why, n in not_plain(target).items()),
+            ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
                 "LIGER_PATCH_RETURN_LOGITS",

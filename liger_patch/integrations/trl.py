@@ -89,6 +89,7 @@ def apply_trl_patch(
     same_gradient: bool = False,
     chunk_mib: float | None = None,
     layers: bool | Collection[str] = True,
+    checkpoint_offload: bool = False,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
 
@@ -101,7 +102,7 @@ def apply_trl_patch(
             one.
         same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
             ``linear_log_probs``.
-        chunk_mib, layers: as in ``apply_patch``.
+        chunk_mib, layers, checkpoint_offload: as in ``apply_patch``.
 
     Returns:
         The same object.
@@ -112,6 +113,11 @@ def apply_trl_patch(
         RuntimeError: TRL has added no head to the model, or one that is not known here.
         TypeError: not a Transformers model.
     """
+    options: dict[str, Any] = {
+        "chunk_mib": chunk_mib,
+        "layers": layers,
+        "checkpoint_offload": checkpoint_offload,
+    }
     target = transformers_model(model)
     record = record_of(target)
     head = _trls_head(target)
@@ -122,7 +128,7 @@ def apply_trl_patch(
                 "Call apply_trl_patch(trainer.model) once the trainer is made, with "
                 f"{SUPPORTED}, got trl {trl.__version__}"
             )
-        apply_patch(target, chunk_mib=chunk_mib, layers=layers)
+        apply_patch(target, **options)
         record = record_of(target)
         assert record is not None
         record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
@@ -130,7 +136,7 @@ def apply_trl_patch(
         record.other_call = _LogProbsCall(**head.options, same_gradient=same_gradient)
     elif isinstance(record.other_call, _LogProbsCall) and head is None:
         record.other_call.same_gradient = same_gradient
-        apply_patch(target, chunk_mib=chunk_mib, layers=layers)
+        apply_patch(target, **options)
     else:
         raise ValueError(
             f"{type(target).__name__} was patched before TRL added its head: make the trainer of "
@@ -147,8 +153,13 @@ def _taken_back(model: Any) -> dict[str, Any]:
     if record is None:
         return {}
     _check_loss_is_trls(record.settings)
+    had_offload = record.offload is not None
     revert_patch(model)
-    return {"chunk_mib": record.settings.chunk_mib, "layers": record.layers}
+    return {
+        "chunk_mib": record.settings.chunk_mib,
+        "layers": record.layers,
+        "checkpoint_offload": had_offload,
+    }
 
 
 def _check_loss_is_trls(settings: LossSettings) -> None:

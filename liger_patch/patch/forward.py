@@ -53,10 +53,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     signature = inspect.signature(original.forward)
     names = tuple(signature.parameters)[1:]
 
-    def patched_forward(self, *args, **kwargs):
-        record = record_of(self)
-        if record is not None and not torch.compiler.is_compiling():
-            _follow_adapters(self, record)
+    def call(self, record, args, kwargs):
         inner: Callable[..., Any] = functools.partial(original.forward, self)
         replaced = None if record is None or record.passes_through else record.replaced_forward
         if replaced is not None:
@@ -71,6 +68,15 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if named.get("labels") is None:
             return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs, named, num_sequences)
+
+    def patched_forward(self, *args, **kwargs):
+        record = record_of(self)
+        if record is not None and not torch.compiler.is_compiling():
+            _follow_adapters(self, record)
+        if record is None or record.offload is None or not _keeps_checkpoints():
+            return call(self, record, args, kwargs)
+        with record.offload.forward_pass(self):
+            return call(self, record, args, kwargs)
 
     vars(patched_forward)["__signature__"] = signature
 
@@ -98,6 +104,13 @@ def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     ):
         record.adapters = dict(configurations)
         replace_new_adapters(model)
+
+
+def _keeps_checkpoints() -> bool:
+    """Return whether a forward pass keeps saved tensors that hooks of this package can see."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return _why_not_followed() is None
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:

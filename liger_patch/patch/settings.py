@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from liger_patch import flags
 from liger_patch.kernels.head.inputs import checked_chunk_bytes
 from liger_patch.kernels.options import LossOptions
+from liger_patch.patch.offload import CheckpointOffload
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class PatchRecord:
         other_call: takes other calls than those with labels.
         layers: as ``apply_patch`` was given them.
         adapters: PEFT's configurations whose layers are on kernels, by name.
+        offload: holds checkpoints on the host, None where they stay on the device.
     """
 
     settings: LossSettings
@@ -107,6 +109,7 @@ class PatchRecord:
     other_call: OtherCall | None = None
     layers: bool | frozenset[str] = False
     adapters: dict[str, Any] | None = None
+    offload: CheckpointOffload | None = None
 
     @property
     def wants_lora(self) -> bool:

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import lora_contenders, lora_step
 from benchmarks.__main__ import main
-from benchmarks.lora_contenders import Request, Setting, rows
+from benchmarks.lora_contenders import OFFLOADED, Request, Setting, rows
 from benchmarks.lora_report import RATIO, terminal_lora_table
 from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
 from benchmarks.report import LOWER_BOUND, lora_steps_table
 from benchmarks.sft_step import tiny_tokenizer
+from liger_patch import patch_status
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
@@ -184,6 +185,26 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
     monkeypatch.setattr(lora_step, "_save", full)
     found = run_case(Case(TINY, SETTINGS[:2]), ("eager", "Unsloth"), rounds=1, device="cpu")
     assert [row["failure"] for row in found] == ["does not run: OSError: disk full"] * 4
+
+
+def test_offloaded_checkpoints_are_measured_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def run_apart(request: Request) -> list[dict]:
+        asked.append((request.contender, [each.checkpointing for each in request.settings]))
+        return []
+
+    monkeypatch.setattr(lora_step, "run_apart", run_apart)
+    for settings in (SETTINGS[:3], SETTINGS[:1]):
+        run_case(Case(TINY, settings), ("liger_patch", OFFLOADED), rounds=1, device="cpu")
+    ours = "liger_patch"
+    assert asked == [(ours, [False, False, True]), (OFFLOADED, [True]), (ours, [False])]
+
+
+def test_the_contender_with_offloaded_checkpoints_asks_for_it(request_of: Callable[..., Request]):
+    setting = SETTINGS[2]
+    model = lora_contenders.CONTENDERS[OFFLOADED](request_of(OFFLOADED, setting), setting)
+    assert dict(patch_status(model).rows)["checkpoint offload"] != "off"
 
 
 def made_up() -> list[dict]:

@@ -18,6 +18,8 @@ from trainers import QUIET, LargestTensor
 from training_step import Float64, Step, joined, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry
+from liger_patch.patch.forward import record_of
+from liger_patch.patch.offload import CheckpointOffload
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -381,16 +383,40 @@ def test_gradient_checkpointing_is_no_worse_than_eager(
 ) -> None:
     options = {"learning_rate": 1e-3}
     truth = train(widened(make_model(model_type)), tmp_path, **options)
-    # Transformers 5.23 has renamed both.
-    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
-    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
-    options |= {name: True, f"{name}_kwargs": {"use_reentrant": use_reentrant}}
+    options |= checkpointing(use_reentrant)
     eager = train(make_model(model_type), tmp_path, **options)
     model = apply_patch(make_model(model_type))
     ours = train(model, tmp_path, **options)
     assert_fused(model)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def checkpointing(use_reentrant: bool) -> dict[str, Any]:
+    # Transformers 5.23 has renamed both.
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": use_reentrant}}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_offloaded_checkpoints_train_bitwise_as_plain_ones(
+    use_reentrant: bool, tmp_path: Path
+) -> None:
+    """Trainer enables checkpointing after the patch, and evaluates in between."""
+    options = {"learning_rate": 1e-3, **checkpointing(use_reentrant)}
+    results = []
+    for checkpoint_offload in (False, True):
+        model = apply_patch(make_model(), checkpoint_offload=checkpoint_offload)
+        record = record_of(model)
+        assert record is not None
+        if checkpoint_offload:
+            record.offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
+        results.append(train(model, tmp_path, **options))
+    assert str(record.offload).startswith("2 layer inputs")
+    plain, offloaded = results
+    assert plain.keys() == offloaded.keys()
+    assert all(torch.equal(offloaded[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("bf16", [False, True])

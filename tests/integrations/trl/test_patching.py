@@ -39,6 +39,7 @@ from trl_models import (
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.patch.forward import record_of
+from liger_patch.patch.offload import CheckpointOffload
 
 pytestmark = MARKS
 
@@ -127,6 +128,31 @@ def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: 
     assert_same(train(trainer), trls)
     assert_fused(trainer.model)
     assert "3 MiB a chunk" in str(patch_status(model))
+
+
+@pytest.mark.parametrize("checkpoint_offload", [False, True])
+def test_a_patched_model_keeps_its_offloaded_checkpoints(
+    checkpoint_offload: bool, tmp_path: Path
+) -> None:
+    model = apply_patch(make_model(), checkpoint_offload=checkpoint_offload)
+    sft_trainer(model, tmp_path, True)
+    said = dict(patch_status(model).rows)["checkpoint offload"]
+    assert said == ("on, no eager training step yet" if checkpoint_offload else "off")
+
+
+def test_trls_calls_offload_checkpoints(tmp_path: Path) -> None:
+    results = []
+    for device_types in ((), ("cpu",)):
+        torch.manual_seed(0)
+        trainer = sft_trainer(make_model(), tmp_path, gradient_checkpointing=True)
+        model = apply_trl_patch(trainer.model, same_gradient=True, checkpoint_offload=True)
+        record = record_of(model)
+        assert record is not None
+        record.offload = CheckpointOffload(device_types, min_bytes=1) if device_types else None
+        results.append(train(trainer))
+        assert_fused(model)
+    assert str(record.offload).startswith("2 layer inputs")
+    assert_bitwise(*results)
 
 
 @pytest.mark.parametrize(
