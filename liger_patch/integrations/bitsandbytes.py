@@ -97,6 +97,11 @@ class _Weight4bit(LayerWeight):
 
     def _dequantised(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
+        if stop - start == self.shape[0]:  # all of them: bitsandbytes finds their scales itself
+            state = copy.copy(self._state)
+            state.shape, state.dtype = torch.Size([2 * len(self._packed)]), self.dtype
+            numbers = functional.dequantize_4bit(self._packed, state).view(-1)
+            return numbers[: stop * width].view(-1, width)
         first, last = start * width // blocksize, -(-stop * width // blocksize)
         packed = self._packed[first * blocksize // 2 : last * blocksize // 2]
         state = QuantState(
