@@ -155,9 +155,7 @@ GATED_LORA = (  # dtype, rank, whether the activation is silu, whether features 
     ("bf16", 16, True, False),
     ("bf16", 32, False, True),
     ("bf16", 64, True, True),
-    ("bf16", 64, False, False),
-    ("fp16", 16, False, True),
-    ("fp16", 32, True, False),
+    ("fp16", 16, False, False),
 )
 
 
