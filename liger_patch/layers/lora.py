@@ -109,8 +109,10 @@ def lora_feed_forward(
     x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str
 ) -> Tensor | None:
     """Compute a feed-forward layer of x (..., H) as one function; None unless its projections are
-    plain LoRA layers on kernels, without hooks.
+    plain LoRA layers on kernels, without hooks. None for ``torch.compile`` too.
     """
+    if torch.compiler.is_compiling():
+        return None
     layers = gate, up, down
     if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
         return None
