@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,17 @@ from liger_patch.subclass import derived_class, once_for_each_class
 FEW_ROWS = 64  # of a decoding step: bitsandbytes multiplies them with the numbers in 4 bits
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
 _running = threading.local()  # the Siblings of the attention that this thread runs
+
+
+class Dtypes(NamedTuple):
+    """Those of one call: of the input, of the products, and whether these cast other operands."""
+
+    x: torch.dtype
+    product: torch.dtype
+    casts: bool
+
+
+_last_call: WeakKeyDictionary[nn.Module, Dtypes] = WeakKeyDictionary()
 
 
 class Plain(NamedTuple):
@@ -85,15 +97,15 @@ def is_on_kernels(module: object) -> bool:
 
 
 def not_plain(model: nn.Module) -> Counter[str]:
-    """Return why layers of a class that ``lora_linear`` derived run PEFT's own forward now under
-    autocast, and how many do.
+    """Return why layers of a class that ``lora_linear`` derived run PEFT's own forward now, and how
+    many do: for the dtypes of their last call, or under autocast where they were not called yet.
     """
     reasons: Counter[str] = Counter()
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if is_on_kernels(layer):
             dtype = _own_dtype(layer.get_base_layer())
-            plain = _plain(layer, dtype, dtype, casts=True)
+            plain = _plain(layer, _last_call.get(layer, Dtypes(dtype, dtype, casts=True)))
             reasons.update([plain] if isinstance(plain, str) else ())
     return reasons
 
@@ -182,11 +194,12 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
         return "few rows without gradients"
     dtype = dtype or x.dtype
     autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
-    return _plain(layer, dtype, autocast or dtype, casts=autocast is not None)
+    dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
+    _last_call[layer] = dtypes
+    return _plain(layer, dtypes)
 
 
-def _plain(layer: Any, x_dtype: torch.dtype, dtype: torch.dtype, *, casts: bool) -> Plain | str:
-    """``dtype``: of the products; ``casts``: whether they cast what is of another."""
+def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
     from liger_patch.integrations import peft
 
     adapter = peft.plain_adapter(layer)
@@ -195,11 +208,14 @@ def _plain(layer: Any, x_dtype: torch.dtype, dtype: torch.dtype, *, casts: bool)
     base: Any = layer.base_layer
     if any(has_hooks(each) for each in (base, *adapter.modules)):
         return "hooks within the layer"
+    x_dtype, dtype, casts = dtypes
     weight, bias, result_dtype = base.weight, base.bias, dtype
     if type(base) is not nn.Linear:
         weight = _quantized_weight(base, dtype)
-        if weight is None or weight.dtype != dtype:
+        if weight is None:
             return f"the base is a {type(base).__name__}"
+        if weight.dtype != dtype:
+            return f"the base computes in {weight.dtype}, other products in {dtype}"
         # bitsandbytes casts what a product gives to the dtype of its input
         result_dtype = torch.promote_types(x_dtype, dtype)
     elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:

@@ -59,12 +59,12 @@ def checkpoint(
     return Checkpoint(model, folder)
 
 
-def load(checkpoint: Checkpoint) -> PreTrainedModel:
+def load(checkpoint: Checkpoint, compute_dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """In 4 bits, but for the head and what is not a linear layer."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=compute_dtype,
         llm_int8_skip_modules=["lm_head"],
     )
     model = type(checkpoint.model).from_pretrained(
@@ -178,6 +178,19 @@ def test_few_rows_without_gradients_are_not_dequantized(
             model(input_ids=ids, use_cache=False)
         groups, by_peft = calls.taken(model)
         assert (bool(groups), bool(by_peft)) == (has_kernels, not has_kernels)
+
+
+def test_a_4_bit_model_of_another_dtype_than_autocasts(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' default of bnb_4bit_compute_dtype is float32."""
+    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
+    model = apply_patch(with_lora(load(checkpoint, torch.float32)))
+    results(model, batch, autocast=True)
+    groups, by_peft = calls.taken(model)
+    assert groups == []
+    reason = "the base computes in torch.float32, other products in torch.bfloat16"
+    assert f"{len(by_peft)} lora: PEFT's own forward: {reason}" in str(patch_status(model))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

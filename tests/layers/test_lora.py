@@ -441,6 +441,18 @@ def test_what_is_not_plain_runs_as_peft_has_it(name: str, when: str, calls: Call
     assert f"{count} lora: PEFT's own forward: {reason}" in str(patch_status(model))
 
 
+def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
+    eager = adapted(dtype=torch.bfloat16)  # float32 adapters
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    assert not_plain(model) == {}
+    training_step(model, batch)
+    assert len(calls.taken(model)[1]) == 14
+    assert not_plain(model) == {"weights of several dtypes outside autocast": 14}
+    training_step(model, batch, autocast=True)
+    assert calls.taken(model) == (LAYER * 2, [])
+    assert not_plain(model) == {}
+
+
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "gate_proj", "down_proj", "o_proj"])
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
 def test_what_hangs_on_a_projection_itself_runs(projection: str, how: str) -> None:
