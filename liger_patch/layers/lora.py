@@ -26,7 +26,6 @@ from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 
-FEW_ROWS = 64  # of a decoding step: bitsandbytes multiplies them with the numbers in 4 bits
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
 _running = threading.local()  # the Siblings of the attention that this thread runs
 
@@ -189,9 +188,6 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
         return "a dispatch mode records the call"
     if needs_own_code(x):
         return "torch.func or a tensor subclass"
-    is_decoding = not torch.is_grad_enabled() and x.numel() <= FEW_ROWS * x.shape[-1]
-    if is_decoding and type(layer.base_layer) is not nn.Linear:
-        return "few rows without gradients"
     dtype = dtype or x.dtype
     autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
     dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
