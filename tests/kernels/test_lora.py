@@ -341,6 +341,20 @@ def test_no_gradients_are_recorded_without_grad(device: torch.device) -> None:
         assert not any(y.requires_grad for y in lora_linears(leaves["x"], parts))
 
 
+@pytest.mark.parametrize("which", ["one", "of unequal ranks"])
+def test_results_can_be_changed_in_place(which: str, device: torch.device) -> None:
+    """OLMo clamps queries, keys and values in place."""
+    x, parts = made(device, "float32", which=which)
+
+    def clamped(layer: Any) -> Any:
+        return lambda x, parts: tuple(y.clamp_(-0.1, 0.2) for y in layer(x, parts))
+
+    def clamped_copies(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
+        return tuple(y.clamp(-0.1, 0.2) for y in eager_linears(x, parts))
+
+    check(clamped(lora_linears), clamped_copies, x, parts, wanted=EVERYTHING)
+
+
 def test_a_change_in_place_before_the_backward_pass_is_an_error(device: torch.device) -> None:
     leaves, parts = trainable(*made(device, "float32"))
     total = sum(y.sum() for y in lora_linears(leaves["x"], parts))

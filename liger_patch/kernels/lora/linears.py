@@ -61,7 +61,7 @@ class _LoraLinears(torch.autograd.Function):
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
         ctx.seeds, masks = split_kept(kept)
         ctx.save_for_backward(rows, s, *masks, *tensors)
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
@@ -73,14 +73,13 @@ class _LoraLinears(torch.autograd.Function):
         if all(dy is None for dy in upstream):
             return tuple(nothing)
         parts = restored(ctx.fixed, tensors)
-        dys = [None if dy is None else rows_of(dy) for dy in upstream]
         wants_x, _, _, *wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
-            ds = upstream_thin_products(dys, parts, [len(part.a) for part in parts])
-            dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
+            ds = upstream_thin_products(upstream, parts, [len(part.a) for part in parts])
+            dx = input_gradient(upstream, parts, ctx.dtype) if wants_x else None
             das = a_gradients(dx, x, parts, ds, kept, wanted[2::4])
-            for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
+            for i, (dy, part) in enumerate(zip(upstream, parts, strict=True)):
                 if dy is None:
                     gradients += [None] * 4
                     continue
@@ -110,4 +109,6 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
     """
     dtype = checked_projections(x, projections)
     fixed, tensors = flattened(projections)
-    return _LoraLinears.apply(x, dtype, fixed, *tensors)
+    ys = _LoraLinears.apply(x, dtype, fixed, *tensors)
+    # not within the function: autograd would refuse to change its views in place
+    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
