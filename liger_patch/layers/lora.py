@@ -125,6 +125,8 @@ def lora_feed_forward(
     if torch.compiler.is_compiling():
         return None
     layers = gate, up, down
+    if torch.compiler.is_compiling():
+        return None
     if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
         return None
     of_gate, of_up = _plain_for(gate, x), _plain_for(up, x)
@@ -184,8 +186,8 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
     """Return the layer's projection of an input like x, of another dtype; or why PEFT's own forward
     must run.
     """
-    if torch._C._len_torch_dispatch_stack():
-        return "a dispatch mode records the call"
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
         return "torch.func or a tensor subclass"
     dtype = dtype or x.dtype

@@ -644,6 +644,34 @@ def test_a_compiled_model_runs_peft_s_own_layers() -> None:
     assert_no_worse(ours, plain, truth, torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_a_compiled_feed_forward_layer_is_one_graph(calls: Calls) -> None:
+    _, model, _ = copies()
+    layer = next(m for n, m in model.named_modules() if n.endswith("0.mlp"))
+    x = torch.randn(2, 3, 32).double()
+    expected = layer(x)
+    calls.clear()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    groups, _ = calls.taken(model)
+    assert groups == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["mlp", "self_attn.o_proj"])
+def test_torch_jit_trace_records_peft_s_own_code(name: str, calls: Calls) -> None:
+    _, model, _ = copies()
+    layer = next(m for n, m in model.named_modules() if n.endswith(f"0.{name}"))
+    x = torch.randn(2, 3, 32).double()
+    calls.clear()
+    example = torch.randn(2, 3, 32).double()
+    traced: Any = torch.jit.trace(nn.Sequential(layer), example, check_trace=False)
+    groups, _ = calls.taken(model)
+    assert groups == []
+    torch.testing.assert_close(traced(x), layer(x))
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_on_kernels(how: str, calls: Calls) -> None:
     eager, model, batch = copies()
