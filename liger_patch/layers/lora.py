@@ -145,15 +145,17 @@ class Siblings:
     def __init__(self, members: list[nn.Module]) -> None:
         self._members = members
         self._x: Tensor | None = None
+        self._version: int | None = None
         self._results: dict[nn.Module, Tensor] = {}
 
     def result(self, member: nn.Module, x: Tensor) -> Tensor | None:
         """Return the member's result for x; None where it must compute its own."""
-        if x is self._x:
+        version = None if x.is_inference() else x._version
+        if x is self._x and version == self._version:
             return self._results.pop(member, None)
         if self._x is not None or member not in self._members:
             return None
-        self._x = x
+        self._x, self._version = x, version
         plain = [_plain_for(each, x) for each in self._members]
         projections = [each.projection for each in plain if isinstance(each, Plain)]
         if len(projections) < len(plain):

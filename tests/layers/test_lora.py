@@ -825,6 +825,21 @@ def test_threads_have_siblings_of_their_own(calls: Calls) -> None:
     assert all(torch.equal(loss, expected) for loss in losses)
 
 
+def doubles_in_place(module: nn.Module, args: Any) -> None:
+    args[0].mul_(2)
+
+
+def test_an_input_that_a_hook_changes_in_place() -> None:
+    """Between two projections that are computed together."""
+    eager, model, batch = copies()
+    for each in (eager, model):
+        layer = next(m for n, m in each.named_modules() if n.endswith("0.self_attn.v_proj"))
+        layer.register_forward_pre_hook(doubles_in_place)
+    with torch.no_grad():
+        expected, loss = (each(**batch).loss for each in (eager, model))
+    torch.testing.assert_close(loss.float(), expected.float())
+
+
 def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) -> None:
     eager, model, batch = copies()
     attention = next(m for n, m in model.named_modules() if n.endswith("0.self_attn"))
