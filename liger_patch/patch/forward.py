@@ -96,13 +96,13 @@ def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     configurations = vars(model).get("peft_config")
     if not record.wants_lora or not isinstance(configurations, dict):
         return
-    known = record.adapters
+    holder, known = record.adapters or (None, {})
     if (
-        known is None
+        holder is not configurations  # each injection has its own, also of the same configuration
         or known.keys() != configurations.keys()
         or any(known[name] is not each for name, each in configurations.items())
     ):
-        record.adapters = dict(configurations)
+        record.adapters = configurations, dict(configurations)
         replace_new_adapters(model)
 
 

@@ -94,7 +94,7 @@ class PatchRecord:
             without it.
         other_call: takes other calls than those with labels.
         layers: as ``apply_patch`` was given them.
-        adapters: PEFT's configurations whose layers are on kernels, by name.
+        adapters: the model's ``peft_config`` whose layers are on kernels, and a copy of that time.
         offload: holds checkpoints on the host, None where they stay on the device.
     """
 
@@ -108,7 +108,7 @@ class PatchRecord:
     passes_through: bool = False
     other_call: OtherCall | None = None
     layers: bool | frozenset[str] = False
-    adapters: dict[str, Any] | None = None
+    adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     offload: CheckpointOffload | None = None
 
     @property

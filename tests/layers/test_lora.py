@@ -786,6 +786,17 @@ def test_an_adapter_in_the_place_of_a_deleted_one(calls: Calls) -> None:
     assert calls.taken(model) == (LAYER * 2, [])
 
 
+def test_the_same_configuration_once_more(calls: Calls) -> None:
+    base: Any = apply_patch(tiny_model(ROWS["llama"]).double())
+    config = peft.LoraConfig(r=4, target_modules=list(ALL), task_type="CAUSAL_LM")
+    for _ in range(2):
+        model = peft.get_peft_model(base, config)
+        calls.clear()
+        training_step(model, batch_of(model))
+        assert calls.taken(model) == (LAYER * 2, [])
+        assert model.unload() is base
+
+
 def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
     eager, model, batch = copies()
     training_step(model, batch)
