@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
-from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.lora.projection import LoraProjection, rows_of
 from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
+FEW_TOKENS = 32  # bitsandbytes 0.50 multiplies at least 4, on most GPUs more, without dequantising
 _running = threading.local()  # the Siblings of the attention that this thread runs
 
 
@@ -192,6 +193,9 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
         return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
         return "torch.func or a tensor subclass"
+    generates = not (layer.training or torch.is_grad_enabled())
+    if generates and type(layer.base_layer) is not nn.Linear and len(rows_of(x)) <= FEW_TOKENS:
+        return "generation from a quantised base"
     dtype = dtype or x.dtype
     autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
     dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)

@@ -178,6 +178,26 @@ def test_a_4_bit_model_of_another_dtype_than_autocasts(
     assert f"{len(by_peft)} lora: PEFT's own forward: {reason}" in str(patch_status(model))
 
 
+def test_generation_dequantises_no_weight(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bitsandbytes has kernels for few tokens."""
+    model = apply_patch(with_lora(load(checkpoint), ALL)).eval()
+    for layer in model.modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # it would pack weights that are too small
+    calls, ids = Calls(monkeypatch), torch.ones(2, 17, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids[:, :1])  # gradients are recorded
+        assert calls.taken(model)[1] == []
+        with torch.no_grad():
+            model(input_ids=ids)
+            assert calls.taken(model)[1] == []
+            model(input_ids=ids[:, :16])
+            groups, by_peft = calls.taken(model)
+    assert (groups, len(by_peft)) == ([], 2 * len(ALL))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_offloaded_checkpoints_of_a_4_bit_model(
     checkpoint: Checkpoint, use_reentrant: bool
