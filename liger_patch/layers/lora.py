@@ -126,8 +126,6 @@ def lora_feed_forward(
     if torch.compiler.is_compiling():
         return None
     layers = gate, up, down
-    if torch.compiler.is_compiling():
-        return None
     if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
         return None
     of_gate, of_up = _plain_for(gate, x), _plain_for(up, x)

@@ -16,7 +16,7 @@ from tiny_models import Batch, tiny_batch, tiny_model
 from torch import nn
 from trainers import QUIET
 from training_step import joined
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
@@ -53,7 +53,11 @@ class Checkpoint(NamedTuple):
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
-    model = tiny_model(ROWS[request.param], dtype=torch.bfloat16)
+    config = tiny_model(ROWS[request.param]).config
+    # of other sizes bitsandbytes 0.50 takes the scales of other blocks, on CPUs with AVX-512
+    config.hidden_size, config.intermediate_size = 64, 128
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     return Checkpoint(model, folder)
@@ -108,21 +112,6 @@ def dequantised(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-@pytest.fixture
-def right_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes 0.50 takes wrong scales for a matrix on some CPUs, and right ones otherwise."""
-    dequantize = bnb.functional.dequantize_4bit
-
-    def of_vector(packed: Any, quant_state: Any, *arguments: Any, **options: Any) -> Any:
-        state = copy.copy(quant_state)
-        state.shape = torch.Size([state.shape.numel()])
-        numbers = dequantize(packed.reshape(-1, 1), state, *arguments, **options)
-        return numbers.reshape(quant_state.shape)
-
-    monkeypatch.setattr(bnb.functional, "dequantize_4bit", of_vector)
-
-
-@pytest.mark.usefixtures("right_scales")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ALL], ids=["q and v", "all"])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
@@ -287,7 +276,7 @@ def test_a_quantised_head_is_fused(
         model = with_quantised_head(checkpoint.model, kind)
         return model if trained == "whole backbone" else with_lora(model, targets)
 
-    eager_model, model = make(), apply_patch(make())
+    eager_model, model = make(), apply_patch(make(), layers=False)  # the head alone
     eager, ours = results(eager_model, batch), results(model, batch)
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert any("lm_head" in name for name in ours) == ("head" in trained)
