@@ -795,6 +795,8 @@ def test_the_same_configuration_once_more(calls: Calls) -> None:
         training_step(model, batch_of(model))
         assert calls.taken(model) == (LAYER * 2, [])
         assert model.unload() is base
+        if "peft_config" in vars(base):  # PEFT 0.18
+            pytest.skip("PEFT keeps the configurations of a model that it has unloaded")
 
 
 def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
