@@ -11,7 +11,7 @@ and with ds_i = scaling_i dy_i B_i:
 
 Where nothing is dropped, the A of all projections are one matrix of a single thin product. What an
 adapter adds is summed within the product that computes it, forward and backward: no temporary of
-the size of y, one rounding. Weights are dequantised or cast per use, and not kept in that form.
+the size of y. Weights are dequantised or cast per use, and not kept in that form.
 
 N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
 16 bits: x, 2 H, once for all projections, and s, 2 R each. What is dropped is a hash of a seed
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
 from liger_patch.kernels.lora.products import (
-    a_gradients,
+    adapter_gradients_,
     b_gradient,
     base_gradients,
     columns_of,
@@ -39,8 +39,9 @@ from liger_patch.kernels.lora.products import (
 from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
-    checked_projections,
+    check_projection,
     flattened,
+    products_dtype,
     restored,
     rows_of,
 )
@@ -78,7 +79,7 @@ class _LoraLinears(torch.autograd.Function):
         with without_autocast(x.device.type):
             ds = upstream_thin_products(upstream, parts, [len(part.a) for part in parts])
             dx = input_gradient(upstream, parts, ctx.dtype) if wants_x else None
-            das = a_gradients(dx, x, parts, ds, kept, wanted[2::4])
+            das = adapter_gradients_(dx, x, parts, ds, kept, wanted[2::4])
             for i, (dy, part) in enumerate(zip(upstream, parts, strict=True)):
                 if dy is None:
                     gradients += [None] * 4
@@ -93,8 +94,7 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
     """Compute several linear layers with LoRA adapters of the same input.
 
     Under autocast the products run in the autocast dtype, as those of
-    ``torch.nn.functional.linear`` do. Sums are rounded once. Each gradient has its input's dtype;
-    those of the adapters are not rounded to the dtype of the products.
+    ``torch.nn.functional.linear`` do. Each gradient has its input's dtype.
 
     Args:
         x: (..., H), floating point.
@@ -107,7 +107,9 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
         ValueError: shapes, dtypes, devices or values that do not fit.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    dtype = checked_projections(x, projections)
+    dtype = products_dtype(x)
+    for i, projection in enumerate(projections):
+        check_projection(f"projections[{i}]", projection, x.shape[-1], x)
     fixed, tensors = flattened(projections)
     ys = _LoraLinears.apply(x, dtype, fixed, *tensors)
     # not within the function: autograd would refuse to change its views in place

@@ -5,8 +5,8 @@
 
 Kept are x, the base's products x Wg' and x Wu', and the thin S and Sd: 2 H + 4 I bytes a token in
 16 bits. What the adapters add to gate and up, the activation, and the part of da that comes through
-Ad are computed again within the kernel that turns da into dgate and dup, which also sums what dB
-and dA need: nothing of the size of gate is read twice.
+Ad are computed again within the kernel that turns da into dgate and dup. It also sums dB of gate
+and of up and dA of down, so that nothing of the size of gate is read or written for them.
 
 y is a function of its own that saves no tensor: gradient checkpointing computes again only as far
 as the last tensor that is saved, and so leaves out the last product.
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
@@ -28,10 +27,11 @@ from liger_patch.kernels.backend import (
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_forward
 from liger_patch.kernels.lora.products import (
     Kept,
-    a_gradient,
-    a_gradients,
+    adapter_gradient_,
+    adapter_gradients_,
     b_gradient,
     base_gradients,
+    base_product,
     input_gradient,
     joined_kept,
     new_seed,
@@ -44,8 +44,9 @@ from liger_patch.kernels.lora.products import (
 )
 from liger_patch.kernels.lora.projection import (
     LoraProjection,
-    checked_projections,
+    check_projection,
     flattened,
+    products_dtype,
     restored,
     rows_of,
 )
@@ -71,7 +72,7 @@ class _GatedLora(torch.autograd.Function):
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, parts)
-            gate, up = (_base_product(rows, part) for part in parts)
+            gate, up = (base_product(rows, part) for part in parts)
             a, s_down, kept_a = _activate(gate, up, s, parts, down_a, dropout, activation)
         ctx.fixed, ctx.activation, ctx.dropout = fixed, activation, dropout
         ctx.dtype, ctx.shape = x.dtype, x.shape
@@ -95,7 +96,7 @@ class _GatedLora(torch.autograd.Function):
             )
             dys = (dgate, dup)
             dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
-            das = a_gradients(dx, x, parts, ds, kept, wanted[2::4])
+            das = adapter_gradients_(dx, x, parts, ds, kept, wanted[2::4])
             gradients: list[Tensor | None] = []
             for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
                 gradients += [*base_gradients(dy, x, part, wanted[4 * i :][:2]), das[i], dbs[i]]
@@ -127,10 +128,8 @@ class _DownLora(torch.autograd.Function):
         _, _, _, *wants_base, _, wants_b = ctx.needs_input_grad
         dy = dy.contiguous()
         with without_autocast(dy.device.type):
-            da = dy @ part.dense(dy.dtype)
-            ds = torch.mm(dy, part.b.to(dy.dtype))
-            if part.scaling != 1.0:
-                ds.mul_(part.scaling)
+            da = input_gradient((dy,), (part,), dy.dtype)
+            ds = upstream_thin_products((dy,), (part,), [len(part.a)])
             base = base_gradients(dy, dy if a is None else a, part, wants_base)
             db = b_gradient(dy, part, ctx.s) if wants_b else None
         return da, ds, None, *base, None, db
@@ -139,10 +138,6 @@ class _DownLora(torch.autograd.Function):
 def _versions(part: LoraProjection) -> list[int]:
     tensors = (each for each in part if isinstance(each, Tensor) and not each.is_inference())
     return [each._version for each in tensors]
-
-
-def _base_product(x: Tensor, part: LoraProjection) -> Tensor:
-    return linear(x, part.dense(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
 
 
 def _activate(
@@ -192,7 +187,7 @@ def _activate_backward(
         return dgate, dup, ds, dbs, ddown_a.t().to(down_a.dtype)
     gate, up = _with_adapters(gate, up, s, parts)
     a = gated_forward(gate, up, activation)
-    ddown_a = a_gradient(da, a, down_a, ds_down, kept, True, dropout)
+    ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, True, dropout)
     assert ddown_a is not None
     del a
     dgate, dup = gated_backward(da, gate, up, activation)
@@ -235,8 +230,7 @@ def lora_mlp(
 ) -> Tensor:
     """Compute ``(act(gate(x)) * up(x)) Wd'`` and what three adapters add.
 
-    Under autocast the products run in the autocast dtype. Each gradient has its input's dtype;
-    those of the adapters are not rounded to the dtype of the products.
+    Under autocast the products run in the autocast dtype. Each gradient has its input's dtype.
 
     Args:
         x: (..., H), floating point.
@@ -254,14 +248,16 @@ def lora_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    dtype = checked_projections(x, (gate, up))
+    dtype = products_dtype(x)
+    check_projection("gate", gate, x.shape[-1], x)
+    check_projection("up", up, x.shape[-1], x)
     size = gate.weight.shape[0]
     if up.weight.shape[0] != size:
         raise ValueError(
             f"up.weight must have {size} rows as gate.weight has, got {up.weight.shape[0]}"
         )
     fixed, tensors = flattened((gate, up))
-    checked_projections(x.new_empty(0, size, dtype=dtype), (down,))
+    check_projection("down", down, size, x)
     down_fixed, down_tensors = flattened((down,))
     a, s = _GatedLora.apply(x, dtype, activation, down.dropout, fixed, *tensors, down.a)
     y = _DownLora.apply(a, s, down_fixed, *down_tensors)

@@ -61,15 +61,18 @@ def stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))).to(dtype)
 
 
+def base_product(x: Tensor, part: LoraProjection) -> Tensor:
+    """Return what the base gives (N, O) of x (N, H)."""
+    return linear(x, part.dense(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
+
+
 def product(
     x: Tensor,  # (N, H)
     part: LoraProjection,
     s: Tensor,  # (N, R)
 ) -> Tensor:
     """Return y (N, O)."""
-    bias = None if part.bias is None else part.bias.to(x.dtype)
-    y = linear(x, part.dense(x.dtype), bias)
-    return y.addmm_(s, part.b.to(x.dtype).t(), alpha=part.scaling)
+    return base_product(x, part).addmm_(s, part.b.to(x.dtype).t(), alpha=part.scaling)
 
 
 def upstream_thin_products(
@@ -109,7 +112,7 @@ def input_gradient(
     return dx
 
 
-def a_gradients(
+def adapter_gradients_(
     dx: Tensor | None,  # (N, H)
     x: Tensor,  # (N, H)
     parts: Sequence[LoraProjection],
@@ -123,7 +126,7 @@ def a_gradients(
     dtypes = {part.a.dtype for part in parts}
     if any(each is not None for each in kept) or len(dtypes) > 1:
         each = zip(parts, columns_of(ds, parts), kept, wanted, strict=True)
-        return [a_gradient(dx, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
+        return [adapter_gradient_(dx, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
     if dx is not None:
         product_(dx, ds, stacked([part.a for part in parts], ds.dtype), add=True)
     if not any(wanted):
@@ -133,7 +136,7 @@ def a_gradients(
     return [each if wants else None for each, wants in zip(rows, wanted, strict=True)]
 
 
-def a_gradient(
+def adapter_gradient_(
     dx: Tensor | None,  # (N, H)
     x: Tensor,  # (N, H)
     a: Tensor,  # (R, H)

@@ -72,39 +72,38 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-def checked_projections(x: Tensor, projections: Sequence[LoraProjection]) -> torch.dtype:
-    """Return the dtype of the products now; ValueError unless the projections fit x (..., H)."""
+def products_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of products with x (..., H) now; ValueError unless x can be multiplied."""
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
-    hidden_size, device = x.shape[-1], x.device
-    autocast = None if x.dtype == torch.float64 else autocast_dtype(device.type)
-    dtype = autocast or x.dtype
-    for i, (weight, bias, a, b, _, dropout) in enumerate(projections):
-        name = f"projections[{i}]"
-        size, rank = weight.shape[0], a.shape[0]
-        if weight.shape[1] != hidden_size:
+    autocast = None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
+    return autocast or x.dtype
+
+
+def check_projection(name: str, projection: LoraProjection, features: int, x: Tensor) -> None:
+    """Raise ValueError unless a projection of so many features fits, beside x (..., H)."""
+    weight, bias, a, b, _, dropout = projection
+    size, rank, dtype = weight.shape[0], a.shape[0], products_dtype(x)
+    casts = x.dtype != torch.float64 and autocast_dtype(x.device.type) is not None
+    if weight.shape[1] != features:
+        raise ValueError(
+            f"{name}.weight must have shape (O, {features}), got {tuple(weight.shape)}"
+        )
+    for which, tensor, shape in (
+        ("bias", bias, (size,)),
+        ("a", a, (rank, features)),
+        ("b", b, (size, rank)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}.{which} must have shape {shape}, got {tuple(tensor.shape)}")
+    for which, tensor in (("weight", weight), ("bias", bias), ("a", a), ("b", b)):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            raise ValueError(f"{name}.{which} must be on {x.device} as x is, got {tensor.device}")
+        if tensor.dtype != dtype and not (casts and tensor.dtype.is_floating_point):
             raise ValueError(
-                f"{name}.weight must have shape (O, {hidden_size}), got {tuple(weight.shape)}"
+                f"{name}.{which} must be {dtype} as x is, outside autocast, got {tensor.dtype}"
             )
-        for which, tensor, shape in (
-            ("bias", bias, (size,)),
-            ("a", a, (rank, hidden_size)),
-            ("b", b, (size, rank)),
-        ):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"{name}.{which} must have shape {shape}, got {tuple(tensor.shape)}"
-                )
-        for which, tensor in (("weight", weight), ("bias", bias), ("a", a), ("b", b)):
-            if tensor is None:
-                continue
-            if tensor.device != device:
-                raise ValueError(f"{name}.{which} must be on {device} as x is, got {tensor.device}")
-            casts = autocast is not None and tensor.dtype.is_floating_point
-            if not casts and tensor.dtype != dtype:
-                raise ValueError(
-                    f"{name}.{which} must be {dtype} as x is, outside autocast, got {tensor.dtype}"
-                )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"{name}.dropout must be in [0, 1), got {dropout}")
-    return dtype
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{name}.dropout must be in [0, 1), got {dropout}")
