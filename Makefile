@@ -11,8 +11,10 @@ OLDEST_INSTALLED := $(OLDEST)/.installed
 # One thread per test process: pytest-xdist starts one process per core.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST_FLAGS := -n auto
+QUICK := -m "not gpu and not interpreter and not slow"
+QUICK_TRITON := -m "interpreter and not slow"
 
-.PHONY: help setup train test test-gpu test-oldest check bench clean
+.PHONY: help setup train test test-all test-gpu test-oldest check bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -22,7 +24,11 @@ setup: $(INSTALLED) ## make .venv with the pinned versions
 train: setup ## train a small model patched and unpatched (ARGS="--model-type qwen3")
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
-test: setup ## run the tests that need no GPU (ARGS="-k softcap")
+test: setup ## run the quick tests that need no GPU (ARGS="-k softcap")
+	$(PARALLEL) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
+
+test-all: setup ## run every test that needs no GPU: before a release
 	$(PARALLEL) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "not gpu and not interpreter" $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m interpreter $(ARGS)
 
@@ -30,10 +36,8 @@ test-gpu: setup ## run the tests that need a CUDA GPU, one at a time
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 test-oldest: $(OLDEST_INSTALLED) ## run the quick tests on the oldest supported versions
-	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) \
-		-m "not gpu and not interpreter and not slow" $(ARGS)
-	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) \
-		-m "interpreter and not slow" $(ARGS)
+	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
 
 check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

@@ -41,11 +41,12 @@ def run_example(script: str, *arguments: str, cwd: Path) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "dtype", "accumulation"),
     [
         ("qwen3", "float32", 1),
-        pytest.param("gemma2", "bfloat16", 2, marks=pytest.mark.slow),
+        ("gemma2", "bfloat16", 2),
     ],
 )
 def test_train_compares_patched_with_unpatched(

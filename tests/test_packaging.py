@@ -15,6 +15,7 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from slow_cases import slow_but
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,7 +57,9 @@ def _build_wheel(source: str, directory: Path) -> Path:
     return wheel
 
 
-@pytest.mark.parametrize("source", ["checkout", "checkout without links", "sdist"])
+@pytest.mark.parametrize(
+    "source", slow_but(["sdist"], ["checkout", "checkout without links", "sdist"])
+)
 def test_wheel_holds_the_package_only_and_imports_from_elsewhere(source: str, tmp_path: Path):
     wheel = _build_wheel(source, tmp_path)
 

@@ -114,18 +114,25 @@ def lacking(target: GPUTarget) -> str:
     return ""
 
 
+def marks_of(target: GPUTarget, number: int) -> list[pytest.MarkDecorator]:
+    """Of the case of that number: one target in turn compiles it in each quick run."""
+    reason = lacking(target)
+    is_slow = number % len(TARGETS) != TARGETS.index(target)
+    skipped = pytest.mark.skipif(bool(reason), reason=reason)
+    return [skipped, pytest.mark.slow] if is_slow else [skipped]
+
+
 MATRIX = [
     pytest.param(
         target,
         name,
         case,
         id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
-        marks=pytest.mark.skipif(bool(reason), reason=reason),
+        marks=marks_of(target, number),
     )
     for target in TARGETS
-    for reason in [lacking(target)]
     for name, cases in (() if INTERPRETED else KERNELS.items())
-    for case in cases(target)
+    for number, case in enumerate(cases(target))
 ]
 
 

@@ -24,6 +24,7 @@ from lora_checks import (
     results,
     trainable,
 )
+from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -442,8 +443,8 @@ BOTH = ["gated_lora", "gated_lora_backward_"]
 @pytest.mark.interpreter
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("size", [128, 200, 9])
-@pytest.mark.parametrize("tokens", [64, 150, 5])
+@pytest.mark.parametrize("size", slow_but([200], [128, 200, 9]))
+@pytest.mark.parametrize("tokens", slow_but([150, 5], [64, 150, 5]))
 def test_kernels_of_several_programs(
     tokens: int,
     size: int,

@@ -9,6 +9,7 @@ import torch
 from exactness import assert_no_worse
 from kernel_forms import INTERPRETED
 from log_probs_ways import check_log_probs
+from slow_cases import slow_but
 from three_ways import (
     OPTIONS,
     check_linear,
@@ -118,7 +119,7 @@ def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, 
     check_linear(inputs, labels, upstream=upstream, frozen=frozen, reduction=reduction)
 
 
-@pytest.mark.parametrize("rank", [8, 16, 24, 64])
+@pytest.mark.parametrize("rank", slow_but([24], [8, 16, 24, 64]))
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden_states", "weight")], ids=str)
 def test_an_adapter_of_any_rank(rank, frozen, odds):
     device, dtype = odds
@@ -146,7 +147,7 @@ def test_any_shape(shape, odds):
     check_linear(inputs, labels)
 
 
-@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("scale", slow_but([100.0], [10.0, 100.0]))
 @pytest.mark.parametrize("options", [{}, {"softcap": 200.0}, {"z_loss": 1e-3}], ids=str)
 def test_losses_beyond_60_nats(scale, options, odds):
     """exp(z - z of the label) overflows: then each row is taken against its largest logit."""
@@ -265,7 +266,7 @@ def test_backward_twice_gives_the_same_bits(odds):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.95])
+@pytest.mark.parametrize("ignored", slow_but([0.4], [0.0, 0.4, 0.95]))
 @pytest.mark.parametrize("rows", [1, 2, 3, 39, 40])
 def test_any_number_of_chunks(rows, ignored, odds):
     device, dtype = odds
@@ -273,7 +274,7 @@ def test_any_number_of_chunks(rows, ignored, odds):
     check_linear(inputs, labels, chunk_mib=chunk_mib(rows, 131, dtype))
 
 
-@pytest.mark.parametrize("columns", [8, 16, 24])
+@pytest.mark.parametrize("columns", slow_but([16], [8, 16, 24]))
 def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     device, dtype = odds
     monkeypatch.setattr(hopper, "GROUPED_COLUMNS", columns)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layer_checks import check
+from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
@@ -45,7 +46,9 @@ def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(shape, dtype, offset, device):
     inputs = {"x": torch.randn(shape) * 3, "weight": torch.randn(shape[-1])}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layer_checks import check
+from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
@@ -39,7 +40,9 @@ def tables(shape: tuple[int, ...], kind: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["packed", "any order", "shared", "of no pair"])
 @pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
 def test_rotary(kind, turned, dtype, device):
     # tokens in front of heads, as products give them; 9 heads are more than a program holds
     inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
@@ -66,7 +69,9 @@ def rotated_beside(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["any order", "shared"])
 @pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
 def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
     inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
     inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
@@ -85,7 +90,9 @@ def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
 def test_rotary_without_keys(interleaved, dtype, device):
     q = torch.randn(2, 5, 3, 8, device=device, dtype=dtype)
     cos, sin = (t.to(device, dtype) for t in tables((2, 5, 8), "any order"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import slow_but
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs
 
 TOKENS, VOCAB = 7, 131
@@ -34,7 +35,7 @@ VIEWS = [transposed, strided, padded, expanded]
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("argument", ["hidden_states", "weight", "bias"])
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize("ignored", slow_but([0.3], [0.0, 0.3]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_inputs_of_any_strides(view, argument, ignored, dtype, device):
     inputs, labels = linear_inputs(dtype, device, TOKENS, bias=True, ignored=ignored)
@@ -43,7 +44,7 @@ def test_inputs_of_any_strides(view, argument, ignored, dtype, device):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("reduction", slow_but(["none"], ["none", "sum"]))
 @pytest.mark.parametrize("argument", ["labels", "token_weight", "class_weight"])
 def test_labels_and_weights_of_any_strides(view, reduction, argument, device):
     inputs, labels = linear_inputs(torch.float32, device, TOKENS, ignored=0.0)

@@ -11,6 +11,7 @@ import torch
 from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from functorch.compile import make_boxed_func
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch._dynamo.backends.common import aot_autograd
 from training_step import joined, step, widened
@@ -28,7 +29,9 @@ def make_model(model_type: str = "llama") -> PreTrainedModel:
     return tiny_model(ROWS[model_type])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "gemma3n_text", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", slow_but(["gemma2"], ["llama", "gemma2", "qwen3", "gemma3n_text", "phi3"])
+)
 def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
     model = make_model(model_type).double()
     ids = tiny_batch(model)["input_ids"]
@@ -51,7 +54,7 @@ def test_the_backbone_compiles_into_the_same_graphs(model_type: str) -> None:
     assert linears[0] == linears[1]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", slow_but(["llama"], ["llama", "gemma3_text"]))
 def test_compiled_with_dynamic_numbers(model_type: str) -> None:
     """With ``dynamic=True`` the epsilons of norms are symbols too."""
     model = make_model(model_type)
