@@ -103,13 +103,13 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 ODDS_CONSTANTS = ("GROUPED_TILES", "TILE_ROWS", "TILE_V", "TILE_H", "PARTS")
-ODDS_WITH_STATISTICS = (  # softcap, writes, again, rank, sums: every pair of two flags' values
-    (0, 0, 0, 0, 3),
-    (1, 1, 1, 0, 3),
-    (0, 1, 1, 16, 3),
-    (1, 0, 0, 16, 3),
-    (1, 0, 1, 64, 3),
-    (0, 1, 0, 64, 3),
+ODDS_WITH_STATISTICS = (  # softcap, writes, rank, sums: every pair of two flags' values
+    (0, 0, 0, 3),
+    (1, 1, 0, 3),
+    (0, 1, 16, 3),
+    (1, 0, 16, 3),
+    (1, 0, 64, 3),
+    (0, 1, 64, 3),
 )
 
 
@@ -119,13 +119,13 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 
     if target != FULL or kernels.TensorDescriptor is None:
         return
-    everything = itertools.product((0, 1), (0, 1), (0, 1), (0, 16, 64), (2,))
-    for softcap, writes, again, rank, sums in [*everything, *ODDS_WITH_STATISTICS]:
+    everything = itertools.product((0, 1), (0, 1), (0, 16, 64), (2,))
+    for softcap, writes, rank, sums in [*everything, *ODDS_WITH_STATISTICS]:
         constants = kernels.tile_constants(4096, rank)
         part = kernels.TILE_V // constants["PARTS"]
         low_rank = [f"tensordesc<bf16[{n},{rank}]>" for n in (kernels.TILE_ROWS, kernels.TILE_V)]
         yield (
-            f"{softcap}{writes}{again}-{rank}-{sums}",
+            f"{softcap}{writes}-{rank}-{sums}",
             {
                 "low_rank": low_rank[0] if rank else None,
                 "low_rank_weight": low_rank[1] if rank else None,
@@ -138,13 +138,13 @@ def odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "overflow_ptr": "*i32",
                 "counts_ptr": "*i64",
                 "start": "i32",
+                "only_on_overflow": "i32",
                 "rows": "i32",
                 "hidden_size": "i32",
                 "vocab_size": "i32",
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "SUMS": sums,
-                "ONLY_ON_OVERFLOW": bool(again),
                 **{name: constants[name] for name in ODDS_CONSTANTS},
             },
             constants["num_warps"],
@@ -186,13 +186,13 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.head import hopper as kernels
 
-    for softcap, class_weight, writes, again, statistics in itertools.product((0, 1), repeat=5):
+    for softcap, class_weight, writes, statistics in itertools.product((0, 1), repeat=4):
         if class_weight and statistics:  # losses have the one, log-probabilities the other
             continue
-        if target != FULL and {softcap, writes, again} != {statistics}:  # odds are not served there
+        if target != FULL and {softcap, writes} != {statistics}:  # odds are not served there
             continue
         yield (
-            f"{softcap}{class_weight}{writes}{again}{statistics}",
+            f"{softcap}{class_weight}{writes}{statistics}",
             {
                 "partial_ptr": "*fp32",
                 "labels_ptr": "*i64",
@@ -210,6 +210,7 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "overflow_ptr": "*i32",
                 "counts_ptr": "*i64",
                 "start": "i32",
+                "only_on_overflow": "i32",
                 "rows": "i32",
                 "v_tiles": "i32",
                 "vocab_size": "i32",
@@ -217,7 +218,6 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "logit_scale": "fp32",
                 "z_loss": "fp32",
                 "TILE_V": kernels.TILE_V,
-                "ONLY_ON_OVERFLOW": bool(again),
                 **kernels.FINISHED,
             },
             4,

@@ -189,8 +189,7 @@ class OddsForm:
         if row_scale is not None and memory is not None:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
         with torch.cuda.device_of(x):
-            for only_on_overflow in (False, True):
-                again: dict[str, Any] = {"ONLY_ON_OVERFLOW": only_on_overflow}
+            for only_on_overflow in (0, 1):
                 odds_kernel[(min(tiles, programs * processors(device)),)](
                     x_tiles,
                     self._weight_tiles,
@@ -203,12 +202,12 @@ class OddsForm:
                     self._overflow,
                     counts,
                     start,
+                    only_on_overflow,
                     rows,
                     hidden_size,
                     vocab_size,
                     options.softcap,
                     options.logit_scale,
-                    **again,
                     **constants,
                 )
                 finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
@@ -228,6 +227,7 @@ class OddsForm:
                     self._overflow,
                     counts,
                     start,
+                    only_on_overflow,
                     rows,
                     v_tiles,
                     vocab_size,
@@ -235,7 +235,6 @@ class OddsForm:
                     options.logit_scale,
                     options.z_loss,
                     TILE_V=TILE_V,  # pyright: ignore[reportArgumentType]
-                    **again,
                     **FINISHED,
                 )
 

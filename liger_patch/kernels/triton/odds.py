@@ -205,7 +205,7 @@ def _write_parts(
         return left_sum + right_sum, highest, left_moment + right_moment
 
 
-@triton.jit(do_not_specialize=["start", "rows"])
+@triton.jit(do_not_specialize=["start", "rows", "only_on_overflow"])
 def odds_kernel(
     x,  # descriptor of (C, H)
     weight,  # descriptor of (V, H)
@@ -218,13 +218,13 @@ def odds_kernel(
     overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
     counts_ptr,  # (1,) supervised tokens
     start,  # of them, where the chunk begins
+    only_on_overflow,  # 1: return unless the chunk has overflowed; no constant, compiled once
     rows,
     hidden_size,
     vocab_size,
     softcap,
     logit_scale,
     SUMS: tl.constexpr,
-    ONLY_ON_OVERFLOW: tl.constexpr,
     GROUPED_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -232,7 +232,7 @@ def odds_kernel(
     PARTS: tl.constexpr,
 ):
     """One tile of odds per program at a time: programs walk the tiles of the product together."""
-    if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
+    if only_on_overflow != 0:  # noqa: SIM102 - the second is loaded only then
         if tl.load(overflow_ptr) != start + 1:
             return
     count = tl.minimum(tl.load(counts_ptr) - start, rows).to(tl.int32)
@@ -283,7 +283,7 @@ def odds_kernel(
             tl.store(partial_ptr + offsets, moments, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["start", "rows"])
+@triton.jit(do_not_specialize=["start", "rows", "only_on_overflow"])
 def finish_kernel(
     partial_ptr,  # (2, T, C), (3, T, C) for statistics
     labels_ptr,  # (C,)
@@ -301,6 +301,7 @@ def finish_kernel(
     overflow_ptr,
     counts_ptr,
     start,
+    only_on_overflow,
     rows,
     v_tiles,
     vocab_size,
@@ -308,14 +309,13 @@ def finish_kernel(
     logit_scale,
     z_loss,
     TILE_V: tl.constexpr,
-    ONLY_ON_OVERFLOW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
     """One program per few rows: losses, factors, the labels' gradients, statistics, and where odds
     overflowed, the reference for the second time.
     """
-    if ONLY_ON_OVERFLOW:  # noqa: SIM102 - a constant and a value of the device
+    if only_on_overflow != 0:  # noqa: SIM102 - the second is loaded only then
         if tl.load(overflow_ptr) != start + 1:
             return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -332,7 +332,7 @@ def finish_kernel(
     z = tl.load(label_z_ptr + row, mask=is_row, other=0.0)
     label_odds = tl.exp2(z - reference)  # 1, but where the reference is not the label
     total = label_odds + others
-    if not ONLY_ON_OVERFLOW:
+    if only_on_overflow == 0:
         # not total < MAX_ODDS, for nan: the second time it is nan again
         overflows = is_row & ((total < MAX_ODDS) == 0)
         if tl.max(overflows.to(tl.int32), axis=0) > 0:
