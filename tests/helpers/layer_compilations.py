@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from compile_targets import MULTIPLE
+from compile_targets import MULTIPLE, SHARED_KIB
 from triton.backends.compiler import GPUTarget
 
 
@@ -55,8 +55,8 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
         ("*fp32", 2304, None, 227),
         ("*fp32", 32768, "*fp32", 227),
     ):
-        if target.backend == "hip" and shared_kib > 64:
-            continue  # gfx942 has 64
+        if shared_kib > SHARED_KIB[target]:
+            continue
         dy = weight if weight == "*fp32" else dtype
         element_bytes = sum(4 if each == "*fp32" else 2 for each in (dtype, dy))
         blocks, warps = backward_tile(hidden_size, element_bytes, shared_kib * 1024)

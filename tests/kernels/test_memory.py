@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import slow_but
 from three_ways import OPTIONS, chunk_mib, filled, linear_inputs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,10 +46,14 @@ def small_scratch(monkeypatch):
     monkeypatch.setattr(pytorch_rows, "SCRATCH_BYTES", SCRATCH_BYTES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    slow_but([torch.bfloat16, torch.float32], [torch.bfloat16, torch.float16, torch.float32]),
+    ids=str,
+)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen head"])
-@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("ignored", slow_but([0.4], [0.0, 0.4]))
 @pytest.mark.parametrize("options", ["plain", "everything"])
 def test_linear_cross_entropy_holds_gradients_and_one_chunk(
     dtype, reduction, frozen, ignored, options

@@ -27,6 +27,7 @@ from packed_samples import (
     truth_of,
 )
 from packed_trainer import weights_after
+from slow_cases import slow_but
 from torch import Tensor
 from training_step import Step, call, gradients, patched
 
@@ -97,7 +98,7 @@ def padded_for(model_type: str) -> Callable[[list[Sample]], dict[str, Tensor]]:
 
 
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
-@pytest.mark.parametrize("model_type", UNCOUNTED)
+@pytest.mark.parametrize("model_type", slow_but(UNCOUNTED[:2], UNCOUNTED))
 def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
     model_type: str, tmp_path: Path
 ) -> None:
