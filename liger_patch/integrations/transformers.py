@@ -1,11 +1,14 @@
-"""Transformers' Trainer, for means of sequences over several forward passes.
+"""Transformers' Trainer: a callback that patches its model, for scripts that only take callbacks,
+and a Trainer for means of sequences over several forward passes.
+
+    Trainer(model=model, callbacks=[LigerPatchCallback()], ...).train()
 
     from liger_patch.integrations.transformers import Trainer
     apply_patch(model, loss_average="sequence")
     Trainer(model=model, ...).train()
 
-Trainer tells a model how many tokens the forward passes of one optimizer step have, on all devices.
-This one also tells it how many sequences.
+Transformers' own Trainer tells a model how many tokens the forward passes of one optimizer step
+have, on all devices. This one also tells it how many sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from liger_patch.apply import transformers_model
+from liger_patch.apply import apply_patch, patch_status, transformers_model
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import NUM_SEQUENCES, count_sequences
 
@@ -95,3 +98,32 @@ class Trainer(transformers.Trainer):
                 'loss_average="sequence" needs whole sequences, got parallelism that splits them'
             )
         return True
+
+
+class LigerPatchCallback(transformers.TrainerCallback):
+    """Calls ``apply_patch(model, **options)`` when the Trainer is built, before the model is
+    wrapped for training.
+
+    Args:
+        options: of ``apply_patch``.
+
+    Raises:
+        ValueError, TypeError: as ``apply_patch`` does.
+        RuntimeError: at the beginning of training, if the model is not patched: the callback came
+            too late (``trainer.add_callback``), or ``model_init`` has made another model since.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        apply_patch(kwargs["model"], **self.options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from accelerate.utils import extract_model_from_parallel
+
+        if not patch_status(extract_model_from_parallel(kwargs["model"])).patched:
+            raise RuntimeError(
+                "LigerPatchCallback found an unpatched model that is wrapped already. Give it to "
+                "the Trainer as callbacks=[...], or call apply_patch within model_init"
+            )

@@ -1,0 +1,55 @@
+"""Axolotl's plugin: the model is patched once its adapters are on it.
+
+    plugins:
+      - liger_patch.integrations.axolotl.LigerPatchPlugin
+    liger_patch: true
+
+Interface: ``axolotl.integrations.base.BasePlugin`` of Axolotl 0.19.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
+from pydantic import BaseModel, model_validator
+
+from liger_patch.apply import apply_patch
+
+RIVALS = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")
+
+
+class LigerPatchArgs(BaseModel):
+    """The keys that the plugin adds to Axolotl's configuration. The options are those of
+    ``apply_patch``, which raises ValueError for values out of range.
+    """
+
+    liger_patch: bool = False
+    liger_patch_layers: bool | list[str] = True
+    liger_patch_chunk_mib: float | None = None
+    liger_patch_checkpoint_offload: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_other_losses(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Raise ValueError where another fused loss is asked for too."""
+        for name in RIVALS:
+            if data.get("liger_patch") and data.get(name):
+                raise ValueError(f"liger_patch: true and {name}: true patch the same loss: use one")
+        return data
+
+
+class LigerPatchPlugin(BasePlugin):
+    """Patches the model that Axolotl has loaded."""
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{LigerPatchArgs.__name__}"
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        if cfg.liger_patch:
+            apply_patch(
+                model,
+                layers=cfg.liger_patch_layers,
+                chunk_mib=cfg.liger_patch_chunk_mib,
+                checkpoint_offload=cfg.liger_patch_checkpoint_offload,
+            )

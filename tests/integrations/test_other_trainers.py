@@ -1,0 +1,226 @@
+"""Plugins and callbacks for trainers of other libraries. Where one is not installed, its module is
+a stand-in with the interface of its release, as its own source declares it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from trainers import QUIET
+
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.layers.replace import count_layers
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from liger_patch.integrations.transformers import LigerPatchCallback
+
+ROWS = {row.model_type: row for row in registry.available()}
+
+
+def make_model() -> PreTrainedModel:
+    return tiny_model(ROWS["llama"])
+
+
+def make_trainer(folder: Path, model: Any = None, **how: Any) -> Trainer:
+    batch = tiny_batch(make_model(), batch=4)
+    samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(4)]
+    arguments = TrainingArguments(str(folder), max_steps=1, **QUIET)
+    return Trainer(model=model, args=arguments, train_dataset=samples, **how)
+
+
+def test_a_callback_patches_before_training(tmp_path: Path) -> None:
+    model = make_model()
+    callback = LigerPatchCallback(layers=False, chunk_mib=3.0)
+    trainer = make_trainer(tmp_path, model, callbacks=[callback])
+    assert patch_status(model).patched
+    assert not patch_status(model).fused
+    trainer.train()
+    status = patch_status(model)
+    assert status.fused
+    assert not any(count_layers(model).values())
+
+
+def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model())
+    trainer.add_callback(LigerPatchCallback())
+    with pytest.raises(RuntimeError, match="unpatched model that is wrapped already"):
+        trainer.train()
+
+
+def test_a_model_that_is_made_anew_is_an_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model_init=make_model, callbacks=[LigerPatchCallback()])
+    with pytest.raises(RuntimeError, match="call apply_patch within model_init"):
+        trainer.train()
+    trainer = make_trainer(
+        tmp_path, model_init=lambda: apply_patch(make_model()), callbacks=[LigerPatchCallback()]
+    )
+    trainer.train()
+    assert patch_status(trainer.model).fused
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Import an integration anew, with a stand-in for what its library lacks here."""
+    loaded: list[str] = []
+
+    def load(name: str, module: str, **interface: Any) -> Any:
+        library, *parents = (module.rsplit(".", n)[0] for n in range(module.count("."), -1, -1))
+        if importlib.util.find_spec(library) is None:
+            for each in (library, *parents):
+                monkeypatch.setitem(sys.modules, each, ModuleType(each))
+            vars(sys.modules[module]).update(interface)
+        integration = f"liger_patch.integrations.{name}"
+        loaded.append(integration)
+        return importlib.import_module(integration)
+
+    yield load
+    for each in loaded:
+        sys.modules.pop(each, None)
+
+
+class BasePlugin:
+    """Of Axolotl 0.19, as far as the plugin uses it."""
+
+    def get_input_args(self) -> str | None: ...
+
+    def post_model_load(self, cfg: Any, model: Any) -> None: ...
+
+
+@pytest.fixture
+def axolotl(load: Callable[..., Any]) -> Any:
+    pytest.importorskip("pydantic", reason="Axolotl brings it")
+    return load("axolotl", "axolotl.integrations.base", BasePlugin=BasePlugin)
+
+
+def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
+    plugin = axolotl.LigerPatchPlugin()
+    module, _, name = plugin.get_input_args().rpartition(".")
+    make_arguments = getattr(importlib.import_module(module), name)
+    for yaml, patched in [({}, False), ({"liger_patch": True}, True)]:
+        model = make_model()
+        plugin.post_model_load(make_arguments(**yaml), model)
+        assert patch_status(model).patched == patched
+    yaml = {"liger_patch": True, "liger_patch_layers": ["rms_norm"], "liger_patch_chunk_mib": 2}
+    plugin.post_model_load(make_arguments(**yaml), model)
+    layers = count_layers(model)
+    assert [name for name, count in layers.items() if count] == ["rms_norm"]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ({"cut_cross_entropy": True}, "cut_cross_entropy: true patch the same loss"),
+        ({"liger_fused_linear_cross_entropy": True}, "liger_fused_linear_cross_entropy: true"),
+        ({"liger_patch_chunk_mib": "large"}, "liger_patch_chunk_mib"),
+    ],
+)
+def test_axolotls_configuration_is_checked(
+    axolotl: Any, yaml: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        axolotl.LigerPatchArgs(liger_patch=True, **yaml)
+    if "chunk" not in message:
+        axolotl.LigerPatchArgs(liger_patch=False, **yaml)
+
+
+class KernelPlugin:
+    """Of LLaMA-Factory 0.9.5."""
+
+    registry: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def register(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return lambda function: self.registry.setdefault(self.name, function)
+
+    def __call__(self, **how: Any) -> Any:
+        return self.registry[self.name](**how)
+
+
+@pytest.mark.parametrize(
+    ("include_kernels", "layers"),
+    [
+        (None, None),
+        (False, None),
+        ("auto", {"rms_norm", "rotary", "gated"}),
+        (True, {"rms_norm", "rotary", "gated"}),
+        ("rms_norm, gated", {"rms_norm", "gated"}),
+        ("none", set()),
+    ],
+)
+def test_llamafactorys_kernel_plugin(
+    load: Callable[..., Any], include_kernels: Any, layers: set[str] | None
+) -> None:
+    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
+    load("llamafactory", module, KernelPlugin=KernelPlugin)
+    plugin = sys.modules[module].KernelPlugin("liger_patch")
+    model = make_model()
+    assert plugin(model=model, include_kernels=include_kernels) is model
+    status = patch_status(model)
+    assert status.patched == (layers is not None)
+    assert {name for name, count in count_layers(model).items() if count} == (layers or set())
+
+
+def test_llamafactorys_older_trainer_gets_a_callback(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
+    integration = load("llamafactory", module, KernelPlugin=KernelPlugin)
+    runs: list[Any] = []
+    tuner = SimpleNamespace(run_exp=lambda args=None, callbacks=None: runs.append(callbacks))
+    for name in ("llamafactory.train", "llamafactory.train.tuner"):
+        monkeypatch.setitem(sys.modules, name, tuner)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(sys, "argv", ["llamafactory.py", "train", "lora.yaml"])
+    integration.main()
+    assert sys.argv == ["llamafactory.py", "lora.yaml"]
+    ((callback,),) = runs
+    assert isinstance(callback, LigerPatchCallback)
+
+
+def test_swifts_callback(load: Callable[..., Any], tmp_path: Path) -> None:
+    load("swift", "swift.callbacks", callbacks_map={})
+    make_callback = sys.modules["swift.callbacks"].callbacks_map["liger_patch"]
+    model = make_model()
+    trainer = make_trainer(tmp_path, model, callbacks=[make_callback(None, None)])
+    trainer.train()
+    assert patch_status(model).fused
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_verls_fused_head(
+    asked: str, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERL", asked)
+    module = "verl.utils.experimental.torch_functional"
+    integration = load("verl", module, FusedLinearForPPO=None)
+    ours = integration.FusedLinearForPPO
+    verls = importlib.import_module(module)
+    assert (verls.FusedLinearForPPO is ours) == (asked == "1")
+
+    shapes = {"hidden_states": (2, 5, 8), "vocab_weights": (19, 8)}
+    inputs = {n: torch.randn(s, dtype=torch.float64).requires_grad_() for n, s in shapes.items()}
+    ids = torch.randint(19, (2, 5))
+    log_probs, entropy = ours(impl_backend="torch")(**inputs, input_ids=ids, temperature=0.7)
+    logits = inputs["hidden_states"] @ inputs["vocab_weights"].T / 0.7
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(log_probs, expected.gather(-1, ids[..., None])[..., 0])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    weights = torch.randn(2, 2, 5, dtype=torch.float64)
+    wanted = list(inputs.values())
+    found = torch.autograd.grad((log_probs * weights[0] + entropy * weights[1]).sum(), wanted)
+    loss = expected.gather(-1, ids[..., None])[..., 0] * weights[0]
+    loss = loss - (expected.exp() * expected).sum(-1) * weights[1]
+    torch.testing.assert_close(found, torch.autograd.grad(loss.sum(), wanted))
