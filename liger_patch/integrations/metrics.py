@@ -1,0 +1,96 @@
+"""Metrics of an evaluation by Transformers' Trainer, without logits.
+
+    from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
+    Trainer(
+        model=apply_patch(model),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        ...
+    ).evaluate()
+
+gives ``eval_accuracy``, ``eval_perplexity`` and ``eval_entropy`` of the supervised tokens. Trainer
+would keep the logits of the whole evaluation for them; here it keeps three numbers of each token,
+which ``linear_log_probs`` computes from the hidden states. B: sequences, T: tokens of each, V:
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from liger_patch.deferred.fuse import fused_log_probs, parts_of
+from liger_patch.deferred.tensor import DeferredLogits
+
+IGNORED = -100  # labels that are not supervised, and what Trainer pads predictions with
+STATISTICS = ("log_probs", "is_top1", "entropy")
+
+
+def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
+    """Return what ``compute_metrics`` needs of each token (B, T, 3), in float32: log-probability of
+    the next token, whether it is the most likely one, entropy.
+
+    Args:
+        logits: (B, T, V) of a patched model, or of any other, which then takes them as they are;
+            or what the model returns beside them, in a tuple that begins with them.
+        labels: (B, T), IGNORED where not supervised; each is predicted one token before.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        raise ValueError(
+            f"logits must have shape (B, T, V) beside labels (B, T), got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:]
+    parts = parts_of(logits) if isinstance(logits, DeferredLogits) else None
+    if parts is None:
+        rows = zip(logits, shifted, strict=True)
+        return torch.stack([_of_logits(*row) for row in rows])
+    with torch.no_grad():
+        found = fused_log_probs(parts, shifted.flatten(), outputs=STATISTICS[1:])
+    values = [getattr(found, name).float().view_as(shifted) for name in STATISTICS]
+    return torch.stack(values, -1)
+
+
+def _of_logits(
+    logits: Tensor,  # (T, V)
+    labels: Tensor,  # (T,)
+) -> Tensor:
+    log_p = logits.float().log_softmax(-1)
+    chosen = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    is_top1 = (log_p.argmax(-1) == labels).float()
+    return torch.stack([chosen, is_top1, torch.special.entr(log_p.exp()).sum(-1)], -1)
+
+
+def compute_metrics(prediction: Any) -> dict[str, float]:
+    """Return accuracy, perplexity and entropy (nats), each over all supervised tokens.
+
+    Args:
+        prediction: ``transformers.EvalPrediction`` of ``preprocess_logits_for_metrics`` and labels.
+
+    Raises:
+        ValueError: predictions that are not (B, T, 3).
+    """
+    values, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+    if values.ndim != 3 or values.shape[-1] != len(STATISTICS):
+        raise ValueError(
+            "predictions must be (B, T, 3): give Trainer preprocess_logits_for_metrics too, got "
+            f"{values.shape}"
+        )
+    supervised = labels[:, 1:] != IGNORED
+    log_probs, is_top1, entropy = (values[:, :-1][supervised].T).astype(np.float64)
+    if not len(log_probs):
+        return {}
+    return {
+        "accuracy": float(is_top1.mean()),
+        "perplexity": float(np.exp(-log_probs.mean())),
+        "entropy": float(entropy.mean()),
+    }
