@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.record import Step
+from liger_patch.deferred.sharding import Hold, keeping_weight
+from liger_patch.deferred.stored import is_partitioned
 from liger_patch.deferred.tensor import DeferredLogits
+
+# as torch defines them: DeepSpeed replaces nn.functional.linear
+LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
 
 
 class _DeferLinear(TorchFunctionMode):
@@ -22,15 +28,17 @@ class _DeferLinear(TorchFunctionMode):
     and those of adapters beside it.
     """
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, hold: Hold | None) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.hold = head, hold
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is nn.functional.linear:
+        if func is LINEAR:
             hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
             if self._gives_logits(weight) and _can_defer(hidden_states, weight, bias):
+                if self.hold is not None:
+                    weight, bias = self.hold(weight), None if bias is None else self.hold(bias)
                 call = HeadCall.of(hidden_states, weight, bias, self.head)
                 return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
@@ -41,9 +49,11 @@ class _DeferLinear(TorchFunctionMode):
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
-        if weight is getattr(module, "weight", None):
+        if weight.dim() == 2 and len(weight) == getattr(module, "out_features", None):
             return True
-        return weight.dim() == 2 and len(weight) == getattr(module, "out_features", None)
+        if is_partitioned(weight):  # to read PEFT's module.weight gathers that of its base
+            return weight is module._parameters.get("weight")
+        return weight is getattr(module, "weight", None)
 
 
 def _linear_arguments(
@@ -85,13 +95,19 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
     """
     head = Head(model, module, owner)
     with ExitStack() as stack:
+        hold = None
+        if _is_in_group() and not torch.compiler.is_compiling():  # then nothing is freed
+            hold = stack.enter_context(keeping_weight(module))
         for layer in _quantized_layers(module):
             stack.enter_context(_forward(layer, _quantized_forward(layer, head)))
+        if nn.functional.linear is not LINEAR:
+            for layer in _linear_layers(module):
+                stack.enter_context(_forward(layer, functools.partial(_linear_forward, layer)))
         # a head that torch.compile has wrapped: its own product is not computed here
         forward = module._modules.get("_orig_mod") or module.forward
 
         def deferring_forward(*args, **kwargs):
-            with _DeferLinear(head):
+            with _DeferLinear(head, hold):
                 logits = forward(*args, **kwargs)
             if isinstance(logits, DeferredLogits) and logits.is_outdated:
                 return forward(*args, **kwargs)  # a hook has cast or freed the weight since
@@ -123,6 +139,20 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = before
+
+
+def _is_in_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _linear_layers(head: nn.Module) -> list[nn.Linear]:
+    """Return the layers in a head, or the head itself, that call ``nn.functional.linear``."""
+    layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    return [m for m in layers if type(m).forward is FORWARD and "forward" not in vars(m)]
+
+
+def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return LINEAR(x, layer.weight, layer.bias)
 
 
 def _quantized_layers(head: nn.Module) -> list[nn.Module]:

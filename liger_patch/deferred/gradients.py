@@ -24,7 +24,14 @@ NO_GRADIENT = (
     "ordinary loss"
 )
 # modules of engines: they set a hook on every output, and need no gradient of the logits itself
-ENGINE_MODULES = ("torch.distributed.", "torch.utils.module_tracker.", "deepspeed.")
+ENGINE_MODULES = (
+    "torch.distributed.",
+    "torch.utils.module_tracker.",
+    "deepspeed.",
+    "liger_patch.deferred.zero3.",
+)
+# of these, hooks that prepare a unit for its backward pass, and take the gradient as a sign only
+PREPARING_MODULES = ("torch.distributed.fsdp.", "liger_patch.deferred.zero3.")
 LEFT_OUT = "liger_patch: hooks of logits whose gradient is left out"  # of an autograd node
 
 
@@ -49,12 +56,14 @@ class GradientHooks:
     """The hooks on the gradient of some logits: of the deferred ones, or of their values.
 
     Attributes:
+        preparing: hooks with which an engine gathers weights before the backward pass of the head.
         retained: the gradient so far, where ``retain_grad`` has asked for it.
     """
 
     def __init__(self) -> None:
         self._hooks: OrderedDict[int, Callable] = OrderedDict()
         self._of_users: dict[int, str] = {}  # to the operation that has set it
+        self.preparing: list[Callable] = []
         self.retained: Tensor | None = None
 
     @property
@@ -70,8 +79,10 @@ class GradientHooks:
     def register(self, hook: Callable, operation: str) -> RemovableHandle:
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
-        if not _is_of_engine(hook):
+        if not _is_of(ENGINE_MODULES, hook):
             self._of_users[handle.id] = operation
+        elif _is_of(PREPARING_MODULES, hook):
+            self.preparing.append(hook)
         return handle
 
     def retain(self) -> None:
@@ -101,16 +112,16 @@ def _sum_up(hooks: GradientHooks, gradient: Tensor) -> None:
     hooks.retained = gradient.clone() if before is None else before + gradient
 
 
-def _is_of_engine(hook: Callable) -> bool:
-    """Return True for a hook that an engine sets on every output: FSDP, DeepSpeed, and the module
-    tracker of FlopCounterMode.
+def _is_of(prefixes: tuple[str, ...], hook: Callable) -> bool:
+    """Return whether a hook is of such a module: of an engine that sets one on every output (FSDP,
+    DeepSpeed, and the module tracker of FlopCounterMode).
     """
     function = getattr(hook, "func", hook)
     inner = None
     if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
         inner = inspect.getclosurevars(function).nonlocals.get("fn")
     modules = [f"{getattr(each, '__module__', '')}." for each in (function, inner)]
-    return any(name.startswith(ENGINE_MODULES) for name in modules)
+    return any(name.startswith(prefixes) for name in modules)
 
 
 def register_hook(logits: Recordable, name: str, hook: Callable | None) -> RemovableHandle | None:
@@ -145,6 +156,21 @@ def leave_gradient_out(result: Tensor, logits: Recordable) -> None:
     node.metadata[LEFT_OUT] = node.metadata.get(LEFT_OUT, ()) + tuple(hooks)
     for each in hooks:
         node.register_prehook(each.check_none_waits)
+
+
+def prepare_backward(result: Tensor, logits: Recordable) -> None:
+    """Run the hooks with which an engine prepares the backward pass of the head before that of a
+    result, which computes the gradients of hidden states and weight instead.
+    """
+    node: Any = result.grad_fn
+    if node is None:
+        return
+    for hook in (hook for each in ancestry(logits) for hook in each.hooks.preparing):
+        node.register_prehook(partial(_run_without_gradient, hook))
+
+
+def _run_without_gradient(hook: Callable, *_: Any) -> None:
+    hook(None)
 
 
 def gradient_is_wanted(logits: Recordable) -> bool:

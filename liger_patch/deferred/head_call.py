@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_patch.deferred.sharding import stored_parameter
+from liger_patch.deferred.stored import is_partitioned, stored_parameter
 from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
 
@@ -221,7 +221,9 @@ def _state_of(tensor: Tensor | None) -> State | None:
             steps = _optimizer_steps.setdefault(tensor, 0)
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
     version = None if local.is_inference() else local._version
-    return State(version, steps, local.data_ptr(), tensor.dtype)
+    # ZeRO-3 sets the data of a parameter at each gathering
+    address = 0 if is_partitioned(tensor) else local.data_ptr()
+    return State(version, steps, address, tensor.dtype)
 
 
 @functools.cache
@@ -237,6 +239,10 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     with _ONE_AT_A_TIME:
         for tensor in watched:
-            # DeepSpeed's optimizers hold copies, from which it writes the weights
-            if tensor is not None and (id(tensor) in held or hasattr(tensor, "_hp_mapping")):
+            if tensor is not None and (id(tensor) in held or _has_copies(tensor)):
                 _optimizer_steps[tensor] += 1
+
+
+def _has_copies(tensor: Tensor) -> bool:
+    """Return whether a DeepSpeed optimizer holds copies, from which it writes this weight."""
+    return hasattr(tensor, "_hp_mapping") or is_partitioned(tensor)

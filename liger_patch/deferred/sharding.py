@@ -1,72 +1,89 @@
-"""Heads whose weight is sharded over a process group: whether it is still there when the loss is
-computed, and which parameter the optimizer changes.
+"""Heads whose weight an engine frees before the loss: keep what was gathered for the head's call.
 
-FSDP2 (``fully_shard``) and DeepSpeed's ZeRO-3 gather the whole weight for the head's call. A head
-whose weight is freed afterwards cannot be fused. Neither engine has a public API to ask: attributes
-of torch 2.6 to 2.13 and of DeepSpeed 0.19 are read, and where they are missing, the weight counts
-as freed.
+The head is the last layer of the forward pass and the first of the backward pass, so its weight is
+gathered once for both, and the engine reduces its gradient as its own. No rank gathers anything for
+the loss: a batch without labels, or logits that only one rank reads, change nothing for the others.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-_shards: Any = WeakIdKeyDictionary()  # gathered weights -> their shards, None for none
+from liger_patch.deferred.fully_sharded import (
+    can_be_kept,
+    resharding_units,
+    without_resharding,
+)
+from liger_patch.deferred.stored import is_partitioned, note_stored
+from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_hooks
+
+Hold = Callable[[Tensor], Tensor]  # of a gathered parameter, what stays when it is freed
 
 
 def why_weight_is_freed(head: nn.Module) -> str | None:
-    """Return why the head's weight is gone when the loss is computed; None where it stays.
-
-    A unit of ``fully_shard`` with ``reshard_after_forward=False``, as accelerate's and
-    Transformers' own for the last norm and the head, keeps its weight until the backward pass.
+    """Return why the head's weight is gone when the loss is computed; None where it stays, by
+    itself or within ``keeping_weight``.
     """
-    classes = {cls.__name__ for cls in type(head).__mro__}
-    if "FullyShardedDataParallel" in classes:
+    freed = "frees the head's weight before the loss"
+    if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(head).__mro__):
         return "FSDP shards the head on its own and frees its weight before the loss"
-    if "FSDPModule" in classes and _reshards_after_forward(head):
-        return (
-            "FSDP shards the head on its own and frees its weight before the loss: use "
-            "reshard_after_forward=False for the unit that holds the head"
-        )
-    if any(hasattr(p, "ds_id") for p in head.parameters()):
-        return "DeepSpeed ZeRO-3 frees the head's weight before the loss"
-    return None
-
-
-def _reshards_after_forward(head: Any) -> bool:
-    groups = _groups(head._get_fsdp_state())
-    return not groups or any(getattr(group, "_reshard_after_forward", True) for group in groups)
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit of ``fully_shard``."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions have one
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
-
-
-def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
-    """Return the parameter that the optimizer changes: the shard of a weight that ``fully_shard``
-    has gathered, else the weight itself.
-    """
-    # the walk over all modules takes milliseconds, and finds the same each time
-    if weight not in _shards:
-        _shards[weight] = _shard_of(weight, model)
-    shard = _shards[weight]
-    return weight if shard is None else shard
-
-
-def _shard_of(weight: Tensor, model: nn.Module) -> Tensor | None:
-    unit: Any = next((m for m in model.modules() if hasattr(type(m), "_get_fsdp_state")), None)
-    if unit is None:
+    units = resharding_units(head)
+    if any(is_partitioned(parameter) for parameter in head.parameters()):
+        engine, is_known = "DeepSpeed ZeRO-3", has_known_hooks(head)
+    elif units:
+        engine, is_known = "FSDP", all(map(can_be_kept, units))
+    else:
         return None
-    context = getattr(unit._get_fsdp_state(), "_state_ctx", None)
-    groups = (g for state in getattr(context, "all_states", ()) for g in _groups(state))
-    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-        if getattr(parameter, "_unsharded_param", None) is weight:
-            return parameter.sharded_param
+    if not is_known:
+        return f"{engine} {freed}, in a way that liger_patch does not know"
+    if any(type(m).__module__.startswith("bitsandbytes") for m in head.modules()):
+        return f"{engine} {freed}, and the head is quantized"
+    if torch.compiler.is_compiling():
+        return f"{engine} {freed}, and torch.compile traces the whole forward pass"
     return None
+
+
+@contextmanager
+def keeping_weight(head: nn.Module) -> Iterator[Hold]:
+    """Keep the gathered weight of a head from its call to the backward pass, for a forward pass
+    within this context.
+
+    Without gradients there is no backward pass that would free it: FSDP does so after the head's
+    call, and a copy stays for as long as the logits do.
+
+    Yields:
+        what makes a gathered parameter of the head one that stays.
+    """
+    units = resharding_units(head)
+    if any(is_partitioned(parameter) for parameter in head.parameters()):
+        with calling_hooks_later(head):
+            yield _values
+    elif units and not torch.is_grad_enabled():
+        yield _copy
+    else:
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(without_resharding(unit))
+            yield _itself
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    copy = parameter.clone()
+    note_stored(copy, None)
+    return copy
+
+
+def _values(parameter: Tensor) -> Tensor:
+    if not is_partitioned(parameter):
+        return parameter
+    values = gathered(parameter)
+    note_stored(values, parameter)
+    return values

@@ -58,7 +58,9 @@ class DeferredLogits(Recordable):
         It is recorded, or computed where these logits, or those that they were computed from, have
         been read (and may have been written to).
         """
-        if self._is_settled or (isinstance(step.other, DeferredLogits) and step.other._is_settled):
+        # a detached tensor has no gradient that another autograd function could take part in
+        is_settled = self._is_read if step.kind == "detach" else self._is_settled
+        if is_settled or (isinstance(step.other, DeferredLogits) and step.other._is_settled):
             others = () if step.other is None else (real(step.other),)
             return step.apply(self.real_logits(), *others)
         rows = step.apply(self.rows) if step.kind == "rows" else self.rows
@@ -120,9 +122,12 @@ class DeferredLogits(Recordable):
         """Return whether these logits, or any that they were computed from, have been read (and may
         have been written to) or are another autograd function's.
         """
+        return self._is_read or any(is_foreign(node) for node in ancestry(self))
+
+    @property
+    def _is_read(self) -> bool:
         return any(
-            node.value is not None or is_foreign(node) or node.hooks.waiting is not None
-            for node in ancestry(self)
+            node.value is not None or node.hooks.waiting is not None for node in ancestry(self)
         )
 
     @property

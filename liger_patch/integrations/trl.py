@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import trl
@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.deferred.fuse import Parts, fused_log_probs
+from liger_patch.deferred.gradients import prepare_backward
+from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
@@ -256,6 +258,7 @@ class _LogProbsCall:
             same_gradient=self.same_gradient,
             chunk_mib=record.chunk_mib,
         )
+        prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
         if own["shift_labels"] is None:
             labels = labels[..., :-1]  # nothing follows the last token
         per_token: dict[str, Any] = {

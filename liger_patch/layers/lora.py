@@ -204,10 +204,12 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
 def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
     from liger_patch.integrations import peft
 
+    base: Any = layer.base_layer
+    if has_hooks(base):  # before its weights are read: ZeRO-3 gathers them for whoever reads them
+        return "hooks within the layer"
     adapter = peft.plain_adapter(layer)
     if isinstance(adapter, str):
         return adapter
-    base: Any = layer.base_layer
     if any(has_hooks(each) for each in (base, *adapter.modules)):
         return "hooks within the layer"
     x_dtype, dtype, casts = dtypes

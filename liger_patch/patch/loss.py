@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
-from liger_patch.deferred.gradients import leave_gradient_out
+from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
@@ -62,6 +62,7 @@ class ForwardPass:
         """Compute the fused loss of deferred logits from what they are made of."""
         loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
         leave_gradient_out(loss, logits)
+        prepare_backward(loss, logits)
         return loss
 
     @runs_eagerly

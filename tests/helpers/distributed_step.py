@@ -12,13 +12,15 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from engines import ENGINES, Engine
+from collectives import Collective, record_collectives
+from engines import ACCUMULATED, ENGINES, RATE, Engine, base_of
 from gloo_group import join, leave
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
@@ -28,7 +30,9 @@ from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.registry import available
 
-STEPS, ACCUMULATED = 2, 2
+STEPS = 3  # ZeRO-3 records the order of its gatherings in the first two
+LOSS_ERROR, ERROR = 1e-6, 1e-5  # in float32, of the largest value
+NUM_ITEMS = 25  # of labels, in the mean of each forward pass with --labels
 
 
 def main(file: str, device_type: str, *cases: str) -> None:
@@ -38,6 +42,12 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--lora", action="store_true", help="on all layers and the head")
+    parser.add_argument("--labels", choices=["uneven", "none"], help="of the last rank")
+    parser.add_argument("--no-sync", action="store_true", help="between steps")
+    parser.add_argument("--metric", action="store_true", help="reads logits before backward")
+    parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="compares with one process")
     parser.add_argument("--fallback", default="")
     parser.add_argument("--late", choices=["evaluation", "backward", "step"])
     for case in cases:
@@ -47,24 +57,61 @@ def main(file: str, device_type: str, *cases: str) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    expected = train(make_engine(arguments, patch=False), arguments)
-    engine = make_engine(arguments, patch=True)
-    with count_logits() as computed, warnings.catch_warnings():
+    with record_collectives() as eager_collectives:
+        expected = train(make_engine(arguments, patch=False), arguments)
+    with (
+        record_collectives() as collectives,
+        count_logits() as computed,
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
-        results = train(engine, arguments)
+        engine = make_engine(arguments, patch=True)
+        results = train(engine, arguments, computed)
     status = patch_status(engine.model)
     if arguments.fallback:
         assert not status.fused
         assert arguments.fallback in (status.reason or ""), status.reason
     else:
         assert status.fused, status.reason
-        assert not computed, f"real logits were computed {len(computed)} times"
-    for name, value in expected.items():
-        torch.testing.assert_close(results[name], value, msg=lambda m, name=name: f"{name}: {m}")
+        check_collectives(collectives, eager_collectives)
+    compare(results, expected, arguments)
+    if arguments.alone:
+        compare(results, train_alone(engine, arguments), arguments)
     if arguments.late == "step":
-        check_read_after_step(engine)
+        check_read_after_step(engine, arguments)
     elif arguments.late:
-        check_read_late(engine, evaluates=arguments.late == "evaluation")
+        check_read_late(engine, arguments)
+
+
+def compare(
+    results: dict[str, Tensor], expected: dict[str, Tensor], arguments: argparse.Namespace
+) -> None:
+    """In bf16, both have errors: ours at most twice eager's, and one eps."""
+    truth = None
+    if arguments.engine == "fsdp2_mixed":
+        in_float32 = argparse.Namespace(**vars(arguments) | {"engine": "fsdp2_head"})
+        truth = train(make_engine(in_float32, patch=False), arguments)
+    for name, value in expected.items():
+        error, largest = (results[name] - value).abs().max(), value.abs().max()
+        if truth is None:
+            allowed = (LOSS_ERROR if "loss" in name else ERROR) * largest
+        else:
+            allowed = (
+                2 * (value - truth[name]).abs().max() + torch.finfo(torch.bfloat16).eps * largest
+            )
+            error = (results[name] - truth[name]).abs().max()
+        assert error <= allowed, f"{name}: off by {error:.2e} of {largest:.2e}"
+
+
+def check_collectives(ours: list[Collective], eager: list[Collective]) -> None:
+    """Ours are some of eager's, of the same kinds and sizes, and the same on all ranks."""
+    more = Counter(ours) - Counter(eager)
+    assert not more, (
+        f"collectives that eager does not have: {more}, not {Counter(eager) - Counter(ours)}"
+    )
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, ours)
+    assert all(each == ours for each in others)
 
 
 def device() -> torch.device:
@@ -73,16 +120,32 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank()) if is_cuda else torch.device("cpu")
 
 
-def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:
+def make_model(arguments: argparse.Namespace) -> Any:
     (row,) = (row for row in available() if row.model_type == "llama")
     model: Any = tiny_model(row)
     if arguments.tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
-    model.to(device())
+    if arguments.lora:
+        model = with_adapters(model)
+    return model.to(device())
+
+
+def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:
+    model = make_model(arguments)
     if patch:
         apply_patch(model, layers=arguments.layers)
     return ENGINES[arguments.engine](model)
+
+
+def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    torch.manual_seed(0)
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.0)
+    )
 
 
 @contextmanager
@@ -102,54 +165,123 @@ def count_logits() -> Iterator[list[HeadCall]]:
         HeadCall.compute = compute
 
 
-def batch_of(engine: Engine, seed: int) -> dict[str, Tensor]:
+def batch_of(engine: Engine, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of this rank; tensor parallel ranks share one."""
-    rank = 0 if engine.shares_batch else dist.get_rank()
-    batch = tiny_batch(engine.model, seed=2 * seed + rank)
-    return {name: value.to(device()) for name, value in batch.items()}
+    return batch_of_rank(engine, seed, 0 if engine.shares_batch else dist.get_rank(), arguments)
 
 
-def train(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tensor]:
-    """Losses, and the weights after some steps."""
+def batch_of_rank(
+    engine: Engine, seed: int, rank: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    batch: dict[str, Any] = tiny_batch(base_of(engine.model), seed=2 * seed + rank)
+    if arguments.labels and rank == dist.get_world_size() - 1:
+        if arguments.labels == "none":
+            batch["labels"].fill_(-100)
+        else:  # fewer tokens, and of those fewer that count
+            batch = {name: value[:, :-3].clone() for name, value in batch.items()}
+            batch["labels"][:, :4] = -100
+    batch = {name: value.to(device()) for name, value in batch.items()}
+    return batch | ({"num_items_in_batch": NUM_ITEMS} if arguments.labels else {})
+
+
+def train(
+    engine: Engine, arguments: argparse.Namespace, computed: Collection[HeadCall] = ()
+) -> dict[str, Tensor]:
+    """Losses, and the weights after some steps.
+
+    Args:
+        computed: must be empty, but for what is read here.
+    """
     results = {}
-    accumulated = 1 if arguments.engine.startswith("zero") else ACCUMULATED
     for step in range(STEPS):
-        for i in range(accumulated):
-            outputs = engine.module(**batch_of(engine, step * accumulated + i))
+        for i in range(ACCUMULATED):
+            if arguments.no_sync:
+                engine.synchronize(i + 1 == ACCUMULATED)
+            outputs = engine.module(**batch_of(engine, step * ACCUMULATED + i, arguments))
+            if arguments.metric and dist.get_rank() == 0:  # the others read nothing
+                results[f"logits {step} {i}"] = outputs.logits.detach().cpu()
             engine.backward(outputs.loss)
             results[f"loss {step} {i}"] = outputs.loss.detach().cpu()
+            if i + 1 < ACCUMULATED:
+                engine.end_batch()
+        if arguments.evaluate:  # between backward pass and step, where stale weights would show
+            results |= evaluate(engine, step, arguments, computed)
         engine.step()
+    assert arguments.fallback or arguments.metric or arguments.evaluate or not computed, (
+        f"real logits were computed {len(computed)} times"
+    )
     return results | engine.weights()
 
 
-def check_read_after_step(engine: Engine) -> None:
-    outputs = engine.module(**batch_of(engine, 9))
+def evaluate(
+    engine: Engine, step: int, arguments: argparse.Namespace, computed: Collection[HeadCall]
+) -> dict[str, Tensor]:
+    """Loss and logits without gradients; one rank reads the logits."""
+    before = len(computed)
+    with torch.no_grad():
+        outputs = engine.module(**batch_of(engine, 50 + step, arguments))
+    assert len(computed) == before, "real logits were computed for the loss of an evaluation"
+    results = {f"evaluation loss {step}": outputs.loss.detach().cpu()}
+    if dist.get_rank() == 0:
+        results[f"evaluation {step} logits"] = outputs.logits.detach().cpu()
+    return results
+
+
+def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tensor]:
+    """The weights of an unpatched model after the batches of all ranks, without an engine."""
+    model = make_model(arguments)
+    optimizer = torch.optim.SGD(
+        [each for each in model.parameters() if each.requires_grad], RATE, foreach=False
+    )
+    ranks = range(dist.get_world_size())
+    for step in range(STEPS):
+        for i in range(ACCUMULATED):
+            for rank in ranks:
+                batch = batch_of_rank(engine, step * ACCUMULATED + i, rank, arguments)
+                (model(**batch).loss * engine.loss_scale / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def check_read_after_step(engine: Engine, arguments: argparse.Namespace) -> None:
+    engine.backward(engine.module(**batch_of(engine, 8, arguments)).loss)
+    engine.end_batch()
+    outputs = engine.module(**batch_of(engine, 9, arguments))
     engine.backward(outputs.loss)
     engine.step()
     with pytest.raises(RuntimeError, match="the head's weight changed"):
         outputs.logits.sum()
 
 
-def check_read_late(engine: Engine, *, evaluates: bool) -> None:
-    """Where the weight was freed, an error says what to do to read logits, and that works."""
+def check_read_late(engine: Engine, arguments: argparse.Namespace) -> None:
+    """Where the weight was freed, an error says what to do to read logits, and that works; where
+    its values stay, reading does.
+    """
     module: Any = engine.module
-    batch = batch_of(engine, 9)
+    batch = batch_of(engine, 9, arguments)
+    evaluates = arguments.late == "evaluation"
     with torch.set_grad_enabled(not evaluates):
         outputs = module(**batch)
     with torch.no_grad():
         expected = module(**{name: v for name, v in batch.items() if name != "labels"}).logits
     if not evaluates:
-        outputs.loss.backward()
+        engine.backward(outputs.loss)
+    if arguments.engine.startswith("zero3"):
+        torch.testing.assert_close(outputs.logits.detach(), expected)
+        return
+    head = base_of(engine.model).get_output_embeddings()
+    unit = head if hasattr(head, "unshard") else module
     with pytest.raises(RuntimeError, match=r"unshard\(\)"):
         outputs.logits.sum()
-    module.unshard()
+    unit.unshard()
     torch.testing.assert_close(outputs.logits.detach(), expected)
-    module.reshard()
+    unit.reshard()
     if not evaluates:
         outputs = module(**batch)
         outputs.loss.backward()
         engine.step()
-        module.unshard()
+        unit.unshard()
         with pytest.raises(RuntimeError, match="the head's weight changed"):
             outputs.logits.sum()
 

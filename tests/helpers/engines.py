@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 RATE = 0.1  # of learning
+ACCUMULATED = 2  # forward passes in a step
 
 
 class Engine:
@@ -25,16 +26,27 @@ class Engine:
 
     Attributes:
         module: that is called.
-        model: the Transformers model within.
+        model: the Transformers model within, or PEFT's around it.
         shares_batch: whether all ranks are given the same.
+        loss_scale: the factor on the loss of each forward pass.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, shares_batch: bool = False) -> None:
         self.module, self.model, self.shares_batch = module, model, shares_batch
-        self.optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, RATE, foreach=False)
+        self.loss_scale = 1.0
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def synchronize(self, enabled: bool) -> None:
+        """Say whether the next backward passes reduce the gradients over the ranks."""
+        module: Any = self.module
+        module.set_requires_gradient_sync(enabled)
+
+    def end_batch(self) -> None:
+        """End a forward and backward pass which is not the last of its step."""
 
     def step(self) -> None:
         self.optimizer.step()
@@ -55,30 +67,68 @@ def ddp(**options: Any) -> Callable[[PreTrainedModel], Engine]:
     return lambda model: Engine(DistributedDataParallel(model, **options), model)
 
 
-def fsdp2(**root: Any) -> Callable[[PreTrainedModel], Engine]:
-    """Each layer a unit of ``fully_shard``, the rest with the root."""
+def base_of(model: Any) -> Any:
+    """The Transformers model in a wrapper of PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def fsdp2(
+    *last: str, replicas: int | None = None, every: dict[str, Any] | None = None, **root: Any
+) -> Callable[[PreTrainedModel], Engine]:
+    """Each layer a unit of ``fully_shard``, the rest with the root.
+
+    Args:
+        last: the modules that make one more unit, which frees its weights after its forward.
+        replicas: of the whole model (HSDP); None for a mesh without them.
+        every, root: options of all units, and of the root.
+    """
 
     def make(model: PreTrainedModel) -> Engine:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = mesh_of_all()
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh, **root)
+        if replicas is not None:
+            shape = replicas, dist.get_world_size() // replicas
+            mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicas", "shards"))
+        options: dict[str, Any] = {"mesh": mesh, **(every or {})}
+        base = base_of(model)
+        for layer in base.model.layers:
+            fully_shard(layer, **options)
+        if last:
+            units = [base.get_submodule(name) for name in last]
+            of_one = units if len(units) > 1 else units[0]
+            fully_shard(of_one, reshard_after_forward=True, **options)
+        fully_shard(model, **options, **root)
         return Engine(model, model)
 
     return make
 
 
-def fsdp2_head(model: PreTrainedModel) -> Engine:
-    """A head that is a unit which frees its weight."""
-    from torch.distributed.fsdp import fully_shard
+def fsdp2_mixed(model: PreTrainedModel) -> Engine:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    fully_shard(model.lm_head, mesh=mesh_of_all(), reshard_after_forward=True)
-    return fsdp2()(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fsdp2("lm_head", every={"mp_policy": policy})(model)
+
+
+def fsdp2_offload(model: PreTrainedModel) -> Engine:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    policy = CPUOffloadPolicy(pin_memory=dist.get_backend() == "nccl")
+    return fsdp2("lm_head", every={"offload_policy": policy})(model)
 
 
 def accelerate_fsdp2(model: PreTrainedModel) -> Engine:
+    return _accelerate_fsdp2(model, type(base_of(model).model.layers[0]).__name__)
+
+
+def accelerate_fsdp2_linear(model: PreTrainedModel) -> Engine:
+    """Linear layers are units too: the head is one, which frees its weight."""
+    return _accelerate_fsdp2(model, type(base_of(model).model.layers[0]).__name__, "Linear")
+
+
+def _accelerate_fsdp2(model: PreTrainedModel, *units: str) -> Engine:
     """``Accelerator.prepare`` on GPUs; elsewhere, where that does not shard, its own function."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -86,7 +136,7 @@ def accelerate_fsdp2(model: PreTrainedModel) -> Engine:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        transformer_cls_names_to_wrap=list(units),
     )
     if dist.get_backend() == "nccl":
         accelerator = Accelerator(fsdp_plugin=plugin)
@@ -162,8 +212,13 @@ class DeepSpeed(Engine):
         import deepspeed
 
         super().__init__(model, model)
+        if zero["stage"] == 3:
+            zero = {"stage3_param_persistence_threshold": 0, **zero}  # else none is partitioned
+        self.loss_scale = 1 / ACCUMULATED
         config = {
             "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": ACCUMULATED,
+            "gradient_clipping": 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -175,6 +230,9 @@ class DeepSpeed(Engine):
     def backward(self, loss: Tensor) -> None:
         self.module.backward(loss)
 
+    def end_batch(self) -> None:
+        self.module.step()  # which counts them
+
     def step(self) -> None:
         self.module.step()
 
@@ -183,6 +241,9 @@ class DeepSpeed(Engine):
 
         with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
             return super().weights()
+
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
 
 
 def mesh_of_all() -> Any:
@@ -198,12 +259,21 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "ddp_static": ddp(static_graph=True),
     "fsdp2": fsdp2(),
     "fsdp2_resharded": fsdp2(reshard_after_forward=True),
-    "fsdp2_head": fsdp2_head,
+    "fsdp2_head": fsdp2("lm_head"),
+    "fsdp2_norm_head": fsdp2("model.norm", "lm_head"),
+    "fsdp2_tied_head": fsdp2("model.embed_tokens", "model.norm", "lm_head"),
+    "fsdp2_mixed": fsdp2_mixed,
+    "fsdp2_offload": fsdp2_offload,
+    "hsdp_head": fsdp2("lm_head", replicas=1),
+    "hsdp_replicated_head": fsdp2("lm_head", replicas=2),
     "accelerate_fsdp2": accelerate_fsdp2,
+    "accelerate_fsdp2_linear": accelerate_fsdp2_linear,
     "transformers_fsdp": transformers_fsdp,
     "tensor_parallel": tensor_parallel,
     "zero1": deepspeed(1),
     "zero2": deepspeed(2),
     "zero3": deepspeed(3),
     "zero3_plain": deepspeed(3, memory_efficient_linear=False),
+    "zero3_regathered": deepspeed(3, stage3_max_reuse_distance=0),
+    "zero3_offload": deepspeed(3, offload_param=ON_CPU, offload_optimizer=ON_CPU),
 }

@@ -62,14 +62,31 @@ def test_wrappers_of_torch(tmp_path: Path) -> None:
 
 @fully_shard
 def test_fsdp2(tmp_path: Path) -> None:
-    """Where it frees the head, logits can be read once it is gathered again."""
+    """Where the whole model is a unit that frees the head, logits can be read once it is gathered
+    again.
+    """
     steps(
         tmp_path,
         "fsdp2",
         "fsdp2 --layers",
         "fsdp2_resharded --late evaluation",
         "fsdp2_resharded --layers --late backward",
-        'fsdp2_head --fallback "use reshard_after_forward=False"',
+    )
+
+
+@fully_shard
+def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
+    """The weight stays from the head's call to its backward pass."""
+    steps(
+        tmp_path,
+        "fsdp2_head --no-sync --alone --late backward",
+        "fsdp2_head --evaluate --labels none --metric",
+        "fsdp2_norm_head --layers --labels uneven",
+        "fsdp2_tied_head --tied --evaluate",
+        "fsdp2_mixed",
+        "fsdp2_offload",
+        "hsdp_head",
+        "hsdp_replicated_head",
     )
 
 
@@ -78,7 +95,13 @@ def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
     fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
     if not hasattr(fsdp_utils, "_find_final_norm"):
         pytest.skip("this accelerate makes no unit of the last norm and the head")
-    steps(tmp_path, "accelerate_fsdp2", "accelerate_fsdp2 --layers", "accelerate_fsdp2 --tied")
+    steps(
+        tmp_path,
+        "accelerate_fsdp2 --labels none",
+        "accelerate_fsdp2 --layers",
+        "accelerate_fsdp2 --tied",
+        "accelerate_fsdp2_linear --layers --evaluate",
+    )
 
 
 @fully_shard
@@ -96,10 +119,30 @@ def test_a_distributed_vocabulary_falls_back(tmp_path: Path) -> None:
 
 def test_deepspeeds_engine(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    freed = '--fallback "DeepSpeed ZeRO-3 frees the head\'s weight"'
     steps(
-        tmp_path, "zero1 --late step", "zero2 --late step", f"zero3 {freed}", f"zero3_plain {freed}"
+        tmp_path,
+        "zero1 --late step",
+        "zero2 --late step",
+        "zero3 --alone --evaluate --late step",
+        "zero3 --layers --labels none --metric",
+        "zero3 --tied --labels uneven",
+        "zero3_plain --late backward",
+        "zero3_plain --tied --evaluate --metric",
+        "zero3_regathered",
+        "zero3_offload --layers",
     )
+
+
+@fully_shard
+def test_adapters_on_a_sharded_head(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    steps(tmp_path, "fsdp2_head --lora --evaluate", "accelerate_fsdp2_linear --lora --layers")
+
+
+def test_adapters_with_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("deepspeed")
+    steps(tmp_path, "zero3 --lora --evaluate", "zero3_plain --lora --layers --labels none")
 
 
 def test_trainer_with_deepspeed(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Heads under PyTorch's FSDP2 (``fully_shard``): units of modules, whose parameters are gathered
+for the forward and the backward pass of the unit.
+
+There is no public API for this: attributes of torch 2.6 to 2.13 are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from liger_patch.deferred.stored import groups_of
+
+
+def resharding_units(head: nn.Module) -> list[Any]:
+    """Return the units in a head, or the head itself, that free their parameters after their
+    forward. The attribute is True where it cannot be read.
+    """
+    units: list[Any] = [m for m in head.modules() if _is_unit(m)]
+    return [unit for unit in units if any(map(_reshards, groups_of(unit._get_fsdp_state())))]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def can_be_kept(unit: Any) -> bool:
+    """Return whether ``without_resharding`` knows how to keep the parameters of a unit."""
+    return all(hasattr(g, "post_forward_mesh_info") for g in groups_of(unit._get_fsdp_state()))
+
+
+@contextmanager
+def without_resharding(unit: Any) -> Iterator[None]:
+    """Keep the parameters of a unit whose forward runs within this context, until its backward
+    pass. What an earlier forward pass without a backward pass has left is freed: the optimizer may
+    have changed the shards since.
+    """
+    state = unit._get_fsdp_state()
+    groups = [group for group in groups_of(state) if _reshards(group)]
+    if any(getattr(group, "is_unsharded", False) for group in groups):
+        unit.reshard()
+    meshes = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # set_reshard_after_forward(False), which can be undone
+    try:
+        yield
+    finally:
+        # the outermost unit is told in its first forward pass that it does not reshard
+        if not (state._is_root and getattr(state, "_auto_reshard_after_forward", False)):
+            for group, mesh in zip(groups, meshes, strict=True):
+                group.post_forward_mesh_info = mesh
+
+
+def _reshards(group: Any) -> bool:
+    return getattr(group, "_reshard_after_forward", True)

@@ -1,0 +1,55 @@
+"""Tell which parameter the optimizer changes, where an engine shards it and gathers another tensor
+for the forward pass.
+
+There is no public API for this: attributes of torch 2.6 to 2.13 and of DeepSpeed are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_stored: Any = WeakIdKeyDictionary()  # gathered weights -> parameters; None: the weight itself
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether DeepSpeed's ZeRO-3 partitions this parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters of a unit of ``fully_shard``."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions have one
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
+    """Return the parameter that the optimizer changes: the shard of a weight that an engine has
+    gathered, else the weight itself.
+    """
+    # the walk over all modules takes milliseconds, and finds the same each time
+    if weight not in _stored:
+        _stored[weight] = _shard_of(weight, model)
+    stored = _stored[weight]
+    return weight if stored is None else stored
+
+
+def note_stored(weight: Tensor, parameter: Tensor | None) -> None:
+    """Note the parameter behind a weight; None for a copy, which nothing changes."""
+    _stored[weight] = parameter
+
+
+def _shard_of(weight: Tensor, model: nn.Module) -> Tensor | None:
+    unit: Any = next((m for m in model.modules() if hasattr(type(m), "_get_fsdp_state")), None)
+    if unit is None:
+        return None
+    context = getattr(unit._get_fsdp_state(), "_state_ctx", None)
+    groups = (g for state in getattr(context, "all_states", ()) for g in groups_of(state))
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        if getattr(parameter, "_unsharded_param", None) is weight:
+            return parameter.sharded_param
+    return None
