@@ -11,7 +11,7 @@ OLDEST_INSTALLED := $(OLDEST)/.installed
 # One thread per test process: pytest-xdist starts one process per core.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST_FLAGS := -n auto
-QUICK := -m "not gpu and not interpreter and not slow"
+QUICK := -m "not gpu and not interpreter and not slow and not all_models"
 QUICK_TRITON := -m "interpreter and not slow"
 
 .PHONY: help setup train test test-all test-gpu test-oldest check bench clean

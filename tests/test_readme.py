@@ -31,23 +31,24 @@ from liger_patch.registry import ARCHITECTURES, Architecture
 
 DOCS = Path(__file__).parents[1] / "docs"
 FAMILIES = ("Llama", "Gemma", "Qwen", "Others")
-KINDS = {"ForCausalLM": "Text", "ForConditionalGeneration": "Images, audio and text"}
 
 
-def kind(row: Architecture) -> str:
-    return next(column for ending, column in KINDS.items() if row.class_name.endswith(ending))
-
-
-def table(rows: tuple[Architecture, ...]) -> str:
-    """One line a family: `config.model_type` of its text models and of its models of more."""
-    lines = [["Family", *KINDS.values()], ["---"] * (1 + len(KINDS))]
+def families(rows: tuple[Architecture, ...]) -> str:
+    """One line a family: how many rows it has, and their `config.model_type`; but of the others."""
+    lines = [["Family", "Tested", "`config.model_type`"], ["---"] * 3]
     for family in FAMILIES:
-        members = [row for row in rows if row.family == family]
-        cells = (
-            ", ".join(f"`{row.model_type}`" for row in members if kind(row) == column)
-            for column in KINDS.values()
-        )
-        lines.append([family, *cells])
+        members = [f"`{row.model_type}`" for row in rows if row.family == family]
+        named = "all in [docs/models.md](docs/models.md)" if family == "Others" else None
+        lines.append([family, str(len(members)), named or ", ".join(members)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def models(rows: tuple[Architecture, ...]) -> str:
+    """One line a row, family by family."""
+    lines = [["`config.model_type`", "class", "loss", "layers"], ["---"] * 4]
+    for row in sorted(rows, key=lambda row: FAMILIES.index(row.family)):
+        layers = "yes" if row.layers else ""
+        lines.append([f"`{row.model_type}`", f"`{row.class_name}`", "yes", layers])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -60,7 +61,8 @@ PERFORMANCE = DOCS / "performance.md"
 STEPS, COMPILED = "training_step.json", "training_step_compiled.json"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "headline": (README, of_results(headline, STEPS)),
-    "architectures": (README, lambda: table(ARCHITECTURES)),
+    "architectures": (README, lambda: families(ARCHITECTURES)),
+    "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
     "summary": (README, of_results(summary_table, STEPS, COMPILED)),
     "steps": (PERFORMANCE, of_results(steps_table, STEPS)),
     "compiled": (PERFORMANCE, of_results(steps_table, COMPILED)),
@@ -92,8 +94,14 @@ def test_every_section_of_the_documents_is_generated() -> None:
     assert found == SECTIONS.keys() | of_heads
 
 
-@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
-def test_the_table_names_every_row_in_its_family(row: Architecture) -> None:
-    (line,) = [x for x in table(ARCHITECTURES).splitlines() if x.startswith(f"| {row.family} |")]
-    assert f"`{row.model_type}`" in line
-    assert f"`{row.model_type}`" not in table(tuple(r for r in ARCHITECTURES if r is not row))
+def test_the_tables_name_every_row_in_its_family() -> None:
+    by_family = families(ARCHITECTURES).splitlines()
+    by_row = models(ARCHITECTURES).splitlines()
+    assert len(by_row) == 2 + len(ARCHITECTURES)
+    for row in ARCHITECTURES:
+        (line,) = [x for x in by_family if x.startswith(f"| {row.family} |")]
+        assert row.family == "Others" or f"`{row.model_type}`" in line
+        (line,) = [x for x in by_row if x.startswith(f"| `{row.model_type}` |")]
+        assert f"`{row.class_name}`" in line
+        assert line.count("yes") == 1 + bool(row.layers)
+    assert sum(int(line.split("|")[2]) for line in by_family[2:]) == len(ARCHITECTURES)

@@ -25,17 +25,9 @@ def row_of(model_type: str) -> Architecture:
     return next(row for row in ARCHITECTURES if row.model_type == model_type)
 
 
-@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
-def test_transformers_has_the_class_of_the_row(row: Architecture) -> None:
-    if row in registry.missing():
-        pytest.skip(f"Transformers {transformers.__version__} has no {row.class_name}")
-    config_class = getattr(transformers, row.class_name).config_class
-    assert config_class.model_type == row.model_type
-
-
-@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
-def test_find_gives_the_row(row: Architecture) -> None:
-    assert registry.find(stand_in(row.model_type, row.class_name)) is row
+def test_find_gives_the_row() -> None:
+    for row in ARCHITECTURES:
+        assert registry.find(stand_in(row.model_type, row.class_name)) is row
 
 
 def test_find_gives_the_row_of_a_subclass() -> None:
@@ -53,15 +45,16 @@ def test_find_gives_the_row_of_a_subclass() -> None:
     ],
 )
 def test_find_wants_both_the_model_type_and_the_class(model_type: Any, class_name: str) -> None:
+    assert registry.row_of(stand_in(model_type, class_name)) is None
     with pytest.raises(ValueError, match=f"model is a {class_name} .*{model_type!r}"):
         registry.find(stand_in(model_type, class_name))
 
 
-def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones() -> None:
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    )
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel with .* 'gpt2'") as raised:
+def test_an_unknown_architecture_is_an_error_that_lists_the_tested_ones() -> None:
+    config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    config.model_type = "gpt_of_tomorrow"
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel with .* 'gpt_of_tomorrow'") as raised:
         apply_patch(model)
     for row in ARCHITECTURES:
         assert f"{row.model_type}: {row.class_name}" in str(raised.value)

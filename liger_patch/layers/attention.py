@@ -1,14 +1,15 @@
 """Derive the classes of attentions on the kernel of rotary embeddings, each from its own class.
 
-Two tables say what the kernel must know of a class: ROTATIONS and ATTENTIONS. In shapes, B is the
-batch size, T the number of tokens, D the features of a query or key.
+Two tables say what the kernel must know of a class: ROTATIONS and ATTENTIONS. A probe tests it
+before an attention is replaced. In shapes, B is the batch size, T the number of tokens, D the
+features of a query or key.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.layers.lora import computed_together
+from liger_patch.layers.probing import results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
@@ -57,8 +59,24 @@ def _rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 def _rotate_pairs_in_own_dtype(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs as ``_rotate_pairs``; results have the dtype of q (ERNIE 4.5)."""
+    half = cos.shape[-1] // 2
+    return rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True, dtype=q.dtype)
+
+
+def _rotate_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate features in pairs; tables hold each angle twice, side by side (Cohere)."""
     return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True, dtype=q.dtype)
+
+
+def _rotate_by_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables (B, T, D / 2), which hold each angle once (gpt-oss)."""
+    return rotary(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def _rotate_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by the negative angles (nanochat)."""
+    return rotary(q, k, cos, -sin)
 
 
 ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that an attention calls
@@ -67,32 +85,94 @@ ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that
     "apply_rotary_pos_emb": rotary,
 }
 ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose function of that name rotates in another way
-    "Cohere2Attention": _rotate_pairs_in_own_dtype,
-    "CohereAttention": _rotate_pairs_in_own_dtype,
+    "BeamAttention": _rotate_in_own_dtype,
+    "Cohere2Attention": _rotate_neighbours,
+    "Cohere2MoeAttention": _rotate_neighbours,
+    "CohereAttention": _rotate_neighbours,
+    "Ernie4_5Attention": _rotate_pairs_in_own_dtype,
+    "Ernie4_5_MoeAttention": _rotate_pairs_in_own_dtype,
+    "FlexOlmoAttention": _rotate_in_own_dtype,
     "Gemma3nTextAttention": _rotate_one,
     "Gemma4TextAttention": _rotate_one,
     "Gemma4UnifiedTextAttention": _rotate_one,
     "Glm4Attention": _rotate_pairs,
+    "GlmAttention": _rotate_pairs,
+    "GptOssAttention": _rotate_by_halves,
+    "HeliumAttention": _rotate_pairs,
+    "HunYuanVLDenseV1Attention": _rotate_in_own_dtype,
+    "Lfm3Attention": _rotate_in_own_dtype,
+    "ModernBertDecoderAttention": _rotate_in_own_dtype,
+    "NanoChatAttention": _rotate_backwards,
     "Olmo2Attention": _rotate_in_own_dtype,
     "Olmo3Attention": _rotate_in_own_dtype,
+    "OlmoAttention": _rotate_in_own_dtype,
+    "OlmoHybridAttention": _rotate_in_own_dtype,
 }
+PROBED = 8  # features of a probe's query and key
 
 
 def attention_class(module: Any) -> Any:
     """Return the class that puts an attention's rotary embedding on a kernel, or None.
 
-    It is None where the attention has no rotary embedding, and where its code is not Transformers'
-    own.
+    It is None where the attention has no rotary embedding, where that computes something else than
+    the tables say, and where its code is not Transformers' own.
     """
     names = names_of(type(module)) & ROTATIONS.keys()
-    if not names or not is_transformers(type(module).forward):
+    if len(names) != 1 or not is_transformers(type(module).forward):
         return None
-    own = type(module).forward.__globals__
-    if not all(is_transformers(own[n]) for n in names):
+    (name,) = names
+    own = type(module).forward.__globals__.get(name)
+    if own is None or not is_transformers(own):
+        return None
+    if not _agree(own, name, ATTENTIONS.get(type(module).__name__, ROTATIONS[name])):
         return None
     replacement: Any = rotary_attention(type(module))
     replacement.forward.look_up()  # for torch.compile, whose calls do not look up
     return replacement
+
+
+def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bool:
+    """Return whether both rotate the same way, by every form of tables that ``own`` can take."""
+    compared = False
+    for arguments in _trials(name, rotate):
+        try:
+            own(*arguments)
+        except Exception:  # no attention gives it such tables
+            continue
+
+        def results(function: Callable[..., Any], arguments: tuple = arguments) -> list[Tensor]:
+            rotated = function(*arguments)
+            return [rotated] if isinstance(rotated, Tensor) else list(rotated)
+
+        if not results_match(lambda r=results: r(own), lambda r=results: r(rotate)):
+            return False
+        compared = True
+    return compared
+
+
+def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
+    """Yield arguments for a function of this name: queries and keys in two dtypes, tables that are
+    as wide as these, or half as wide, for features that are rotated in part.
+    """
+    tokens, angles = 3, torch.arange(3 * 3 * PROBED, dtype=torch.float32).view(3, 1, 3, PROBED)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = (0.7 * torch.arange(4.0 * tokens * PROBED)).cos().view(1, 4, tokens, PROBED).to(dtype)
+        k = q[:, 1:3].flip(1)
+        if name == "apply_rotary_emb":
+            half = angles[0, ..., : PROBED // 2]
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            yield q, k, torch.polar(torch.ones_like(half), half)
+            continue
+        for width in (PROBED, PROBED // 2):
+            table = angles[..., :width]
+            if rotate is _rotate_neighbours:  # the only form that its models have
+                table = table[..., ::2].repeat_interleave(2, -1)
+            if name == "apply_multimodal_rotary_pos_emb":
+                yield q, k, table.cos(), table.sin(), [1, 1, width // 2 - 2]
+            elif rotate is _rotate_one:
+                yield q, table[0].cos(), table[0].sin()
+            else:
+                yield q, k, table[0].cos(), table[0].sin()
 
 
 @once_for_each_class
@@ -102,8 +182,12 @@ def rotary_attention(original: Any) -> type[nn.Module]:
     own = original.forward.__globals__[name]
     rotate = ATTENTIONS.get(original.__name__, ROTATIONS[name])
 
+    number = len(next(_trials(name, rotate)))  # of the arguments that are known here
+    takes_options = rotate is _rotate_one
+
     def rotated(*arguments: Any, **options: Any) -> Any:
-        function = own if needs_own_code(*arguments) else rotate
+        is_known = len(arguments) == number and (takes_options or not options)
+        function = rotate if is_known and not needs_own_code(*arguments) else own
         return function(*arguments, **options)
 
     forward = _with_global(original.forward, name, rotated)

@@ -11,138 +11,36 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_configurations import (
+    AUDIO,
+    DEVIATIONS,
+    END_OF_WORDS,
+    FIRST_WORD,
+    IMAGE,
+    IMAGE_SIZE,
+    MERGE_SIZE,
+    OTHER_IMAGES,
+    PAD,
+    PATCH_SIZE,
+    SIZES,
+    VISION_START,
+)
+from tiny_configurations import (
+    BOS as BOS,
+)
+from tiny_configurations import (
+    EOS as EOS,
+)
+from tiny_configurations import (
+    VOCAB_SIZE as VOCAB_SIZE,
+)
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 
 from liger_patch.registry import Architecture, available
 
 Batch = dict[str, torch.Tensor]
+KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # fields with a list of layers
 WITH_IMAGES = [row for row in available() if row.class_name.endswith("ConditionalGeneration")]
-
-VOCAB_SIZE = 131  # a prime: a multiple of no block size
-FIRST_WORD, END_OF_WORDS = 8, 110  # tiny_batch draws its ids from here: none is special
-PAD, BOS, EOS, IMAGE, VIDEO, AUDIO, VISION_START, AUDIO_START = 0, 1, 2, 120, 121, 122, 123, 124
-IMAGE_SIZE, PATCH_SIZE, MERGE_SIZE = 16, 4, 2  # pixels, pixels, patches along one side of a token
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "num_hidden_layers": 2,
-    "encoder_layers": 1,
-    "depth": 1,
-    "num_global_layers": 1,
-    "conf_num_hidden_layers": 1,
-    "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [0],
-    "hidden_size": 32,
-    "d_model": 32,
-    "embed_dim": 32,
-    "audio_embed_dim": 32,
-    "mm_embed_dim": 32,
-    "lru_width": 32,
-    "out_hidden_size": 32,
-    "output_dim": 32,
-    "output_proj_dims": 32,
-    "projection_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "vision_output_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "hc_lowrank": 8,
-    "laurel_rank": 4,
-    "downsample_hidden_size": 8,
-    "subsampling_conv_channels": [8, 8],
-    "sscp_conv_channel_size": [8, 8],
-    "intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "encoder_ffn_dim": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "conf_num_attention_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "image_size": IMAGE_SIZE,
-    "patch_size": PATCH_SIZE,
-    "spatial_merge_size": MERGE_SIZE,
-    "pooling_kernel_size": MERGE_SIZE,
-    "num_position_embeddings": 16,
-    "position_embedding_size": 16,
-    "mm_posemb_size": 16,
-    "mm_tokens_per_image": 16,
-    "input_feat_size": 16,
-    "num_mel_bins": 16,
-    "max_source_positions": 16,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "image_token_id": IMAGE,
-    "image_token_index": IMAGE,
-    "video_token_id": VIDEO,
-    "video_token_index": VIDEO,
-    "audio_token_id": AUDIO,
-    "audio_token_index": AUDIO,
-    "vision_start_token_id": VISION_START,
-    "audio_start_token_id": AUDIO_START,
-    # Wide enough that logits differ, low enough that a cap or a scale of them changes the loss.
-    "initializer_range": 0.3,
-    "final_logit_softcapping": 3.0,
-    "logits_soft_cap": 3.0,
-    "logits_scaling": 4.0,
-    "logit_scale": 0.5,
-}
-
-# By the model_type of the config or sub-config that is built.
-DEVIATIONS: dict[str, dict[str, Any]] = {
-    # Half of the layers reuse the keys and values of the last layer of their own kind.
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-    },
-    # Ids from vocab_offset on are looked up in the tower's own embedding.
-    "gemma3n_audio": {"vocab_offset": AUDIO, "vocab_size": VOCAB_SIZE - AUDIO},
-    # Full-attention layers have wider heads. The checkpoints cap the logits, the defaults do not.
-    "gemma4_text": {"global_head_dim": 16, "final_logit_softcapping": 3.0},
-    "gemma4_unified_text": {"global_head_dim": 16, "final_logit_softcapping": 3.0},
-    # The forward or the constructor reads an id to which Transformers 5.0 gives no default.
-    "llama4": {"pad_token_id": PAD},
-    "phi": {"pad_token_id": PAD},
-    "qwen2_5_omni_thinker": {"vision_start_token_id": VISION_START},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": VISION_START},
-    "qwen3_vl_moe_text": {"pad_token_id": PAD},
-    # A token holds the four patches that pixel shuffle joins.
-    "llama4_vision_model": {"intermediate_size": 4 * 32},
-    # Cross attention sits in layers 3, 8, ... by default: in none of the first two.
-    "mllama_text_model": {"cross_attention_layers": [1]},
-    # The outputs of the listed layers and of the last one are concatenated.
-    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
-    # The sections of a multimodal rotary embedding sum to half of a head.
-    "qwen2_5_omni_text": {"rope_parameters": MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": MROPE},
-    "qwen2_vl_text": {"rope_parameters": MROPE},
-    # The token indexer has no default sizes.
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-    },
-    # The default pattern has its attention layer third; embeddings get sqrt(scale / 4) instead of
-    # initializer_range.
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "w_init_variance_scale": 0.36},
-}
 
 
 def tiny_model(
@@ -208,6 +106,8 @@ def tiny_batch(
 def takes_images(model: PreTrainedModel) -> bool:
     """Whether `with_image` serves `model`."""
     if model.config.model_type == "gemma3n":  # its tower here is a stand-in
+        return False
+    if model.config.model_type in OTHER_IMAGES:
         return False
     if model.config.model_type == "llama4" and transformers.__version__.startswith("5.0."):
         return False  # its forward reads an attribute that its vision output does not have
@@ -279,10 +179,13 @@ def _tiny_arguments(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         if vars(default).get(config_class.attribute_map.get(name, name)) is not None
     }
     arguments = {name: size for name, size in SIZES.items() if name in fields}
-    if "layer_types" in fields:
-        kinds = list(dict.fromkeys(default.layer_types))
-        arguments["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
-        arguments["num_hidden_layers"] = len(arguments["layer_types"])
+    kinds = {name: list(dict.fromkeys(getattr(default, name))) for name in KINDS if name in fields}
+    if kinds:
+        number = max(2, *(len(each) for each in kinds.values()))
+        arguments |= {name: (each * number)[:number] for name, each in kinds.items()}
+        arguments["num_hidden_layers"] = number
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
+        arguments["num_key_value_heads"] = arguments["num_attention_heads"]  # latents serve each
     for name, inner in config_class.sub_configs.items():
         if inner is AutoConfig:
             inner = type(getattr(default, name))

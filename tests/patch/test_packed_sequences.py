@@ -16,7 +16,6 @@ from packed_samples import (
     IGNORED,
     MODEL_TYPES,
     PACKINGS,
-    ROWS,
     flattened,
     make_model,
     make_samples,
@@ -25,6 +24,7 @@ from packed_samples import (
     positions_only,
     truth_of,
 )
+from rows import every_row, model_type
 from tiny_models import tiny_model
 from torch import Tensor
 from training_step import Float64, call, joined, patched, step
@@ -159,11 +159,13 @@ def test_a_sum_of_sequences_means() -> None:
     torch.testing.assert_close(loss, truth["loss"] * len(samples))
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.model_type)
+@pytest.mark.parametrize("row", every_row(), ids=model_type)
 @pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
 def test_no_model_predicts_across_a_boundary(row: registry.Architecture) -> None:
     """Models that compute their own loss are among them."""
     model, samples = tiny_model(row).eval(), make_samples(9, 4, prompts=False)
+    if model.config.is_encoder_decoder:
+        pytest.skip("an encoder-decoder model has no packed rows, and does not shift its labels")
     batch = positions_only(samples)
     with patched(model):
         left_in = model(**batch, use_cache=False).loss

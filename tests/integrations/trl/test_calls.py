@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from rows import every_row, is_known_well
+from rows import model_type as row_name
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -17,7 +19,6 @@ from transformers import PreTrainedModel
 from trl_models import (
     MARKS,
     OUTPUTS,
-    ROWS,
     apply_trl_patch,
     assert_fused,
     assert_same,
@@ -80,11 +81,14 @@ TRL_FAILS = ("granitemoe", "llama4", "llama4_text", "mllama_text_model")
 TRL_IS_WRONG = ("recurrent_gemma",)  # its softcap has another name
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
 def test_every_architecture_gives_the_log_probabilities_of_its_logits(
     row: registry.Architecture,
 ) -> None:
-    model = with_head(widened(tiny_model(row)), temperature=0.7)
+    model = widened(tiny_model(row))
+    if model.config.is_encoder_decoder:
+        pytest.skip("TRL has no head for an encoder-decoder model")
+    with_head(model.eval(), temperature=0.7)  # some have dropout by default
     batch = tiny_batch(model)
     labels = batch["labels"][:, 1:]
     with Float64(), torch.no_grad():
@@ -99,7 +103,7 @@ def test_every_architecture_gives_the_log_probabilities_of_its_logits(
             "is_top1": scores.argmax(-1) == labels,
         }
         trls = {}
-        if row.model_type not in TRL_FAILS + TRL_IS_WRONG:
+        if is_known_well(row) and row.model_type not in TRL_FAILS + TRL_IS_WRONG:
             trls = model(**batch, fused_lm_head=True)
         ours = apply_trl_patch(model)(**batch, fused_lm_head=True)
     assert_fused(model)

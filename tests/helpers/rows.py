@@ -1,0 +1,51 @@
+"""Which rows of the registry a test runs on.
+
+Rows of the families in FAMILIES run every test. All others run ``tests/test_every_architecture.py``
+and, marked ``all_models`` (``make test-all``), every test too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from liger_patch.registry import Architecture, available
+
+FAMILIES = ("Llama", "Gemma", "Qwen")
+OTHERS = (  # whose TRL head, and whose layers of each kind, tests know
+    "cohere",
+    "cohere2",
+    "glm4",
+    "granite",
+    "granitemoe",
+    "llava",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "smollm3",
+    "starcoder2",
+)
+
+
+def model_type(row: Architecture) -> str:
+    return row.model_type
+
+
+def is_known_well(row: Architecture) -> bool:
+    """Whether tests say of a row more than that it computes what eager computes."""
+    return row.family in FAMILIES or row.model_type in OTHERS
+
+
+def every_row(rows: Iterable[Architecture] | None = None) -> list[Any]:
+    """These rows (all that there are) as parameters of a test, marked as said above."""
+    return [
+        pytest.param(row, marks=() if row.family in FAMILIES else pytest.mark.all_models)
+        for row in (available() if rows is None else rows)
+    ]
