@@ -39,6 +39,7 @@ def apply_patch(
     loss_average: str = "token",
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool = False,
+    strict: bool = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
 
@@ -49,8 +50,9 @@ def apply_patch(
     replaces all options.
 
     Args:
-        model: an instance of an architecture in ``liger_patch.registry``, or a PEFT wrapper around
-            one.
+        model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in
+            ``liger_patch.registry`` is compared with the ordinary path at its first calls with
+            labels, and warns once of what was compared. Where that differs, it is not fused.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1].
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
         chunk_mib: MiB of logits held at once; by default 512, or 256 where the head is frozen. The
@@ -66,13 +68,14 @@ def apply_patch(
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
             pinned host memory. Gradients stay the same bit for bit. For GPUs, and for layers that
             ``torch.compile`` does not trace; elsewhere checkpoints stay as they are.
+        strict: whether an architecture without a row is an error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: the architecture has no row in the registry (the message lists those that have),
-            or an option is out of range.
+        ValueError: an option is out of range; or, with ``strict``, the architecture has no row in
+            the registry (the message lists those that have).
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
@@ -83,8 +86,8 @@ def apply_patch(
     asked = layers if isinstance(layers, bool) else names
     target = transformers_model(model)
     record = record_of(target)
-    row = registry.find(target)
-    if names and not row.layers and layers is not True:
+    row = registry.find(target) if strict or flags.strict() else registry.row_of(target)
+    if names and row is not None and not row.layers and layers is not True:
         raise ValueError(
             f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
             "layers=False"
@@ -95,12 +98,12 @@ def apply_patch(
     lacking = [n for n in sorted(names - {"lora"}) if not counts[n]]  # adapters may come later
     if lacking and layers is not True:
         restore_layers(target, names - before)
-        prefixes = row.layers.split()
+        begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
-            "layer that has a kernel. Its class must be Transformers' own, begin with "
-            f"{' or '.join(prefixes)}, and have no hook of accelerate. A gated layer must be one "
-            "whose activation is silu or gelu_pytorch_tanh"
+            f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
+            "hook of accelerate. A gated layer must be one whose activation is silu or "
+            "gelu_pytorch_tanh"
         )
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
@@ -110,7 +113,12 @@ def apply_patch(
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
-    record = PatchRecord(settings, layers=asked)
+    record = PatchRecord(
+        settings,
+        tested=row is not None,
+        architecture=f"{type(target).__name__} ({target.config.model_type})",
+        layers=asked,
+    )
     _set_offload(record, checkpoint_offload)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
@@ -177,12 +185,15 @@ class PatchStatus:
         fused: whether its last loss was fused; None before the first call with labels.
         reason: why not, None where it was.
         rows: (what, value) of the table.
+        architecture: "tested"; or, without a row in the registry, "not tested", "verified" once a
+            training step was compared, or "differs" where that found a difference.
     """
 
     patched: bool
     fused: bool | None
     reason: str | None
     rows: tuple[tuple[str, str], ...]
+    architecture: str = "tested"
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows)
@@ -199,7 +210,10 @@ def patch_status(model: nn.Module) -> PatchStatus:
     record = record_of(target)
     rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
     if record is None:
-        return PatchStatus(False, None, None, (*rows, ("patched", "no")))
+        known = "tested" if registry.row_of(target) is not None else "not tested"
+        return PatchStatus(False, None, None, (*rows, ("patched", "no")), known)
+    known = _known(record)
+    rows.append(("architecture", known + (f": {record.compared}" if known == "verified" else "")))
     head = target.get_output_embeddings()
     weight = getattr(head, "weight", None)
     described = class_name(head)
@@ -239,7 +253,17 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ),
             ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
         ),
+        known,
     )
+
+
+def _known(record: PatchRecord) -> str:
+    """Return what is known of a patched model's architecture: see ``PatchStatus``."""
+    if record.tested:
+        return "tested"
+    if record.distrusted is not None:
+        return "differs"
+    return "verified" if record.verified else "not tested"
 
 
 def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""The environment variables, read at every forward pass."""
+"""The environment variables, read at every forward pass; LIGER_PATCH_STRICT by ``apply_patch``."""
 
 import os
 
@@ -13,6 +13,11 @@ def return_logits() -> bool | None:
 def verify() -> bool:
     """Return LIGER_PATCH_VERIFY: whether the first training step is checked."""
     return bool(_switch("LIGER_PATCH_VERIFY"))
+
+
+def strict() -> bool:
+    """Return LIGER_PATCH_STRICT: whether ``apply_patch`` takes tested architectures only."""
+    return bool(_switch("LIGER_PATCH_STRICT"))
 
 
 def chunk_mib() -> float | None:

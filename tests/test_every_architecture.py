@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.layers.replace import count_layers
+from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 
 IS_NEWEST = not registry.missing()  # of the versions of Transformers that all rows were made for
 
@@ -40,21 +40,31 @@ def attributes(model: PreTrainedModel) -> dict[str, Any]:
     return {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
 
 
+def layers_that_probes_accept(model: PreTrainedModel) -> dict[str, int]:
+    """How many layers of each kind are replaced where no row says which."""
+    replace_layers(model, None, frozenset(LAYERS))
+    counts = count_layers(model)
+    restore_layers(model)
+    return counts
+
+
 @pytest.mark.parametrize("row", registry.available(), ids=model_type)
 def test_one_step_of_every_architecture(row: registry.Architecture) -> None:
     model, arguments, eager, logits = eager_step(row)
-    before = attributes(model)
-    apply_patch(model)
+    before, accepted = attributes(model), layers_that_probes_accept(model)
+    assert attributes(model) == before
+    apply_patch(model, strict=True)
     outputs = call(model, arguments)
     ours = {"loss": outputs.loss.detach(), **gradients(model, outputs.loss)}
     status = patch_status(model)
-    assert (status.fused, status.reason) == (True, None)
+    assert (status.fused, status.reason, status.architecture) == (True, None, "tested")
     assert isinstance(outputs.logits, DeferredLogits)
     assert not outputs.logits.is_computed
     eager, ours = tell_apart(eager, ours)
     assert_no_worse(ours, eager, eager, torch.float32)
     torch.testing.assert_close(torch.as_tensor(outputs.logits.detach()), logits)
     counts = count_layers(model)
+    assert counts == accepted
     if IS_NEWEST:
         assert any(counts.values()) == bool(row.layers)
     for layer, count in counts.items():

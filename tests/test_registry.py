@@ -50,12 +50,16 @@ def test_find_wants_both_the_model_type_and_the_class(model_type: Any, class_nam
         registry.find(stand_in(model_type, class_name))
 
 
-def test_an_unknown_architecture_is_an_error_that_lists_the_tested_ones() -> None:
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_strict_wants_a_row_and_lists_those_that_there_are(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8)
     config.model_type = "gpt_of_tomorrow"
     model = transformers.GPT2LMHeadModel(config)
+    monkeypatch.setenv("LIGER_PATCH_STRICT", "1" if by == "environment" else "0")
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel with .* 'gpt_of_tomorrow'") as raised:
-        apply_patch(model)
+        apply_patch(model, strict=by == "argument")
     for row in ARCHITECTURES:
         assert f"{row.model_type}: {row.class_name}" in str(raised.value)
     assert type(model) is transformers.GPT2LMHeadModel
@@ -81,7 +85,7 @@ def test_a_model_is_not_found_by_a_row_with_an_empty_field(
     crippled = dataclasses.replace(row_of("llama"), **{field: ""})
     monkeypatch.setattr(registry, "ARCHITECTURES", (crippled,))
     with pytest.raises(ValueError, match="has no row"):
-        apply_patch(model)
+        apply_patch(model, strict=True)
 
 
 def test_rows_are_unique_and_in_alphabetical_order() -> None:

@@ -70,8 +70,8 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     Without the flag it is TRL's to the last call. Takes the arguments of ``trl.SFTTrainer``.
 
     Raises:
-        ValueError: the flag is set, and the model's architecture has no row in the registry, or
-            ``apply_patch`` gave it options that TRL's loss does not have.
+        ValueError: the flag is set, and ``apply_patch`` gave the model options that TRL's loss does
+            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry.
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
@@ -92,6 +92,7 @@ def apply_trl_patch(
     chunk_mib: float | None = None,
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool = False,
+    strict: bool = False,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
 
@@ -104,14 +105,15 @@ def apply_trl_patch(
             one.
         same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
             ``linear_log_probs``.
-        chunk_mib, layers, checkpoint_offload: as in ``apply_patch``.
+        chunk_mib, layers, checkpoint_offload, strict: as in ``apply_patch``. Of an architecture
+            without a row, the first training step is compared with the ordinary path.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: the architecture has no row in the registry, or the model was patched before the
-            trainer was made.
+        ValueError: the model was patched before the trainer was made; or, with ``strict``, the
+            architecture has no row in the registry.
         RuntimeError: TRL has added no head to the model, or one that is not known here.
         TypeError: not a Transformers model.
     """
@@ -119,6 +121,7 @@ def apply_trl_patch(
         "chunk_mib": chunk_mib,
         "layers": layers,
         "checkpoint_offload": checkpoint_offload,
+        "strict": strict,
     }
     target = transformers_model(model)
     record = record_of(target)

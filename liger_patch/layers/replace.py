@@ -49,17 +49,18 @@ ENDINGS = {  # of the classes' names, after what the registry says
 }
 
 
-def replace_layers(model: PreTrainedModel, row: Architecture, names: frozenset[str]) -> None:
+def replace_layers(model: PreTrainedModel, row: Architecture | None, names: frozenset[str]) -> None:
     """Put the layers of these names, where the row has them, on kernels.
 
-    All other layers stay as they are. So do layers whose forward a hook of accelerate holds,
-    whether they are on kernels or not.
+    Without a row, all of Transformers' own classes whose names end as ENDINGS says are looked at.
+    The probes decide, as they do for those of a row. All other layers stay as they are. So do
+    layers whose forward a hook of accelerate holds, whether they are on kernels or not.
 
     Raises:
         RuntimeError: a layer was given another class since the last patch. Then none has changed.
     """
     _check_classes(model)
-    prefixes = row.layers.split()
+    prefixes = None if row is None else row.layers.split()
     head = model.get_output_embeddings()  # whose adapter is part of the loss
     # Only for this call: before the next one, somebody may replace the forward of a class.
     replacements: dict[Hashable, Any] = {}
@@ -77,7 +78,10 @@ def replace_layers(model: PreTrainedModel, row: Architecture, names: frozenset[s
             module.__class__ = replacements[key]
 
 
-def _layer(class_name: str, prefixes: list[str]) -> str | None:
+def _layer(class_name: str, prefixes: list[str] | None) -> str | None:
+    if prefixes is None:
+        endings = [ending for ending in ENDINGS if class_name.endswith(ending)]
+        return ENDINGS[max(endings, key=len)] if endings else None
     for prefix in prefixes:
         if class_name.startswith(prefix):
             ending = class_name.removeprefix(prefix).removeprefix("Text")

@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
 from liger_patch.deferred.sharding import why_weight_is_freed
+from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
@@ -31,6 +32,7 @@ from liger_patch.patch.packing import (
     within_sequences,
 )
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.untested import compare_losses
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
@@ -162,10 +164,14 @@ def _forward_with_loss(
     num_sequences: Tensor | int | None,
 ) -> Any:
     """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
+    if _is_to_be_compared(model, record, named["labels"]):
+        _compare_losses(model, record, inner, args, kwargs)
     starts = None
-    if isinstance(named["labels"], Tensor) and not record.is_ordinary:
+    if _says_where_sequences_begin(record, named["labels"]):
         starts = sequence_starts(named["labels"].shape, named)
-    if starts is not None:
+    if (
+        starts is not None and record.tested
+    ):  # others may not shift their labels: see causal_lm_loss
         # whatever loss the model computes, no token predicts the first of the next sequence
         ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
         labels = within_sequences(named["labels"], starts, ignore_index)
@@ -174,6 +180,19 @@ def _forward_with_loss(
             args = (*args[:place], labels, *args[place + 1 :])
         else:
             kwargs = {**kwargs, "labels": labels}
+    return _deferred_forward(model, record, inner, args, kwargs, starts, num_sequences)
+
+
+def _deferred_forward(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    inner: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    starts: Tensor | None = None,
+    num_sequences: Tensor | int | None = None,
+) -> Any:
+    """Run the model's forward with deferred logits and the loss of this package."""
     with deferring(model, record) as forward_pass, ExitStack() as stack:
         forward_pass.starts, forward_pass.num_sequences = starts, num_sequences
         if model.loss_function is ForCausalLMLoss and _why_not_followed() is None:
@@ -182,6 +201,40 @@ def _forward_with_loss(
     if not forward_pass.done:
         _note_own_loss(model, record, forward_pass)
     return outputs
+
+
+def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: object) -> bool:
+    """Return whether this is the first call with labels of a model without a row in the registry,
+    and one whose logits would be deferred.
+    """
+    if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
+        return False
+    if flags.return_logits() is True:
+        return False
+    return _why_not_deferred(model, model.get_output_embeddings()) is None
+
+
+@runs_eagerly
+def _compare_losses(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    inner: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> None:
+    compare_losses(
+        model,
+        record,
+        lambda: inner(*args, **kwargs),
+        lambda trial: _deferred_forward(model, trial, inner, args, kwargs),
+    )
+
+
+def _says_where_sequences_begin(record: PatchRecord, labels: object) -> bool:
+    """Return whether arguments of the call may say so, and the loss depends on it."""
+    if not isinstance(labels, Tensor) or record.is_ordinary:
+        return False
+    return record.tested or labels.dim() == 2
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.patch.packing import next_labels, sequence_weights
+from liger_patch.patch.packing import next_labels, sequence_weights, within_sequences
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.verify import disagreement
+from liger_patch.patch.untested import SLICE, TrialRecord
+from liger_patch.patch.verify import disagreement, loss_rounding
 
 
 @dataclass
@@ -78,6 +80,8 @@ class ForwardPass:
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
+        if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
+            labels = within_sequences(labels, self.starts, ignore_index)
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
         # Transformers' mean of no supervised token is nan: the host reads the labels, only here
         is_ordinary = self.record.is_ordinary and bool((targets != ignore_index).any())
@@ -163,6 +167,9 @@ class ForwardPass:
         # autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
+    def _has_starts_of(self, labels: Tensor) -> bool:
+        return self.starts is not None and self.starts.shape == labels.shape
+
     def _denominator(self, count: Tensor, num_tokens: Tensor | int | None) -> Tensor | int | None:
         """Return what a sum of sequences' means is divided by; None for nothing."""
         if self.num_sequences is not None:
@@ -229,9 +236,28 @@ class ForwardPass:
         return parts
 
     def _trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
-        """Return whether the fused loss may be used; LIGER_PATCH_VERIFY=1 compares one step."""
+        """Return whether the fused loss may be used. One training step is compared, with
+        LIGER_PATCH_VERIFY=1 or for an architecture without a row in the registry.
+        """
         record = self.record
-        if flags.verify() and torch.is_grad_enabled() and not record.verified:
+        if isinstance(record, TrialRecord):
+            record.rounding = max(record.rounding, loss_rounding(parts, labels, **options))
+            return True
+        wanted = flags.verify() or not record.tested
+        if wanted and torch.is_grad_enabled() and not record.verified:
             record.verified = bool((labels != options["ignore_index"]).any())
-            record.distrusted = disagreement(parts, labels, **options)
+            difference = disagreement(parts, labels, **options)
+            if difference is not None:
+                by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
+                record.distrusted = f"{by} {difference}"
+            elif record.verified and not record.tested:
+                self._say_what_was_compared()
         return record.distrusted is None
+
+    def _say_what_was_compared(self) -> None:
+        self.record.compared = self.record.compared or SLICE
+        warnings.warn(
+            f"liger_patch has no test of {self.record.architecture}. It compared "
+            f"{self.record.compared}: they agree, and the loss is fused",
+            stacklevel=2,
+        )

@@ -86,8 +86,13 @@ class PatchRecord:
         fused: whether the last loss was fused; None before the first.
         reason: why the last loss was not fused.
         warned: the reasons that have been warned of.
-        verified: whether LIGER_PATCH_VERIFY has had its step.
-        distrusted: what LIGER_PATCH_VERIFY found wrong; the model is not fused any more.
+        tested: whether the architecture has a row in the registry. Without one, ``patch.untested``
+            compares its first calls with the ordinary path.
+        architecture: the model's class and model type, for messages.
+        compared: what is compared for such a model; None before its first call with labels.
+        verified: whether the fused operator was compared at a training step: for
+            LIGER_PATCH_VERIFY, and for architectures without a row.
+        distrusted: what these comparisons found wrong; the model is not fused any more.
         replaced_forward: what the model's instance had as its own ``forward`` when it was patched
             (hooks of accelerate).
         passes_through: whether that only calls the model's own forward, which is then called
@@ -102,6 +107,9 @@ class PatchRecord:
     fused: bool | None = None
     reason: str | None = None
     warned: set[str] = field(default_factory=set)
+    tested: bool = True
+    architecture: str = ""
+    compared: str | None = None
     verified: bool = False
     distrusted: str | None = None
     replaced_forward: Callable[..., Any] | None = None

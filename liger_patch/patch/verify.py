@@ -1,10 +1,12 @@
-"""LIGER_PATCH_VERIFY: compare the fused loss and gradients with the ordinary path, on a batch."""
+"""Compare the fused loss and gradients with the ordinary path, on a slice of a batch: for
+LIGER_PATCH_VERIFY, and for architectures without a row in the registry.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels import reference
@@ -36,19 +38,12 @@ def disagreement(
     is, plus ROUNDINGS eps of the largest value. Takes the mean over the slice, whatever ``reduced``
     says. Needs two copies of the head's weight in the wider dtype.
     """
-    chosen = (labels != ignore_index).nonzero()[:TOKENS, 0]
-    if len(chosen) == 0:
+    inputs, labels = _slice(parts, labels, ignore_index)
+    if len(labels) == 0:
         return None
-    labels = labels[chosen]
     options = LossOptions(
         ignore_index, parts.softcap, parts.logit_scale, label_smoothing, z_loss, class_weight
     )
-
-    def rows(states: Tensor) -> Tensor:
-        return states.reshape(-1, states.shape[-1])[chosen]
-
-    low_rank = () if parts.low_rank is None else (rows(parts.low_rank[0]), parts.low_rank[1])
-    inputs = HeadInputs(rows(parts.hidden_states), parts.weight, parts.bias, *low_rank)
 
     def fused(inputs: HeadInputs) -> Tensor:
         return linear_cross_entropy(
@@ -66,15 +61,16 @@ def disagreement(
         )
 
     def ordinary(inputs: HeadInputs) -> Tensor:
-        x, weight = inputs.hidden_states, inputs.weight
-        if not isinstance(weight, Tensor):
-            weight = weight.rows(0, weight.shape[0]).to(x.dtype)
         return reference.linear_cross_entropy(
-            x, weight, labels, bias=inputs.bias, low_rank=_pair(inputs), options=options
+            inputs.hidden_states,
+            _plain_weight(inputs),
+            labels,
+            bias=inputs.bias,
+            low_rank=_pair(inputs),
+            options=options,
         )
 
-    dtype = parts.autocast_dtype or parts.weight.dtype
-    wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    dtype, wide = _dtypes(parts)
     truth = _loss_and_gradients(ordinary, inputs, wide)
     eager = _loss_and_gradients(ordinary, inputs, dtype)
     ours = _loss_and_gradients(fused, inputs, dtype)
@@ -84,11 +80,59 @@ def disagreement(
         allowed = EAGER_ERRORS * eager_off + rounding * value.abs().max().item()
         if not off <= allowed:
             return (
-                f"LIGER_PATCH_VERIFY found a difference on the first {len(chosen)} supervised "
-                f"tokens. The fused {name} is off by {off:.3g}, the ordinary one by "
+                f"found a difference on the first {len(labels)} supervised tokens. "
+                f"The fused {name} is off by {off:.3g}, the ordinary one by "
                 f"{eager_off:.3g} (allowed: {allowed:.3g})"
             )
     return None
+
+
+def loss_rounding(parts: Parts, labels: Tensor, *, ignore_index: int = -100, **_: Any) -> float:
+    """Return how far rounding the logits moves the ordinary loss of a token, relative to the mean
+    loss: the root mean square over a slice.
+    """
+    inputs, labels = _slice(parts, labels, ignore_index)
+    if len(labels) == 0:
+        return 0.0
+    dtype, wide = _dtypes(parts)
+
+    def losses(dtype: torch.dtype) -> Tensor:
+        given = inputs.to(dtype)
+        z = nn.functional.linear(given.hidden_states, _plain_weight(given), given.bias)
+        pair = _pair(given)
+        z = parts.logit_scale * (z if pair is None else z + nn.functional.linear(*pair))
+        if parts.softcap is not None:
+            z = parts.softcap * torch.tanh(z / parts.softcap)
+        return nn.functional.cross_entropy(z.to(wide), labels, reduction="none")
+
+    with torch.no_grad(), torch.autocast(labels.device.type, enabled=False):
+        truth = losses(wide)
+        return ((losses(dtype) - truth).square().mean().sqrt() / truth.mean().abs()).item()
+
+
+def _slice(parts: Parts, labels: Tensor, ignore_index: int) -> tuple[HeadInputs, Tensor]:
+    """Return the first supervised tokens of a batch, as the operator takes them."""
+    chosen = (labels != ignore_index).nonzero()[:TOKENS, 0]
+
+    def rows(states: Tensor) -> Tensor:
+        return states.reshape(-1, states.shape[-1])[chosen]
+
+    low_rank = () if parts.low_rank is None else (rows(parts.low_rank[0]), parts.low_rank[1])
+    inputs = HeadInputs(rows(parts.hidden_states), parts.weight, parts.bias, *low_rank)
+    return inputs, labels[chosen]
+
+
+def _dtypes(parts: Parts) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the products, and the one of the truth."""
+    dtype = parts.autocast_dtype or parts.weight.dtype
+    return dtype, torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _plain_weight(inputs: HeadInputs) -> Tensor:
+    if isinstance(inputs.weight, Tensor):
+        return inputs.weight
+    rows = inputs.weight.rows(0, inputs.weight.shape[0])
+    return rows.to(inputs.hidden_states.dtype)
 
 
 def _pair(inputs: HeadInputs) -> tuple[Tensor, Tensor] | None:

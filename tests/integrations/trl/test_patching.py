@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
-from tiny_models import VOCAB_SIZE, tiny_batch
+from tiny_models import tiny_batch
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import nn
 from training_step import Step, joined, widened
@@ -37,7 +37,7 @@ from trl_models import (
     with_head,
 )
 
-from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -235,25 +235,39 @@ def test_a_reverted_model_can_be_patched_without_another_trainer() -> None:
     assert_bitwise(call(model, batch), trls)
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "ARCHITECTURES", registry.ARCHITECTURES[:1])
 
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2)
-    model = with_head(GPT2LMHeadModel(config))
-    with pytest.raises(ValueError, match=r"(?s)gpt2.*llama.*qwen3"):
-        apply_trl_patch(model)
+
+@pytest.mark.usefixtures("unknown")
+def test_an_architecture_without_a_row_is_verified() -> None:
+    model = with_head(widened(make_model("gemma2")))
+    batch = tiny_batch(model)
+    trls = call(model, batch)
+    with pytest.warns(UserWarning, match="has no test of Gemma2ForCausalLM .* they agree"):
+        assert_same(call(apply_trl_patch(model), batch), trls)
+    call(model, batch)
+    assert_fused(model)
+    assert patch_status(model).architecture == "verified"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_strict_wants_a_row_and_lists_those_that_there_are() -> None:
+    model = with_head(make_model())
+    with pytest.raises(ValueError, match=f"(?s)'llama'.*{registry.ARCHITECTURES[0].model_type}"):
+        apply_trl_patch(model, strict=True)
     assert not patch_status(model).patched
     assert model(**tiny_batch(model), fused_lm_head=True).log_probs is not None
     with pytest.raises(TypeError, match="PreTrainedModel"):
         apply_trl_patch(nn.Linear(2, 2))
 
 
-def test_an_unknown_architecture_is_refused_by_the_trainer(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2)
-    with pytest.raises(ValueError, match=r"(?s)gpt2.*llama.*qwen3"):
-        sft_trainer(GPT2LMHeadModel(config), tmp_path, True)
+@pytest.mark.usefixtures("unknown")
+def test_strict_is_an_error_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_PATCH_STRICT", "1")
+    with pytest.raises(ValueError, match="'llama', which has no row"):
+        sft_trainer(make_model(), tmp_path, True)
 
 
 def test_patching_twice_replaces_the_options() -> None:

@@ -1,0 +1,134 @@
+"""A model whose architecture has no row in the registry: compare its own loss with the fused one.
+
+The fused loss is that of the model's own code by construction: see docs/design.md. This comparison
+is there for what nobody has thought of. It runs once, at the first call with labels: the model's
+own forward and the patched one, without gradients, from the same random numbers. Gradients are
+compared on a slice, by ``patch.verify``, at the first training step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from transformers import PreTrainedModel
+
+from liger_patch.patch.settings import PatchRecord
+
+ROUNDINGS = 32  # eps of float32 that are allowed: both losses are sums in float32
+PER_TOKEN = 4.0  # times the rounding error of one token's loss that the mean may be off
+SLICE = "loss and gradients of its first supervised tokens"  # by patch.verify
+SMALL = 1 << 20  # numbers of a buffer that is put back: a larger one is a weight
+
+
+@dataclass
+class TrialRecord(PatchRecord):
+    """The record of a forward pass that is only compared: it warns of nothing.
+
+    Attributes:
+        rounding: how far the loss of a token may be off for the dtype of the logits, relative to
+            the mean.
+    """
+
+    rounding: float = 0.0
+
+    def fall_back(self, reason: str) -> None:
+        """Note that the loss is not fused, and why."""
+        self.fused, self.reason = False, reason
+
+
+def compare_losses(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    own: Callable[[], Any],
+    fused: Callable[[TrialRecord], Any],
+) -> None:
+    """Compare the loss of the model's own forward with the fused one; the record has the result.
+
+    Args:
+        own: runs the model's own forward.
+        fused: runs the patched one with the options that Transformers has, for a record.
+    """
+    if _in_a_group():  # where other processes may not run the same forward passes
+        record.compared = f"{SLICE}, but not its own loss, in a process group"
+        return
+    trial = TrialRecord(type(record.settings)(chunk_mib=record.chunk_mib))
+    try:
+        expected = _loss_of(model, own)
+        if expected is None or not torch.isfinite(expected):
+            return  # no supervised token: the next call tells more
+        try:
+            found = _loss_of(model, lambda: fused(trial))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            record.distrusted = f"with deferred logits, it raises {type(error).__name__}: {error}"
+            return
+        if not trial.fused or found is None:
+            record.distrusted = trial.reason or "its outputs hold no loss"
+            return
+        off, loss = abs(found - expected).item(), expected.item()
+        allowed = ROUNDINGS * torch.finfo(torch.float32).eps + PER_TOKEN * trial.rounding
+        if off <= allowed * abs(loss):
+            record.compared = (
+                f"its own loss ({loss:.6g}) with the fused one ({found.item():.6g}), and {SLICE}"
+            )
+            return
+        again = _loss_of(model, own)
+        if again is None or abs(again - expected).item() > allowed * abs(loss):
+            record.distrusted = f"its own loss changes from call to call ({loss:.6g}, {again})"
+        else:
+            record.distrusted = f"its own loss is {loss:.6g}, the fused one {found.item():.6g}"
+    except torch.OutOfMemoryError:
+        record.compared = f"{SLICE}, but not its own loss, whose logits did not fit in memory"
+
+
+def _in_a_group() -> bool:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
+
+
+def _loss_of(model: PreTrainedModel, forward: Callable[[], Any]) -> Tensor | None:
+    """Return the loss of a forward pass that leaves nothing behind, or None where it has none."""
+    with torch.no_grad(), _same_random_numbers(model), _same_buffers(model):
+        outputs = forward()
+    loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    return loss.double().reshape(())
+
+
+@contextmanager
+def _same_random_numbers(model: PreTrainedModel) -> Iterator[None]:
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next((device.type for device in devices), "cuda")
+    indices = [device.index for device in devices if device.index is not None]
+    try:
+        with torch.random.fork_rng(indices, device_type=kind):
+            yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+@contextmanager
+def _same_buffers(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what a forward pass changes in place: running statistics, counters."""
+    buffers = [b for b in model.buffers() if b.numel() <= SMALL and not b.is_meta]
+    before = [(b, b._version, b.clone()) for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, version, values in before:
+            if buffer._version != version:
+                buffer.copy_(values)
