@@ -29,6 +29,7 @@ from liger_patch.kernels.head.inputs import (
 )
 from liger_patch.kernels.head.labels import token_factors
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.vocab_shard import VocabShard
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,6 +88,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
@@ -116,6 +118,10 @@ def linear_cross_entropy(
             256 where the weight needs no gradient. Where a 16-bit gradient of the weight would be
             summed over more than 16 chunks, more logits are held, or the sum is kept in float32,
             whichever takes less memory.
+        vocab_shard: of a vocabulary that is distributed over ranks (tensor parallel): weight, bias
+            and ``low_rank[1]`` are this rank's rows (V_r, ...), everything else is for the whole
+            vocabulary and the same on every rank, as are the results. The gradients of
+            ``hidden_states`` and ``low_rank[0]`` are summed over the ranks.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It
@@ -133,7 +139,15 @@ def linear_cross_entropy(
         "num_items_in_batch": num_items_in_batch,
     }
     config, inputs = prepare_chunks(
-        hidden_states, weight, labels, bias, low_rank, options, chunk_mib, **how
+        hidden_states,
+        weight,
+        labels,
+        bias,
+        low_rank,
+        options,
+        chunk_mib,
+        shard=vocab_shard,
+        **how,
     )
     dtype = accumulation_dtype(config.dtype)
     factors = token_factors(labels, config.labels.counts[0], options, dtype=dtype, **how)

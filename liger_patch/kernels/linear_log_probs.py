@@ -38,6 +38,7 @@ from liger_patch.kernels.head.inputs import (
 from liger_patch.kernels.head.logits import weight_slices
 from liger_patch.kernels.head.statistics import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB = 1024  # tokens that are converted at a time
 
@@ -76,7 +77,7 @@ class _LinearLogProbs(torch.autograd.Function):
         labels, head_inputs = config.labels, HeadInputs(*inputs)
         in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
         scale = _expected_scale(config)
-        needs_rows = config.options.softcap is not None
+        needs_rows = config.options.softcap is not None or config.shard is not None
         asked = outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
         result = run_chunks(
             config,
@@ -188,6 +189,7 @@ def linear_log_probs(
     outputs: Collection[str] = (),
     same_gradient: bool = True,
     chunk_mib: float | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> LogProbs:
     """Compute ``log_softmax(linear(hidden_states, weight, bias))`` at the labels, without logits.
 
@@ -213,6 +215,8 @@ def linear_log_probs(
             either way: with a trainable head, a right guess saves a matrix product, a wrong one
             costs two.
         chunk_mib: MiB of logits held at once, as in ``linear_cross_entropy``.
+        vocab_shard: of a vocabulary that is distributed over ranks, as in ``linear_cross_entropy``;
+            upstream gradients are the same on every rank too.
 
     Returns:
         Per token, (N,): float32 (float64 for float64 inputs), ``is_top1`` bool.
@@ -232,7 +236,7 @@ def linear_log_probs(
     cap = None if softcap is None else softcap / temperature
     options = LossOptions(ignore_index, cap, logit_scale / temperature)
     config, inputs = prepare_chunks(
-        hidden_states, weight, labels, bias, low_rank, options, chunk_mib
+        hidden_states, weight, labels, bias, low_rank, options, chunk_mib, shard=vocab_shard
     )
     outputs = frozenset({*names, "log_probs"})
     return LogProbs(*_LinearLogProbs.apply(config, outputs, same_gradient, *inputs))

@@ -78,6 +78,7 @@ def check_log_probs(
     outputs: Collection[str] = FIELDS,
     chunk_mib: float | None = None,
     same_gradient: bool = True,
+    operator: Callable[..., LogProbs] | None = None,
     **options: Any,
 ) -> dict[str, Tensor | None]:
     """Hold ``linear_log_probs`` to the rule; its results and gradients are returned.
@@ -90,7 +91,7 @@ def check_log_probs(
     asked = [name for name in FIELDS if name in outputs or name == "log_probs"]
 
     def ours(**x: Tensor) -> LogProbs:
-        results = linear_log_probs(**paired(x), labels=labels, **how, **options)
+        results = (operator or linear_log_probs)(**paired(x), labels=labels, **how, **options)
         is_graph = any(each.requires_grad for each in x.values())
         for name, value in results._asdict().items():
             assert (value is not None) == (name in asked), name

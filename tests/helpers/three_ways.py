@@ -182,13 +182,14 @@ def check_linear(
     upstream: Tensor | None = None,
     frozen: Collection[str] = (),
     chunk_mib: float | None = None,
+    operator: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> dict[str, Tensor | None]:
     """Hold ``linear_cross_entropy`` to the rule; its loss and gradients are returned."""
     chunks = {} if chunk_mib is None else {"chunk_mib": chunk_mib}
 
     def ours(**x: Tensor) -> Tensor:
-        return linear_cross_entropy(**paired(x), labels=labels, **chunks, **options)
+        return (operator or linear_cross_entropy)(**paired(x), labels=labels, **chunks, **options)
 
     def eager(
         order: int,

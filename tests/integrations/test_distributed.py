@@ -4,51 +4,15 @@ be. The engines are set up by their libraries' own functions.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-HELPERS = ROOT / "tests" / "helpers"
-PROCESSES = 2
+from gloo_group import run
 
 fully_shard = pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="fully_shard of torch 2.6 needs an accelerator"
 )
-
-
-def run(script: str, *arguments: str) -> None:
-    """Run a script of tests/helpers with these arguments in each of the processes."""
-    folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(folders),
-        "WORLD_SIZE": str(PROCESSES),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
-    }
-    with ExitStack() as stack:
-        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(PROCESSES)]
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(HELPERS / script), *arguments],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, file in enumerate(files)
-        ]
-        for process in started:
-            stack.callback(process.kill)
-        codes = [process.wait(timeout=300) for process in started]
-        for code, file in zip(codes, files, strict=True):
-            file.seek(0)
-            assert code == 0, file.read()
 
 
 def steps(folder: Path, *cases: str, device: str = "cpu") -> None:

@@ -10,8 +10,9 @@ are dropped. For each chunk, where gradients are wanted:
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
 low-rank adapter on the head adds its own thin products to each of them; a quantised weight is
-dequantised a slice of classes at a time, for each product. Extra memory: the gradients themselves
-and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
+dequantised a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
+multiplies by its own rows: see ``sharded``. Extra memory: the gradients themselves and C * V
+logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
@@ -49,8 +50,10 @@ from liger_patch.kernels.head.logits import (
     rows_before_count,
     summed_chunk_bounds,
 )
+from liger_patch.kernels.head.sharded import ShardedForm
 from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from liger_patch.kernels.head.hopper import OddsForm
@@ -68,6 +71,7 @@ class ChunkConfig:
         wanted: the gradients that the backward pass returns.
         dtype: of the matrix products and the logits.
         chunk_bytes: of logits held at once.
+        shard: where the vocabulary is distributed, this rank's part of it.
     """
 
     labels: CompactedLabels
@@ -75,6 +79,7 @@ class ChunkConfig:
     wanted: Wanted
     dtype: torch.dtype
     chunk_bytes: int
+    shard: VocabShard | None = None
 
     def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
         """Return True if gradients can be computed in the forward pass, for the backward pass to
@@ -113,6 +118,7 @@ def prepare_chunks(
     reduction: str = "none",
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[ChunkConfig, HeadInputs]:
     """Check the arguments of an operator on a head, raise ValueError for what does not fit, and
     start to compact the labels.
@@ -124,10 +130,11 @@ def prepare_chunks(
         class_weight=options.class_weight,
         token_weight=token_weight,
     )
-    inputs = checked_inputs(hidden_states, weight, bias, low_rank)
+    inputs = checked_inputs(hidden_states, weight, bias, low_rank, shard)
     wanted = Wanted.by(inputs)
     chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
-    vocab_size, device = weight.shape[0], hidden_states.device
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    device = hidden_states.device
     options.check(vocab_size, device)
     check_token_arguments(
         labels,
@@ -139,7 +146,7 @@ def prepare_chunks(
     )
     dtype = product_dtype(inputs)
     compacted = compact_labels(labels, vocab_size, options.ignore_index)
-    return ChunkConfig(compacted, options, wanted, dtype, chunk_bytes), inputs
+    return ChunkConfig(compacted, options, wanted, dtype, chunk_bytes, shard), inputs
 
 
 def run_chunks(
@@ -165,10 +172,11 @@ def run_chunks(
             are no losses.
     """
     labels, weight, vocab_size = config.labels, inputs.weight, inputs.weight.shape[0]
-    row_elements = vocab_size  # from one row of logits to the next
-    if serves_triton_device(labels.labels):
-        row_elements = -(-vocab_size // ALIGNED_V) * ALIGNED_V
-    row_bytes = row_elements * config.dtype.itemsize
+    alignment = ALIGNED_V if serves_triton_device(labels.labels) else 1
+    row_elements = _aligned(vocab_size, alignment)  # from one row of logits to the next
+    # every rank makes the same chunks, by the largest shard
+    largest = vocab_size if config.shard is None else config.shard.largest
+    row_bytes = _aligned(largest, alignment) * config.dtype.itemsize
     has_gradients = any(wanted)
     scale = row_scale if has_gradients else None
     with without_autocast(inputs.hidden_states.device.type):
@@ -198,11 +206,11 @@ def run_chunks(
         if first:
             bounds, sum_dtype = chunks_of(first, n), weight.dtype
         else:
-            bounds, sum_dtype = _bounds(config, weight, wanted, n, row_bytes)
+            bounds, sum_dtype = _bounds(config, weight, largest, wanted, n, row_bytes)
         if memory is None and bounds:
             memory = logits_memory(bounds[0][1])
         odds = None if form.odds is None else form.odds.of(slice(n))
-        gradients = Gradients(inputs, operands, rows, wanted, sum_dtype, odds)
+        gradients = Gradients(inputs, operands, rows, wanted, sum_dtype, odds, config.shard)
         for start, stop in bounds:
             chunk = slice(start, stop)
             memory_c = None if memory is None else memory[: stop - start]
@@ -226,6 +234,9 @@ def _form(
 ) -> "LogitsForm | OddsForm":
     """Choose how losses and dlogits are computed. Reads nothing from the device."""
     labels, options, has_statistics = config.labels, config.options, bool(statistics)
+    if config.shard is not None:
+        how = {"has_statistics": has_statistics, "upstream": upstream}
+        return ShardedForm(operands, labels, options, config.shard, **how)
     if upstream is None and serves_triton_device(labels.labels):
         from liger_patch.kernels.head.hopper import OddsForm, serves_odds
 
@@ -234,13 +245,22 @@ def _form(
     return LogitsForm(operands, labels, options, has_statistics=has_statistics, upstream=upstream)
 
 
+def _aligned(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
+
+
 def _bounds(
-    config: ChunkConfig, weight: Tensor | QuantizedWeight, wanted: Wanted, n: int, row_bytes: int
+    config: ChunkConfig,
+    weight: Tensor | QuantizedWeight,
+    weight_rows: int,
+    wanted: Wanted,
+    n: int,
+    row_bytes: int,
 ) -> tuple[list[tuple[int, int]], torch.dtype]:
     """Return (start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
     wide = accumulation_dtype(config.dtype)
     if not (wanted.weight and isinstance(weight, Tensor)) or weight.dtype.itemsize >= wide.itemsize:
         return chunk_bounds(n, row_bytes, config.chunk_bytes), weight.dtype
-    wide_bytes = weight.numel() * wide.itemsize
+    wide_bytes = weight_rows * weight.shape[1] * wide.itemsize
     bounds, widen = summed_chunk_bounds(n, row_bytes, config.chunk_bytes, wide_bytes)
     return bounds, wide if widen else weight.dtype

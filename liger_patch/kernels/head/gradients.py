@@ -2,7 +2,9 @@
 
 C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary, K: hidden size, or rank
 of an adapter's product. On Hopper the chunks hold the unnormalized softmax ("odds", see
-``triton/odds``) instead of dlogits: each row has a factor, and the label's gradient is apart.
+``triton/odds``) instead of dlogits: each row has a factor, and the label's gradient is apart. Of a
+distributed vocabulary, the gradient of the states is summed over the ranks, chunk by chunk, while
+the device computes the next products.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head.inputs import HeadInputs, QuantizedWeight, Wanted
 from liger_patch.kernels.head.logits import chunk_bounds, product_, weight_slices
+from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
 
@@ -45,11 +48,12 @@ class Gradients:
         wanted: Wanted,
         sum_dtype: torch.dtype,  # that dweight is summed in
         odds: OddsFactors | None,  # (n,) where the chunks are odds
+        shard: VocabShard | None,  # of a distributed vocabulary
     ) -> None:
         self._inputs, self._wanted, self._dbias = inputs, wanted, None
         wide = accumulation_dtype(operands.hidden_states.dtype)
         self._products = [
-            _Product(states, weight, x, rows, of_product, dtype, odds)
+            _Product(states, weight, x, rows, of_product, dtype, odds, shard)
             for (states, weight), (x, _), of_product, dtype in zip(
                 inputs.products(),
                 operands.products(),
@@ -103,10 +107,12 @@ class _Product:
         wanted: tuple[bool, bool],
         sum_dtype: torch.dtype,
         odds: OddsFactors | None,  # (n,)
+        shard: VocabShard | None,
     ) -> None:
         self._states, self._weight, self._x = states, weight, x
         self._rows, self._wanted, self._sum_dtype, self._odds = rows, wanted, sum_dtype, odds
         self._dstates = self._dweight = None
+        self._shard, self._running = shard, None  # the last chunk's sum over the ranks
 
     def add(
         self,
@@ -122,7 +128,13 @@ class _Product:
                 # ignored tokens have zero gradients
                 make = torch.empty_like if self._rows is None else torch.zeros_like
                 self._dstates = make(self._states, memory_format=torch.contiguous_format)
-            if self._rows is None:
+            if self._shard is not None:
+                dtype = accumulation_dtype(x.dtype)  # rounded once, after the sum over the ranks
+                partial = x.new_empty(len(x), weight.shape[1], dtype=dtype)
+                _dstates_product(partial, None, odds, dlogits, weight)
+                self._end_sum()
+                self._running = self._shard.start_sum_(partial), partial, chunk
+            elif self._rows is None:
                 _dstates_product(self._dstates[chunk], None, odds, dlogits, weight)
             else:
                 _dstates_product(self._dstates, self._rows[chunk], odds, dlogits, weight)
@@ -136,6 +148,7 @@ class _Product:
 
     def finish(self) -> list[Tensor | None]:
         """Return the sums, and keep none of them."""
+        self._end_sum()
         if self._dweight is not None and self._odds is not None:
             from liger_patch.kernels.triton.label_rows import add_label_rows_
 
@@ -144,6 +157,17 @@ class _Product:
         sums = [self._dstates, self._dweight]
         self._dstates = self._dweight = None
         return sums
+
+    def _end_sum(self) -> None:
+        """Wait for the sum over the ranks, on the device, and take its chunk."""
+        if self._running is None or self._dstates is None:
+            return
+        (work, total, chunk), self._running = self._running, None
+        work.wait()
+        if self._rows is None:
+            self._dstates[chunk] = total
+        else:
+            self._dstates.index_copy_(0, self._rows[chunk], total.to(self._dstates.dtype))
 
 
 def _dstates_product(

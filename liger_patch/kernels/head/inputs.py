@@ -18,6 +18,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype, check_plain_tensors
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.vocab_shard import VocabShard
 
 MIB = 2**20
 # Where the time over memory bends, measured on an H200: of a head that trains, each chunk's dweight
@@ -117,6 +118,7 @@ def checked_inputs(
     weight: Tensor | QuantizedWeight,  # (V, H)
     bias: Tensor | None,  # (V,)
     low_rank: tuple[Tensor, Tensor] | None,  # (N, R), (V, R)
+    shard: VocabShard | None,
 ) -> HeadInputs:
     """Return the inputs of a head; raise ValueError unless they fit each other."""
     if not isinstance(weight, Tensor) and not hasattr(weight, "rows"):
@@ -126,8 +128,11 @@ def checked_inputs(
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
     hidden_size = hidden_states.shape[1]
-    if len(weight.shape) != 2 or weight.shape[1] != hidden_size or not weight.shape[0]:
+    is_matrix = len(weight.shape) == 2 and weight.shape[1] == hidden_size
+    if not is_matrix or not (weight.shape[0] or shard is not None):  # a shard may have no rows
         raise ValueError(f"weight must have shape (V, {hidden_size}), got {tuple(weight.shape)}")
+    if shard is not None:
+        shard.check(weight.shape[0])
     vocab_size, device = weight.shape[0], hidden_states.device
     if bias is not None and tuple(bias.shape) != (vocab_size,):
         raise ValueError(f"bias must have shape ({vocab_size},), got {tuple(bias.shape)}")

@@ -71,7 +71,7 @@ def token_statistics_rows(
         )
         return
     for part in blocks_of_rows(logits):
-        z, _ = _apply_softcap(logits[part], options)
+        z, _ = z_and_slope(logits[part], options)
         column = torch.arange(z.shape[1], device=z.device)
         label = labels[part, None]
         label_z = z.gather(1, label)
@@ -103,7 +103,7 @@ def log_probs_gradient_rows_(
         return
     dlog_probs, dentropy, dlse = upstream
     for part in blocks_of_rows(logits):
-        z, slope = _apply_softcap(logits[part], options)
+        z, slope = z_and_slope(logits[part], options)
         # the maximum and the logarithm of the sum, one after the other: lse would be rounded to the
         # maximum's last digit
         distance = z.sub_(z.amax(1, keepdim=True))
@@ -126,8 +126,8 @@ def log_probs_gradient_rows_(
         logits[part] = gradient
 
 
-def _apply_softcap(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Return z in a memory of its own, and dz/dx over the logit scale, None for 1."""
+def z_and_slope(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
+    """Return z of raw logits in a memory of its own, and dz/dx over the logit scale, None for 1."""
     z = x.to(accumulation_dtype(x.dtype), copy=True).mul_(options.logit_scale)
     if options.softcap is None:
         return z, None

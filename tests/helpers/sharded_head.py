@@ -1,0 +1,242 @@
+"""The operators on a head whose vocabulary is distributed over ranks, for test_vocab_shard.
+
+Run once for each process of the group. Exits with an error unless losses, log-probabilities and all
+gradients obey the rule of ``three_ways`` and every rank has the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from gloo_group import join, leave
+from log_probs_ways import FIELDS, check_log_probs
+from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+from torch import Tensor
+from torch import distributed as dist
+
+from liger_patch.kernels.head.inputs import MIB
+from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_log_probs import linear_log_probs
+from liger_patch.kernels.vocab_shard import VocabShard
+
+CPU = torch.device("cpu")
+
+
+def main(file: str, *checks: str) -> None:
+    join(file, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    for name in checks:
+        print(f"check {name}", flush=True)
+        globals()[f"check_{name}"]()
+    leave()
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor whose gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        total = grad_output.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def bounds(vocab_size: int) -> tuple[int, int]:
+    """The classes of this rank, as PyTorch's DTensor distributes them."""
+    size = -(-vocab_size // dist.get_world_size())
+    start = min(dist.get_rank() * size, vocab_size)
+    return start, min(start + size, vocab_size)
+
+
+def sharded(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of whole inputs, on this rank's rows of them."""
+
+    def call(
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None = None,
+        low_rank: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
+    ) -> Any:
+        start, stop = bounds(len(weight))
+
+        def own(tensor: Tensor) -> Tensor:
+            return _Whole.apply(tensor)[start:stop]  # pyright: ignore[reportOptionalSubscript]
+
+        result = operator(
+            hidden_states,
+            own(weight),
+            labels,
+            bias=None if bias is None else own(bias),
+            low_rank=None if low_rank is None else (low_rank[0], own(low_rank[1])),
+            vocab_shard=VocabShard(None, start, len(weight)),
+            **options,
+        )
+        for value in result if isinstance(result, tuple) else (result,):
+            if value is not None:
+                assert_same_bits(value)
+        return result
+
+    return call
+
+
+def assert_same_bits(value: Tensor) -> None:
+    value = value.detach().contiguous()
+    others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, value)
+    for other in others:
+        torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
+
+
+loss, log_probs = sharded(linear_cross_entropy), sharded(linear_log_probs)
+
+
+def hold(inputs: dict[str, Tensor], labels: Tensor, **how: Any) -> None:
+    gradients = check_linear(inputs, labels, operator=loss, **how)
+    for name in ("hidden_states", "low_rank"):
+        gradient = gradients.get(name)
+        if gradient is not None:
+            assert_same_bits(gradient)
+
+
+def check_losses() -> None:
+    """Every option in every dtype, with a bias and an adapter, in several chunks."""
+    for dtype in LOW_DTYPES:
+        rank = 3 if dtype == torch.float32 else 0
+        inputs, labels = linear_inputs(dtype, CPU, bias=dtype != torch.float16, rank=rank)
+        for options in OPTIONS.values():
+            few_rows = chunk_mib(3, 66, dtype)
+            hold(inputs, labels, chunk_mib=few_rows, **filled(options, len(labels), 131, CPU))
+
+
+def check_double() -> None:
+    inputs, labels = linear_inputs(torch.float64, CPU, bias=True, rank=2)
+    for options in OPTIONS.values():
+        hold(inputs, labels, **filled(options, len(labels), 131, CPU))
+
+
+def check_reductions() -> None:
+    for dtype in LOW_DTYPES:
+        inputs, labels = linear_inputs(dtype, CPU, bias=True)
+        some = torch.randn(len(labels), generator=torch.Generator().manual_seed(0))
+        for frozen in ((), ("hidden_states",), ("weight", "bias")):
+            for reduction in ("none", "mean", "sum"):
+                upstream = some if reduction == "none" else torch.tensor(-1.7)
+                hold(inputs, labels, frozen=frozen, reduction=reduction, upstream=upstream)
+
+
+def check_shapes() -> None:
+    """Vocabularies that leave the last ranks with fewer rows, or none."""
+    for shape in ((13, 37, 131), (5, 8, 5), (7, 8, 4), (4, 3, 1), (40, 16, 1000)):
+        inputs, labels = linear_inputs(torch.float32, CPU, *shape, bias=True)
+        hold(inputs, labels)
+        hold(inputs, labels, **filled(OPTIONS["everything"], shape[0], shape[2], CPU))
+        check_log_probs(inputs, labels, operator=log_probs)
+
+
+def check_no_label() -> None:
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True)
+    hold(inputs, torch.full_like(labels, -100))
+    hold({**inputs, "hidden_states": inputs["hidden_states"][:0]}, labels[:0])
+
+
+def check_log_probs_of_labels() -> None:
+    generator = torch.Generator().manual_seed(1)
+    bent = {"softcap": 5.0, "logit_scale": 0.5, "temperature": 0.7}
+    for dtype in (*LOW_DTYPES, torch.float64):
+        inputs, labels = linear_inputs(dtype, CPU, bias=True)
+        some = torch.randn(3, len(labels), generator=generator)
+        all_three = dict(zip(("log_probs", "entropy", "lse"), some, strict=True))
+        for upstream in (None, {"log_probs": some[0]}, all_three, {"entropy": some[1]}):
+            for frozen in ((), ("weight", "bias")):
+                how: dict[str, Any] = {"upstream": upstream, "frozen": frozen, "outputs": FIELDS}
+                check_log_probs(inputs, labels, operator=log_probs, **how)
+                check_log_probs(inputs, labels, operator=log_probs, **how, **bent)
+
+
+def check_ties() -> None:
+    """Of equal largest logits, on one rank or on several, the first is the most likely class."""
+    weight = torch.zeros(8, 2)
+    labels = torch.arange(8)
+    for equal in ([1, 2], [1, 6], [5, 6, 7], [3, 4]):
+        weight.zero_()[equal] = 1.0
+        result = log_probs(torch.ones(8, 2), weight, labels, outputs=["is_top1"])
+        assert result.is_top1.nonzero().flatten().tolist() == equal[:1]
+
+
+def check_backward_twice() -> None:
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    result = loss(**leaves, labels=labels, chunk_mib=chunk_mib(3, 66, torch.float32))
+    first = torch.autograd.grad(result, [*leaves.values()], retain_graph=True)
+    second = torch.autograd.grad(result, [*leaves.values()])
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def check_errors() -> None:
+    """Every rank raises, before a collective that others would wait in."""
+    inputs, labels = linear_inputs(torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 131\)"):
+        loss(**inputs, labels=labels.clamp(min=0) + 131)
+    x, weight = inputs.values()
+    with pytest.raises(ValueError, match="within a vocabulary of 9, got 131 rows"):
+        linear_cross_entropy(x, weight, labels, vocab_shard=VocabShard(None, 0, 9))
+    with pytest.raises(ValueError, match="start must be a whole number >= 0, got -1"):
+        VocabShard(None, -1, 9)
+
+
+@contextmanager
+def collectives() -> Iterator[list[tuple[str, int]]]:
+    """Name and bytes of each collective within this context."""
+    found: list[tuple[str, int]] = []
+    originals = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
+
+    def counted(name: str, position: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append((name, args[position].nbytes))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    dist.all_gather, dist.all_reduce = counted("all_gather", 1), counted("all_reduce", 0)
+    try:
+        yield found
+    finally:
+        dist.all_gather, dist.all_reduce = originals["all_gather"], originals["all_reduce"]
+
+
+def check_collectives() -> None:
+    """Three numbers of each token are gathered, and each chunk's gradient is summed."""
+    tokens, hidden_size, vocab_size = 6, 16, 64
+    inputs, labels = linear_inputs(torch.float32, CPU, tokens, hidden_size, vocab_size, ignored=0)
+    start, stop = bounds(vocab_size)
+    own = {**inputs, "weight": inputs["weight"][start:stop]}
+    how: dict[str, Any] = {"vocab_shard": VocabShard(None, start, vocab_size)}
+    how["chunk_mib"] = 3 * 32 * 4 / MIB
+    gather, summed = ("all_gather", 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
+    with collectives() as found:
+        linear_cross_entropy(**own, labels=labels, **how)
+    assert found == [gather] * 2
+    leaves = {name: value.requires_grad_() for name, value in own.items()}
+    with collectives() as found:
+        linear_cross_entropy(**leaves, labels=labels, **how).backward()
+    assert found == [gather, summed] * 2
+    with collectives() as found:
+        linear_cross_entropy(**leaves, labels=torch.full_like(labels, -100), **how).backward()
+    assert found == []
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
