@@ -13,6 +13,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_patch.deferred.distributed import (
+    DistributedLogits,
+    distributed_call,
+    distributed_inputs,
+    local_tensor,
+)
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.sharding import Hold, keeping_weight
@@ -31,21 +37,34 @@ class _DeferLinear(TorchFunctionMode):
     def __init__(self, head: Head, hold: Hold | None) -> None:
         super().__init__()
         self.head, self.hold = head, hold
+        # before engines put local tensors in their place
+        own = head.module._parameters
+        self.whole = own.get("weight"), own.get("bias")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is LINEAR:
             hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
-            if self._gives_logits(weight) and _can_defer(hidden_states, weight, bias):
-                if self.hold is not None:
-                    weight, bias = self.hold(weight), None if bias is None else self.hold(bias)
-                call = HeadCall.of(hidden_states, weight, bias, self.head)
-                return DeferredLogits.of_head(call)
+            if self._gives_logits(weight):
+                inputs = distributed_inputs(hidden_states, weight, bias, self.whole)
+                if inputs is not None and _can_defer(*map(local_tensor, inputs)):
+                    hidden_states, *parameters = inputs
+                    call = distributed_call(hidden_states, *self._held(*parameters), self.head)
+                    return DistributedLogits.of_head(call)
+                if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
+                    weight, bias = self._held(weight, bias)
+                    call = HeadCall.of(hidden_states, weight, bias, self.head)
+                    return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
             if isinstance(logits, DeferredLogits):  # PEFT's, of what a quantised layer returns
                 return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
+
+    def _held(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.hold is None:
+            return weight, bias
+        return self.hold(weight), None if bias is None else self.hold(bias)
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
@@ -74,7 +93,7 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
         return False
     if len({tensor.device for tensor in tensors}) > 1 or weight.dim() != 2 or weight.is_meta:
         return False
-    if weight.shape[1] != hidden_states.shape[-1] or weight.shape[0] == 0:
+    if weight.shape[1] != hidden_states.shape[-1]:
         return False
     dtypes = {tensor.dtype for tensor in tensors}
     if torch.is_autocast_enabled(weight.device.type):

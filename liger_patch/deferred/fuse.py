@@ -9,13 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_patch.deferred.distributed import is_distributed, own_rows
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
-_SAME_VALUES = ("cast", "detach", "clone")  # "move" too, but the loss would be on another device
+_SAME_VALUES = (
+    "cast",
+    "detach",
+    "clone",
+    "layout",
+)  # "move" too, but the loss would be on another device
 
 
 class Parts(NamedTuple):
@@ -106,16 +112,18 @@ def fused_log_probs(parts: Parts, labels: Tensor, **options: Any) -> LogProbs:
 def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
     """Give the arguments of the operators, in the autocast state of the head's call."""
     dtype = parts.autocast_dtype
-    low_rank = None
-    if parts.low_rank is not None:
-        states, low_rank_weight = parts.low_rank
-        low_rank = states.reshape(-1, states.shape[-1]), low_rank_weight
+    weight, bias, shard = parts.weight, parts.bias, None
+    states, low_rank_weight = parts.low_rank or (None, None)
+    if is_distributed(weight):
+        weight, bias, low_rank_weight, shard = own_rows(weight, bias, low_rank_weight)
+    low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
     with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
         yield {
             "hidden_states": parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
-            "weight": parts.weight,
-            "bias": parts.bias,
+            "weight": weight,
+            "bias": bias,
             "low_rank": low_rank,
+            "vocab_shard": shard,
             "softcap": parts.softcap,
             "logit_scale": parts.logit_scale,
         }
@@ -180,6 +188,8 @@ def _main_and_low_rank(
     """
     if len(terms) == 1:
         return terms[0], None
+    if len({is_distributed(term.weight) for term in terms}) > 1:
+        return None  # every rank would have the gradients of its rows alone
     quantised = [term for term in terms if not isinstance(term.weight, Tensor)]
     main = max(quantised or terms, key=lambda term: term.weight.shape[1])
     others = [term for term in terms if term is not main]

@@ -170,7 +170,11 @@ class HeadCall:
         """Return whether an engine that shards the head has freed its weight since."""
         if not isinstance(self.weight, Tensor):
             return False
-        return self.weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
+        weight: Any = self.weight
+        if hasattr(weight, "_local_tensor"):  # a DTensor has no memory of its own
+            weight = weight._local_tensor
+            return weight.untyped_storage().size() == 0 < weight.numel()
+        return weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the logits of this call can no longer be computed."""

@@ -15,7 +15,8 @@ class Step(NamedTuple):
     """One recorded operation on logits (..., V).
 
     Attributes:
-        kind: "scale", "add", "tanh", "cast", "move", "rows", "detach" or "clone".
+        kind: "scale", "add", "tanh", "cast", "move", "rows", "detach", "clone" or "layout" (on
+            the ranks of a group).
         apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
             dimension whole. "add" takes the real values of ``other`` beside them.
         factor: what "scale" multiplies by.

@@ -52,8 +52,9 @@ class DeferredLogits(Recordable):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        into: type[DeferredLogits] | None = None,
     ) -> Tensor:
-        """Return these logits after one more operation.
+        """Return these logits after one more operation, of the class ``into``, else of their own.
 
         It is recorded, or computed where these logits, or those that they were computed from, have
         been read (and may have been written to).
@@ -69,7 +70,8 @@ class DeferredLogits(Recordable):
         inputs = (self,) if step.other is None else (self, step.other)
         dtype, device = dtype or self.dtype, device or self.device
         step = step._replace(grad_enabled=torch.is_grad_enabled(), dtype=dtype)
-        return self._make(self.head_call, rows, dtype, device, step.apply, inputs, self, step)
+        make = (into or type(self))._make
+        return make(self.head_call, rows, dtype, device, step.apply, inputs, self, step)
 
     @classmethod
     @runs_eagerly  # Dynamo cannot trace _make_wrapper_subclass, and warns of it
@@ -116,6 +118,10 @@ class DeferredLogits(Recordable):
     def real_logits(self) -> Tensor:
         """Return the real logits, computed at the first call."""
         return materialize(self)
+
+    def result(self, value: Tensor) -> Tensor:
+        """Return what a fused operator has computed of these logits, as eager would."""
+        return value
 
     @property
     def _is_settled(self) -> bool:

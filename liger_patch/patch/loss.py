@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
+from liger_patch.deferred.distributed import DistributedLogits
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
@@ -65,7 +66,7 @@ class ForwardPass:
         loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
         leave_gradient_out(loss, logits)
         prepare_backward(loss, logits)
-        return loss
+        return logits.result(loss)
 
     @runs_eagerly
     def causal_lm_loss(
@@ -85,7 +86,7 @@ class ForwardPass:
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
         # Transformers' mean of no supervised token is nan: the host reads the labels, only here
         is_ordinary = self.record.is_ordinary and bool((targets != ignore_index).any())
-        is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits)
+        is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits, DistributedLogits)
         if is_ordinary:
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
         elif not is_plain:
@@ -198,6 +199,9 @@ class ForwardPass:
             self.record.fused, self.record.reason = True, None
             with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
                 return self._fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
+        if isinstance(logits, DistributedLogits):
+            loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
+            return logits.result(loss)
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)

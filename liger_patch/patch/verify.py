@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_patch.deferred.distributed import is_distributed
 from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
@@ -38,6 +39,8 @@ def disagreement(
     is, plus ROUNDINGS eps of the largest value. Takes the mean over the slice, whatever ``reduced``
     says. Needs two copies of the head's weight in the wider dtype.
     """
+    if is_distributed(parts.weight):
+        return "LIGER_PATCH_VERIFY=1 cannot compare a head whose vocabulary is distributed"
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
         return None

@@ -177,8 +177,8 @@ def transformers_fsdp(model: PreTrainedModel) -> Engine:
     return Engine(loaded, loaded)
 
 
-def tensor_parallel(model: PreTrainedModel) -> Engine:
-    """Projections and the head on shards, a batch for all ranks."""
+def tensor_parallel(model: PreTrainedModel, head: Any = None, **more: Any) -> Engine:
+    """Projections and the head on shards, a batch for all ranks; ``more``: of the plan."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -191,8 +191,13 @@ def tensor_parallel(model: PreTrainedModel) -> Engine:
     plan = {f"model.layers.*.self_attn.{name}": style for name, style in plan.items()}
     plan |= dict.fromkeys(("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"), columns)
     plan |= {"model.layers.*.mlp.down_proj": rows}
-    plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    plan |= {"lm_head": head or ColwiseParallel(output_layouts=Replicate()), **more}
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    if tied:
+        plan |= {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     parallelize_module(model, mesh_of_all(), plan)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return Engine(model, model, shares_batch=True)
 
 

@@ -76,9 +76,8 @@ def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
 
 
 @fully_shard
-def test_a_distributed_vocabulary_falls_back(tmp_path: Path) -> None:
-    case = 'tensor_parallel --fallback "weight of type DTensor"'
-    steps(tmp_path, case, f"{case} --layers")
+def test_a_distributed_vocabulary(tmp_path: Path) -> None:
+    steps(tmp_path, "tensor_parallel --layers")
 
 
 def test_deepspeeds_engine(tmp_path: Path) -> None:
@@ -124,6 +123,6 @@ def test_engines_on_gpus(tmp_path: Path) -> None:
         "accelerate_fsdp2 --layers",
         "accelerate_fsdp2 --tied",
         "fsdp2_resharded --late backward",
-        'tensor_parallel --layers --fallback "weight of type DTensor"',
+        "tensor_parallel --layers",
         device="cuda",
     )

@@ -11,7 +11,3 @@ def test_two_ranks(tmp_path: Path) -> None:
     checks = "losses double reductions shapes no_label log_probs_of_labels ties"
     others = "backward_twice errors collectives"
     run("sharded_head.py", str(tmp_path / "group"), *checks.split(), *others.split())
-
-
-def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
-    run("sharded_head.py", str(tmp_path / "group"), "shapes", "ties", processes=3)

@@ -1,0 +1,195 @@
+"""Steps of patched models whose head is distributed over ranks, for test_tensor_parallel.
+
+Run once for each process of the group, with one argument for each case ("gathered --layers").
+Exits with an error unless losses, gradients and logits are those of one process, and no real logits
+are computed, gathered or read where none are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from distributed_step import count_logits, device
+from engines import mesh_of_all, tensor_parallel, whole
+from gloo_group import join, leave
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.registry import available
+
+LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
+
+
+def main(file: str, device_type: str, *cases: str) -> None:
+    join(file, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device_type)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("style", choices=STYLES)
+    parser.add_argument("--model", default="llama")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--fallback", default="")
+    for case in cases:
+        print(f"case {case}", flush=True)
+        check(parser.parse_args(shlex.split(case)))
+    leave()
+
+
+def check(arguments: argparse.Namespace) -> None:
+    alone = make(arguments)
+    batch = {
+        name: value.to(device()) for name, value in tiny_batch(alone, seed=3, length=10).items()
+    }
+    expected = step(alone, batch)
+    model = STYLES[arguments.style](make(arguments))
+    apply_patch(model, layers=arguments.layers)
+    os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
+    context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
+    with context, warnings.catch_warnings():
+        warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
+        with count_logits() as computed, Gathers() as gathers:
+            results = step(model, batch)
+        status = patch_status(model)
+        if arguments.fallback:
+            assert not status.fused
+            assert arguments.fallback in (status.reason or ""), status.reason
+        else:
+            assert status.fused, status.reason
+            assert not computed, f"real logits were computed {len(computed)} times"
+            largest = batch["labels"].numel() * model.config.hidden_size
+            assert gathers.largest <= largest, "logits were gathered"
+        for name, value in expected.items():
+            off = (whole(results[name]) - value).norm() / value.norm()
+            assert off <= (LOSS if name == "loss" else GRADIENTS), f"{name} is off by {off:.3g}"
+        check_evaluation(model, alone, batch, fused=not arguments.fallback)
+        check_loss_of_logits(model, alone, batch)
+
+
+class Gathers(TorchDispatchMode):
+    """The elements that a rank gives to the largest gather of a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "all_gather" in func.name():
+            self.largest = max(self.largest, args[0].numel())
+        return func(*args, **kwargs or {})
+
+
+def make(arguments: argparse.Namespace) -> Any:
+    (row,) = (row for row in available() if row.model_type == arguments.model)
+    model: Any = tiny_model(row)
+    if arguments.tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    return model.to(device())
+
+
+def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss, and all gradients."""
+    loss = model(**batch).loss
+    loss.backward()
+    results = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert type(parameter.grad) is type(parameter.data)
+            results[name] = parameter.grad
+    model.zero_grad()
+    return results
+
+
+def check_evaluation(model: Any, alone: Any, batch: dict[str, Tensor], *, fused: bool) -> None:
+    """Without gradients the loss is fused too; ``outputs.logits`` are computed when read."""
+    with torch.no_grad(), count_logits() as computed:
+        outputs = model(**batch)
+        assert len(computed) == 0
+        assert patch_status(model).fused is fused
+        expected = alone(**batch)
+        torch.testing.assert_close(whole(outputs.loss), expected.loss)
+        assert outputs.logits.shape == expected.logits.shape
+        torch.testing.assert_close(whole(outputs.logits), expected.logits)
+        assert len(computed) == fused
+
+
+def check_loss_of_logits(model: Any, alone: Any, batch: dict[str, Tensor]) -> None:
+    """Logits that are read have their ordinary gradient, of every parameter, once."""
+    gradients = []
+    for each in (model, alone):
+        logits: Any = each(**batch).logits
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        logits.square().mean().backward()
+        gradients.append({name: whole(p.grad) for name, p in each.named_parameters()})
+        each.zero_grad()
+    ours, expected = gradients
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def parallelized(head: Any, **more: Any) -> Callable[[Any], Any]:
+    """PyTorch's ``parallelize_module``: projections and the head on shards."""
+    return lambda model: tensor_parallel(model, head, **more).model
+
+
+def head_alone(model: Any) -> Any:
+    return parallelize_module(model, mesh_of_all(), {"lm_head": gathered})
+
+
+def transformers_plan(model: Any) -> Any:
+    """Transformers' own plan, of a checkpoint."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    try:
+        from transformers.distributed import DistributedConfig
+
+        how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except TypeError:  # of older versions, which know no plan
+        how = {"tp_plan": "auto"}
+    loaded = type(model).from_pretrained(folder[0], **how)
+    loaded.train()
+    return loaded
+
+
+gathered = ColwiseParallel(output_layouts=Replicate())
+STYLES: dict[str, Callable[[Any], Any]] = {
+    "gathered": parallelized(gathered),
+    "head_alone": head_alone,
+    "sharded": parallelized(ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)),
+    "sequence": parallelized(
+        ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        **{
+            "model.norm": PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=Shard(1)
+            )
+        },
+    ),
+    "transformers": transformers_plan,
+}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Heads whose vocabulary is distributed over ranks, by the tensor parallelism of PyTorch and of
+Transformers: fused, as exact as in one process, and no logits are gathered. The steps are in
+``tensor_parallel_step``.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gloo_group import run
+
+SCRIPT = "tensor_parallel_step.py"
+
+
+def test_plans_of_torch(tmp_path: Path) -> None:
+    run(
+        SCRIPT,
+        str(tmp_path / "group"),
+        "cpu",
+        "gathered --layers",
+        "gathered --model gemma2 --tied",
+        "sharded",
+        "sharded --model gemma2 --layers",
+        "sharded --model cohere --tied",
+        "sequence",
+        'gathered --verify --fallback "LIGER_PATCH_VERIFY=1 cannot compare"',
+    )
+
+
+def test_plans_of_transformers(tmp_path: Path) -> None:
+    cases = "transformers --layers", "transformers --tied", "transformers --model gemma2"
+    run(SCRIPT, str(tmp_path / "group"), "cpu", *cases)
+
+
+def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
+    run(SCRIPT, str(tmp_path / "group"), "cpu", "head_alone", processes=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    cases = "gathered --layers", "sharded --model gemma2", "transformers"
+    run(SCRIPT, str(tmp_path / "group"), "cuda", *cases)
