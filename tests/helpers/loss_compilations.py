@@ -321,3 +321,56 @@ def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any],
             },
             warps,
         )
+
+
+def shard_sums(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    # softcap, class weight, label smoothing, statistics
+    flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1))
+    for name, block_v, warps, dtype, each in _shards(target, flags):
+        softcap, class_weight, smoothing, statistics = each
+        names = ("weighted", "weight_sum")
+        more = {f"{name}_ptr": "*fp32" if smoothing else None for name in names}
+        names = ("moment", "squares", "z_sum", "label_z", "before_label")
+        more |= {f"{name}_ptr": "*fp32" if statistics else None for name in names}
+        names = ("highest", "others", "label_distance")
+        more |= {f"{name}_ptr": "*fp32" for name in names}
+        yield name, _shard_arguments(dtype, softcap, class_weight, block_v) | more, warps
+
+
+def shard_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    # softcap, class weight, label smoothing, entropy
+    flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1))
+    for name, block_v, warps, dtype, each in _shards(target, flags):
+        softcap, class_weight, smoothing, entropy = each
+        more: dict[str, Any] = {"smooth_ptr": "*fp32" if smoothing else None}
+        names = ("entropy_factor", "mean_distance")
+        more |= {f"{name}_ptr": "*fp32" if entropy else None for name in names}
+        names = ("highest", "factor", "label_gradient")
+        more |= {f"{name}_ptr": "*fp32" for name in names}
+        yield name, _shard_arguments(dtype, softcap, class_weight, block_v) | more, warps
+
+
+def _shards(
+    target: GPUTarget, flags: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
+
+    everything = [*itertools.product(DTYPES, flags, (MAX_BLOCK_V,)), ("*bf16", flags[2], 131)]
+    rotated = [(DTYPES[i % 3], each, MAX_BLOCK_V) for i, each in enumerate(flags)]
+    for dtype, each, shard_size in everything if target == FULL else rotated:
+        block_v, warps = block_and_warps(shard_size, target.warp_size)
+        name = f"{dtype[1:]}-V{shard_size}-" + "".join(map(str, each))
+        yield name, block_v, warps, dtype, each
+
+
+def _shard_arguments(dtype: str, softcap: int, class_weight: int, block_v: int) -> dict[str, Any]:
+    return {
+        "logits_ptr": dtype,
+        "logits_stride": "i32",
+        "labels_ptr": "*i64",
+        "class_weight_ptr": "*fp32" if class_weight else None,
+        "shard_size": "i32",
+        "softcap": ("fp32", 30.0 * softcap),
+        "logit_scale": "fp32",
+        "BLOCK_V": block_v,
+    }

@@ -57,6 +57,8 @@ KERNELS = {
     "_rotary_kernel": layer.rotary,
     "_scale_kernel": loss.scale,
     "_scale_rows_kernel": loss.scale_rows,
+    "_shard_gradients_kernel": loss.shard_gradients,
+    "_shard_sums_kernel": loss.shard_sums,
     "_sum_parts_kernel": layer.sum_parts,
     "_token_statistics_kernel": loss.token_statistics,
 }

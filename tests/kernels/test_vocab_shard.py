@@ -4,10 +4,15 @@ checks are in ``sharded_head``.
 
 from pathlib import Path
 
+import pytest
 from gloo_group import run
+from kernel_forms import FORMS, INTERPRETED
+
+KERNELS = "losses", "shapes", "log_probs_of_labels", "ties"  # what differs between the forms
+OTHERS = "reductions", "double", "no_label", "backward_twice", "errors", "collectives"
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    checks = "losses double reductions shapes no_label log_probs_of_labels ties"
-    others = "backward_twice errors collectives"
-    run("sharded_head.py", str(tmp_path / "group"), *checks.split(), *others.split())
+@pytest.mark.parametrize("device", FORMS)
+def test_two_ranks(device: str, tmp_path: Path) -> None:
+    others = () if INTERPRETED else OTHERS
+    run("sharded_head.py", str(tmp_path / "group"), device, *KERNELS, *others)

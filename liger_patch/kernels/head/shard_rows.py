@@ -5,8 +5,8 @@
 
 but at the label, where the gradient is a number computed apart: near p = 1, p - 1 would cancel. z:
 the logits of ``options``, ``highest`` the largest of the whole vocabulary, w: class weights, 1
-where there are none. In PyTorch operations here, some rows at a time as in ``pytorch``.
-C: rows, R: ranks, V_r: classes of the shard.
+where there are none. In PyTorch operations here, some rows at a time as in ``pytorch``;
+``triton/vocab_shard`` has the kernels. C: rows, R: ranks, V_r: classes of the shard.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import accumulation_dtype
+from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head.pytorch import blocks_of_rows
 from liger_patch.kernels.head.statistics import z_and_slope
 from liger_patch.kernels.options import LossOptions
@@ -76,6 +76,11 @@ def shard_sums(
     rows, columns = logits.shape
     sums = logits.new_empty(len(names), rows, dtype=accumulation_dtype(logits.dtype))
     out = ShardSums(**dict(zip(names, sums.unbind(), strict=True)))
+    if serves_triton(logits):
+        from liger_patch.kernels.triton import vocab_shard
+
+        vocab_shard.shard_sums(logits, labels, options, class_weight, *out)
+        return sums
     if not columns:
         sums.zero_()
         out.highest.fill_(LOWEST)
@@ -116,6 +121,11 @@ def shard_gradients_(
 ) -> None:
     """Turn raw logits into the gradient by them, in place."""
     columns = logits.shape[1]
+    if serves_triton(logits):
+        from liger_patch.kernels.triton import vocab_shard
+
+        vocab_shard.shard_gradients_(logits, labels, options, class_weight, *gradients)
+        return
     if not columns:
         return
     for part in blocks_of_rows(logits):
