@@ -46,6 +46,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--fallback", default="")
     for case in cases:
@@ -55,12 +56,13 @@ def main(file: str, device_type: str, *cases: str) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    alone = make(arguments)
+    # adapters start at random, on shards: those of one process would have other values
+    alone = distributed(arguments) if arguments.lora else make(arguments)
     batch = {
         name: value.to(device()) for name, value in tiny_batch(alone, seed=3, length=10).items()
     }
     expected = step(alone, batch)
-    model = STYLES[arguments.style](make(arguments))
+    model = distributed(arguments)
     apply_patch(model, layers=arguments.layers)
     os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
     context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
@@ -78,6 +80,7 @@ def check(arguments: argparse.Namespace) -> None:
             largest = batch["labels"].numel() * model.config.hidden_size
             assert gathers.largest <= largest, "logits were gathered"
         for name, value in expected.items():
+            value = whole(value)
             off = (whole(results[name]) - value).norm() / value.norm()
             assert off <= (LOSS if name == "loss" else GRADIENTS), f"{name} is off by {off:.3g}"
         check_evaluation(model, alone, batch, fused=not arguments.fallback)
@@ -104,6 +107,18 @@ def make(arguments: argparse.Namespace) -> Any:
         model.config.tie_word_embeddings = True
         model.tie_weights()
     return model.to(device())
+
+
+def distributed(arguments: argparse.Namespace) -> Any:
+    """The model on shards, with adapters on some projections where they are asked for."""
+    model = STYLES[arguments.style](make(arguments))
+    if not arguments.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    return get_peft_model(model, LoraConfig(target_modules=names, init_lora_weights=False))
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +155,8 @@ def check_loss_of_logits(model: Any, alone: Any, batch: dict[str, Tensor]) -> No
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         logits.square().mean().backward()
-        gradients.append({name: whole(p.grad) for name, p in each.named_parameters()})
+        trained = {name: p for name, p in each.named_parameters() if p.requires_grad}
+        gradients.append({name: whole(p.grad) for name, p in trained.items()})
         each.zero_grad()
     ours, expected = gradients
     for name, value in expected.items():

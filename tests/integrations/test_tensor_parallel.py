@@ -32,6 +32,13 @@ def test_plans_of_transformers(tmp_path: Path) -> None:
     run(SCRIPT, str(tmp_path / "group"), "cpu", *cases)
 
 
+def test_adapters_on_shards(tmp_path: Path) -> None:
+    """Their layers have hooks of PEFT and Transformers, and run their own code."""
+    pytest.importorskip("peft", minversion="0.21", reason="older ones know no shards")
+    pytest.importorskip("transformers", minversion="5.17", reason="PEFT asks for it")
+    run(SCRIPT, str(tmp_path / "group"), "cpu", "transformers --lora --layers")
+
+
 def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
     run(SCRIPT, str(tmp_path / "group"), "cpu", "head_alone", processes=3)
 
