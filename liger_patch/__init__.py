@@ -4,10 +4,12 @@ from liger_patch.apply import PatchStatus, apply_patch, patch_status, revert_pat
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
+from liger_patch.kernels.vocab_shard import VocabShard
 
 __all__ = [
     "LogProbs",
     "PatchStatus",
+    "VocabShard",
     "apply_patch",
     "cross_entropy",
     "linear_cross_entropy",
