@@ -1,7 +1,7 @@
-"""Trainer with DeepSpeed's engine on the CPU, for test_distributed. Run once for each process.
+"""Trainer, or TRL's SFTTrainer, with DeepSpeed's engine on the CPU, for test_distributed.
 
-Exits with an error unless a patched model is trained as an unpatched one is, fused, and without
-real logits.
+Run once for each process with a folder, "transformers" or "trl", and stages of ZeRO. Exits with an
+error unless a patched model is trained as an unpatched one is, fused, and without real logits.
 """
 
 import os
@@ -9,63 +9,104 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import deepspeed.comm.torch
 import torch
 from distributed_step import count_logits
 from gloo_group import join, leave
 from tiny_models import tiny_batch, tiny_model
-from transformers import Trainer, TrainingArguments
+from torch import distributed as dist
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.registry import available
 
 
-def main(folder: Path, *stages: str) -> None:
+def main(folder: Path, library: str, *stages: str) -> None:
     join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
-    for stage in stages:
-        check(int(stage), folder)
+    (row,) = (row for row in available() if row.model_type == "llama")
+    if dist.get_rank() == 0:
+        tiny_model(row).save_pretrained(folder / "model")
+    dist.barrier()
+    train = {"transformers": train_with_trainer, "trl": train_with_trl}[library]
+    for stage in map(int, stages):
+        expected, _ = trained(*train(stage, folder, patch=False))
+        with count_logits() as computed:
+            results, model = trained(*train(stage, folder, patch=True))
+        assert patch_status(model).fused, patch_status(model).reason
+        assert not computed, f"real logits were computed {len(computed)} times"
+        torch.testing.assert_close(results, expected)
     leave()
 
 
-def check(stage: int, folder: Path) -> None:
-    expected, _ = train(stage, folder, patch=False)
-    with count_logits() as computed:
-        weights, model = train(stage, folder, patch=True)
-    assert patch_status(model).fused, patch_status(model).reason
-    assert not computed, f"real logits were computed {len(computed)} times"
-    torch.testing.assert_close(weights, expected)
+def trained(trainer: Any, model: Any) -> tuple[dict[str, Any], Any]:
+    """What training logs, and the weights after it."""
+    trainer.train()
+    logs = [
+        {
+            name: torch.tensor(value, dtype=torch.float32)
+            for name, value in log.items()
+            if not name.endswith(("runtime", "_second"))
+        }
+        for log in trainer.state.log_history
+    ]
+    assert any("loss" in log for log in logs), logs
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"logs": logs, **weights}, model
 
 
-def train(stage: int, folder: Path, *, patch: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    (row,) = (row for row in available() if row.model_type == "llama")
-    model = tiny_model(row)
+def configuration(stage: int, folder: Path) -> dict[str, Any]:
+    """Arguments of a trainer."""
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}  # nothing is too small
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "deepspeed": {
+            "zero_optimization": {"stage": stage, **zero},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 0.01,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def train_with_trainer(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
+    arguments = TrainingArguments(**configuration(stage, folder))
+    # ZeRO-3 partitions the model while it is loaded, before it is patched
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
     if patch:
         apply_patch(model, layers=True)
     batches = [tiny_batch(model, batch=1, seed=seed) for seed in range(8)]
     dataset = [{name: value[0] for name, value in batch.items()} for batch in batches]
-    config = {
-        "zero_optimization": {"stage": stage},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        deepspeed=config,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        learning_rate=0.01,
-        optim="sgd",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
+    return Trainer(model=model, args=arguments, train_dataset=dataset), model
+
+
+def train_with_trl(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
+    from tiny_text import prompts_and_completions, tiny_tokenizer
+
+    from liger_patch.integrations.trl import SFTConfig, SFTTrainer
+
+    options = {"bf16": False, "gradient_checkpointing": False, "use_liger_patch": patch}
+    arguments = SFTConfig(**configuration(stage, folder), **options)
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
+        args=arguments,
+        train_dataset=prompts_and_completions(),
+        processing_class=tiny_tokenizer(),
     )
-    Trainer(model=model, args=arguments, train_dataset=dataset).train()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, model
+    return trainer, trainer.model
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lora", action="store_true", help="on all layers and the head")
+    parser.add_argument("--compiled", action="store_true", help="the whole model")
     parser.add_argument("--labels", choices=["uneven", "none"], help="of the last rank")
     parser.add_argument("--no-sync", action="store_true", help="between steps")
     parser.add_argument("--metric", action="store_true", help="reads logits before backward")
@@ -135,7 +136,10 @@ def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:
     model = make_model(arguments)
     if patch:
         apply_patch(model, layers=arguments.layers)
-    return ENGINES[arguments.engine](model)
+    engine = ENGINES[arguments.engine](model)
+    if arguments.compiled:
+        engine.module = torch.compile(engine.module, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
+    return engine
 
 
 def with_adapters(model: Any) -> Any:

@@ -41,6 +41,7 @@ def test_fsdp2(tmp_path: Path) -> None:
 @fully_shard
 def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
     """The weight stays from the head's call to its backward pass."""
+    pytest.importorskip("peft")
     steps(
         tmp_path,
         "fsdp2_head --no-sync --alone --late backward",
@@ -51,6 +52,8 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
         "fsdp2_offload",
         "hsdp_head",
         "hsdp_replicated_head",
+        "fsdp2_head --lora --evaluate",
+        'fsdp2_head --compiled --fallback "torch.compile traces"',
     )
 
 
@@ -65,6 +68,7 @@ def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
         "accelerate_fsdp2 --layers",
         "accelerate_fsdp2 --tied",
         "accelerate_fsdp2_linear --layers --evaluate",
+        "accelerate_fsdp2_linear --lora --layers",
     )
 
 
@@ -82,6 +86,7 @@ def test_a_distributed_vocabulary(tmp_path: Path) -> None:
 
 def test_deepspeeds_engine(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    pytest.importorskip("peft")
     steps(
         tmp_path,
         "zero1 --late step",
@@ -93,24 +98,20 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
         "zero3_plain --tied --evaluate --metric",
         "zero3_regathered",
         "zero3_offload --layers",
+        "zero3 --lora --evaluate",
+        "zero3_plain --lora --layers --labels none",
     )
-
-
-@fully_shard
-def test_adapters_on_a_sharded_head(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    steps(tmp_path, "fsdp2_head --lora --evaluate", "accelerate_fsdp2_linear --lora --layers")
-
-
-def test_adapters_with_deepspeed(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("deepspeed")
-    steps(tmp_path, "zero3 --lora --evaluate", "zero3_plain --lora --layers --labels none")
 
 
 def test_trainer_with_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    run("deepspeed_trainer.py", str(tmp_path), "1", "2")
+    run("deepspeed_trainer.py", str(tmp_path), "transformers", "1", "2", "3")
+
+
+def test_trainer_of_trl_with_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("trl")
+    run("deepspeed_trainer.py", str(tmp_path), "trl", "3")
 
 
 @pytest.mark.gpu
