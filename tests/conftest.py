@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    passed = terminalreporter.stats.get("passed", [])
+    rows = sum("test_one_step_of_every_architecture" in report.nodeid for report in passed)
+    if rows:
+        terminalreporter.write_line(f"{rows} architectures of the registry computed eager's step")
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Whichever tests run, and in whichever process."""

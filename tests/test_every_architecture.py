@@ -64,9 +64,11 @@ def test_one_step_of_every_architecture(row: registry.Architecture) -> None:
     assert_no_worse(ours, eager, eager, torch.float32)
     torch.testing.assert_close(torch.as_tensor(outputs.logits.detach()), logits)
     counts = count_layers(model)
-    assert counts == accepted
     if IS_NEWEST:
+        assert counts == accepted
         assert any(counts.values()) == bool(row.layers)
+    else:  # attentions had classes of other names
+        assert all(counts[layer] <= accepted[layer] for layer in counts)
     for layer, count in counts.items():
         assert not count or f"{count} {layer}" in str(status)
     revert_patch(model)

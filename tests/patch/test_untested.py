@@ -258,6 +258,20 @@ def test_labels_are_masked_at_boundaries_only_where_they_are_shifted() -> None:
             torch.testing.assert_close(call(model, batch).loss, truth)
 
 
+def test_a_model_without_a_head_is_left_alone_with_the_reason() -> None:
+    config = tiny_model(LLAMA).config
+    config.pad_token_id = 0
+    model = transformers.LlamaForSequenceClassification(config).double()
+    batch = tiny_batch(model) | {"labels": torch.tensor([0, 1])}
+    batch["position_ids"] = torch.arange(9)[None]
+    eager = step(model, batch)
+    ours, said = training_step(apply_patch(model), batch)
+    assert len(said) == 1
+    assert "get_output_embeddings() returns None" in said[0]
+    expected, found = tell_apart(eager, ours)
+    assert_no_worse(found, expected, expected, torch.float32)
+
+
 def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next() -> None:
     model = apply_patch(make_model(LooksAtTypes))
     batch = tiny_batch(model)
@@ -387,7 +401,6 @@ class TestCompiled:
     pytestmark = MARKS
 
     def test_the_comparison_breaks_the_graph_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From the second call on, the graphs are those of a class with a row."""
         calls: list[int] = []
         compare = forward.compare_losses
         monkeypatch.setattr(
@@ -400,14 +413,9 @@ class TestCompiled:
             compiled(**batch)
         first, outputs = len(graphs.linears), [compiled(**batch) for _ in range(3)][-1]
         assert calls == [1]
-        assert len(graphs.linears) <= 2 * first
         assert patch_status(model).fused
+        torch.testing.assert_close(outputs.loss, call(tiny_model(LLAMA), batch).loss)
         torch._dynamo.reset()
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
-        monkeypatch.setattr(registry, "ARCHITECTURES", (LLAMA,))
-        torch._dynamo.reset()
-        known = Graphs("eager")
-        torch.compile(apply_patch(tiny_model(LLAMA), layers=False), backend=known)(**batch)
-        assert again.linears == known.linears
-        torch.testing.assert_close(outputs.loss, call(tiny_model(LLAMA), batch).loss)
+        assert len(again.linears) == first - 1
