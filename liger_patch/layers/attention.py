@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.layers.lora import computed_together
-from liger_patch.layers.probing import results_match
+from liger_patch.layers.probing import probing, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
@@ -99,7 +99,6 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose function of that name rot
     "GlmAttention": _rotate_pairs,
     "GptOssAttention": _rotate_by_halves,
     "HeliumAttention": _rotate_pairs,
-    "HunYuanVLDenseV1Attention": _rotate_in_own_dtype,
     "Lfm3Attention": _rotate_in_own_dtype,
     "ModernBertDecoderAttention": _rotate_in_own_dtype,
     "NanoChatAttention": _rotate_backwards,
@@ -133,20 +132,21 @@ def attention_class(module: Any) -> Any:
 
 def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bool:
     """Return whether both rotate the same way, by every form of tables that ``own`` can take."""
+
+    def results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+        rotated = function(*arguments)
+        return [rotated] if isinstance(rotated, Tensor) else list(rotated)
+
     compared = False
-    for arguments in _trials(name, rotate):
-        try:
-            own(*arguments)
-        except Exception:  # no attention gives it such tables
-            continue
-
-        def results(function: Callable[..., Any], arguments: tuple = arguments) -> list[Tensor]:
-            rotated = function(*arguments)
-            return [rotated] if isinstance(rotated, Tensor) else list(rotated)
-
-        if not results_match(lambda r=results: r(own), lambda r=results: r(rotate)):
-            return False
-        compared = True
+    with probing():
+        for arguments in _trials(name, rotate):
+            try:
+                expected = results(own, arguments)
+            except Exception:  # no attention gives it such tables
+                continue
+            if not results_match(lambda e=expected: e, lambda a=arguments: results(rotate, a)):
+                return False
+            compared = True
     return compared
 
 
@@ -182,7 +182,8 @@ def rotary_attention(original: Any) -> type[nn.Module]:
     own = original.forward.__globals__[name]
     rotate = ATTENTIONS.get(original.__name__, ROTATIONS[name])
 
-    number = len(next(_trials(name, rotate)))  # of the arguments that are known here
+    with probing():
+        number = len(next(_trials(name, rotate)))  # of the arguments that are known here
     takes_options = rotate is _rotate_one
 
     def rotated(*arguments: Any, **options: Any) -> Any:

@@ -6,8 +6,8 @@ A probe runs both on a few numbers. Layers of one configuration need one probe.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,22 @@ PLAIN = bool, int, float, str, type(None), torch.dtype  # compared by value
 CONTAINERS = vars(nn.Module()).keys() - {"training"}
 
 
+@contextmanager
+def probing() -> Iterator[None]:
+    """Compute on the CPU within this context, without gradients and autocast."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
+        # the caller may be in a mode without values: FakeTensorMode, torch.device("meta")
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.device("cpu"))
+        yield
+
+
 def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
     """Return whether two ways to compute a few tensors give the same results on the CPU.
 
     The answer is False where one of them raises an error.
     """
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
-        # the caller may be in a mode without values: FakeTensorMode, torch.device("meta")
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.device("cpu"))
+    with probing():
         try:
             pairs = list(zip(*(way() for way in ways), strict=True))
             return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2) for a, b in pairs)
