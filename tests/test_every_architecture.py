@@ -51,6 +51,10 @@ def layers_that_probes_accept(model: PreTrainedModel) -> dict[str, int]:
 @pytest.mark.parametrize("row", registry.available(), ids=model_type)
 def test_one_step_of_every_architecture(row: registry.Architecture) -> None:
     model, arguments, eager, logits = eager_step(row)
+    if not IS_NEWEST and registry.row_of(model) is None:
+        pytest.skip(
+            f"model type {model.config.model_type} in Transformers {transformers.__version__}"
+        )
     before, accepted = attributes(model), layers_that_probes_accept(model)
     assert attributes(model) == before
     apply_patch(model, strict=True)
