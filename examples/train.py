@@ -7,6 +7,7 @@ apart two right trainings may drift. Writes comparison.png and comparison.json; 
 patched and unpatched differ by more than the precision explains.
 
     python examples/train.py --model-type gemma2 --steps 100
+    accelerate launch --config_file examples/fsdp2.yaml examples/train.py
 """
 
 import argparse
@@ -31,7 +32,9 @@ import liger_patch
 
 def main() -> int:
     settings, output = parse_arguments()
-    if settings.device == "cuda":
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if settings.device == "cuda" and is_alone:
         # One GPU: Trainer would split each batch over all that it sees.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
@@ -49,6 +52,8 @@ def main() -> int:
 
     rows = differences(runs)
     agree = all(row.agrees for row in rows)
+    if not is_first:  # all processes have the same figures
+        return 0 if agree else 1
     output.mkdir(parents=True, exist_ok=True)
     picture(settings, runs, rows, output / "comparison.png")
     report = {

@@ -145,8 +145,9 @@ class LossBar(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        self.training_bar.set_description(f"{self.name:>9}")
+        if self.training_bar is not None:  # the first process has one
+            self.training_bar.set_description(f"{self.name:>9}")
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:
+        if "loss" in logs and self.training_bar is not None:
             self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}")

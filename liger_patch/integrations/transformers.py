@@ -21,7 +21,11 @@ import transformers
 
 from liger_patch.apply import apply_patch, patch_status, transformers_model
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.packing import NUM_SEQUENCES, count_sequences
+from liger_patch.patch.packing import (
+    NUM_SEQUENCES,
+    count_sequences,
+    why_sequences_are_split,
+)
 
 
 class Trainer(transformers.Trainer):
@@ -93,10 +97,9 @@ class Trainer(transformers.Trainer):
                 'loss_average="sequence" needs one process for each GPU (torchrun or accelerate '
                 f"launch), got one for {self.args.n_gpu}"
             )
-        if self.get_cp_size() * self.get_sp_size() > 1:
-            raise ValueError(
-                'loss_average="sequence" needs whole sequences, got parallelism that splits them'
-            )
+        split = why_sequences_are_split()
+        if split is not None:
+            raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
         return True
 
 

@@ -167,11 +167,13 @@ def _forward_with_loss(
     if _is_to_be_compared(model, record, named["labels"]):
         _compare_losses(model, record, inner, args, kwargs)
     starts = None
-    if _says_where_sequences_begin(record, named["labels"]):
+    # shift_labels are predicted as they are; of a split sequence, position ids say nothing
+    is_shifted = named.get("shift_labels") is not None
+    is_plain = is_shifted and record.settings.loss_average == "token"
+    if _says_where_sequences_begin(record, named["labels"]) and not is_plain:
         starts = sequence_starts(named["labels"].shape, named)
-    if (
-        starts is not None and record.tested
-    ):  # others may not shift their labels: see causal_lm_loss
+    # models that are not tested may not shift their labels: see causal_lm_loss
+    if starts is not None and record.tested and not is_shifted:
         # whatever loss the model computes, no token predicts the first of the next sequence
         ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
         labels = within_sequences(named["labels"], starts, ignore_index)

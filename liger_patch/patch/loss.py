@@ -21,7 +21,12 @@ from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.patch.packing import next_labels, sequence_weights, within_sequences
+from liger_patch.patch.packing import (
+    next_labels,
+    sequence_weights,
+    why_sequences_are_split,
+    within_sequences,
+)
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.untested import SLICE, TrialRecord
 from liger_patch.patch.verify import disagreement, loss_rounding
@@ -103,6 +108,9 @@ class ForwardPass:
             )
         token_weight = None
         if self.record.settings.loss_average == "sequence":
+            split = why_sequences_are_split()
+            if split is not None:
+                raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
             supervised = targets.to(logits.device) != ignore_index
             token_weight, count = sequence_weights(
                 self.starts, supervised, accumulation_dtype(logits.dtype)

@@ -4,6 +4,7 @@ sequences' means. B: rows, T: tokens of a row, N: B * T.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,6 +96,21 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     if targets is None:
         targets = next_labels(within_sequences(labels, starts, IGNORE_INDEX), IGNORE_INDEX)
     return sequence_weights(starts, targets != IGNORE_INDEX)[1]
+
+
+def why_sequences_are_split() -> str | None:
+    """Return which parallelism of accelerate gives each process a part of each sequence, or None.
+
+    The parts' position ids do not say where sequences begin: a process may hold the middle of one,
+    and context parallelism joins two distant parts.
+    """
+    if "accelerate" not in sys.modules:
+        return None
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    sizes = ((name, getattr(config, name, None) or 1) for name in ("cp_size", "sp_size"))
+    return next((f"{name}={size}" for name, size in sizes if size > 1), None)
 
 
 def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:

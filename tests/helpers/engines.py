@@ -157,6 +157,40 @@ def _accelerate_fsdp2(model: PreTrainedModel, *units: str) -> Engine:
     return Engine(prepared, prepared)
 
 
+def shard_on_cpus() -> None:
+    """Make accelerate shard models over the CPUs of this process group too: it takes them for a
+    kind of accelerator. Everything else is its own code.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    init = PartialState.__init__
+    if hasattr(init, "shards"):
+        return
+
+    def shards(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    vars(shards)["shards"] = True
+    PartialState.__init__ = shards
+
+
+def device_map(model: PreTrainedModel) -> Engine:
+    """The decoder, and the head on another GPU where there is one. Each rank trains alone."""
+    from accelerate import dispatch_model
+
+    first: Any = "cpu" if model.device.type == "cpu" else model.device.index
+    second = "cpu" if first == "cpu" else (first + 1) % torch.cuda.device_count()
+    before = "base_model.model." if hasattr(model, "peft_config") else ""
+    devices = {f"{before}model": first, f"{before}lm_head": second}
+    whole_model: Any = model
+    dispatched = dispatch_model(whole_model, devices, main_device=first, force_hooks=True)
+    return Engine(dispatched, dispatched, shares_batch=True)
+
+
 def transformers_fsdp(model: PreTrainedModel) -> Engine:
     """Transformers' own ``DistributedConfig(fsdp_size=...)``, which loads a checkpoint."""
     from transformers.distributed import DistributedConfig
@@ -275,6 +309,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "accelerate_fsdp2_linear": accelerate_fsdp2_linear,
     "transformers_fsdp": transformers_fsdp,
     "tensor_parallel": tensor_parallel,
+    "device_map": device_map,
     "zero1": deepspeed(1),
     "zero2": deepspeed(2),
     "zero3": deepspeed(3),

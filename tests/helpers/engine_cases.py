@@ -1,0 +1,77 @@
+"""The cases that test_engines runs for each engine, and the table of docs/distributed.md that
+they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+COLUMNS = ("loss exact", "fused", "layers", "LoRA", "logits readable", "evaluation")
+UNSHARD = "after `unshard()`"
+
+
+class Row(NamedTuple):
+    """An engine in the table.
+
+    Attributes:
+        engine: of ENGINES, or of sequence_trainer.
+        title: in the table.
+        lora: whether adapters are tested, on all layers and the head.
+        logits: "yes", UNSHARD, or "" for not tested.
+        evaluates: whether evaluation is tested.
+    """
+
+    engine: str
+    title: str
+    lora: bool = True
+    logits: str = "yes"
+    evaluates: bool = True
+
+    def cases(self) -> list[str]:
+        """Return the arguments of the helper's processes."""
+        first = self.engine
+        if self.logits == UNSHARD:
+            first += " --late evaluation"
+        elif self.engine not in SEQUENCES:
+            first += " --evaluate --metric"
+        return [first, f"{self.engine} --layers{' --lora' * self.lora}"]
+
+    def cells(self) -> Iterator[str]:
+        """Yield what the table says, as the cases have shown."""
+        yield from ("yes", "yes", "yes")
+        yield "yes" if self.lora else ""
+        yield self.logits
+        yield "fused" if self.evaluates else ""
+
+
+SEQUENCES = ("context", "ulysses")
+ROWS = (
+    Row("ddp", "DistributedDataParallel"),
+    Row("accelerate_fsdp2", "accelerate, FSDP2"),
+    Row("transformers_fsdp", "Transformers, `DistributedConfig(fsdp_size=...)`", lora=False),
+    Row("fsdp2", "`fully_shard`, the head with the root"),
+    Row("fsdp2_resharded", "… `reshard_after_forward=True` at the root", logits=UNSHARD),
+    Row("fsdp2_head", "… of the head alone, resharded"),
+    Row("fsdp2_offload", "… with CPU offload"),
+    Row("hsdp_replicated_head", "… on a mesh of two dimensions (HSDP)"),
+    Row("zero1", "DeepSpeed ZeRO-1"),
+    Row("zero2", "DeepSpeed ZeRO-2"),
+    Row("zero3", "DeepSpeed ZeRO-3"),
+    Row("tensor_parallel", "Tensor parallel", lora=False),
+    Row("context", "Context parallel (accelerate, Trainer)", logits=""),
+    Row("ulysses", "Ulysses (DeepSpeed, Trainer)", logits="", evaluates=False),
+    Row("device_map", "`device_map` over several GPUs"),
+)
+
+
+def cases_of(*engines: str) -> list[str]:
+    """Return the cases of the table's rows for these engines."""
+    return [case for row in ROWS if row.engine in engines for case in row.cases()]
+
+
+def table() -> str:
+    """Return the table: a row an engine, a column a feature."""
+    lines = [["engine", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    lines += [[row.title, *row.cells()] for row in ROWS]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,79 @@
+"""Each cell of the table in docs/distributed.md, in two processes. UPDATE_README=1 writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import ROWS, cases_of, table
+from gloo_group import run
+from sections import check_section
+
+pytest.importorskip("accelerate", minversion="1.15")
+pytest.importorskip("deepspeed")
+pytest.importorskip("peft")
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "distributed.md"
+SPLIT = ("context", "ulysses")
+DEEPSPEED = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest of the process
+OTHERS = tuple(row.engine for row in ROWS if row.engine not in (*SPLIT, *DEEPSPEED))
+
+
+@pytest.mark.parametrize("engines", [OTHERS[:6], OTHERS[6:], DEEPSPEED], ids="-".join)
+def test_engines(engines: tuple[str, ...], tmp_path: Path) -> None:
+    run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases_of(*engines))
+
+
+def test_trainer_with_split_sequences(tmp_path: Path) -> None:
+    """Also where a process has no label, and ``loss_average="sequence"`` says why it cannot be."""
+    run("sequence_trainer.py", str(tmp_path), "cpu", *cases_of(*SPLIT))
+
+
+def test_the_document_has_the_table_of_the_cases() -> None:
+    check_section(DOCUMENT, "engines", table())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_the_examples_configurations_train(engine: str) -> None:
+    """As ``accelerate launch`` starts them, by the functions of examples/train.py."""
+    folders = [str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    launch += ["--config_file", f"examples/{engine}.yaml", "--main_process_port", "0"]
+    done = subprocess.run(
+        [*launch, "tests/helpers/launched_training.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = re.findall(r"^\{.*\}$", done.stdout, re.M)
+    result = json.loads(found)
+    wrappers = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine"}
+    assert result["wrapper"] == wrappers.get(engine, "FSDPLlamaForCausalLM")
+    assert (result["processes"], result["ordinary_because"]) == (2, None)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_configuration_says_what_starts_it(path: Path) -> None:
+    config = pytest.importorskip("accelerate.commands.config.config_args")
+    assert config.load_config_from_file(str(path)).num_processes == 2
+    command = f"accelerate launch --config_file examples/{path.name} examples/train.py"
+    assert command in path.read_text(encoding="utf-8")
+    assert f"`{command}`" in DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_split_sequences_on_gpus(tmp_path: Path) -> None:
+    """With PyTorch's ring attention, which has kernels for GPUs alone."""
+    run("sequence_trainer.py", str(tmp_path), "cuda", "context --layers", "ulysses --layers")
