@@ -48,7 +48,7 @@ def provenance(command: str, packages: Iterable[str]) -> dict:
     return {
         "command": command,
         "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

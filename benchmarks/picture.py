@@ -7,6 +7,7 @@ Training steps: bars of time and peak memory. Training runs: losses.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -36,6 +37,7 @@ def draw_all(report: dict, path: Path) -> list[Path]:
         ("results", "", draw),
         ("sweep", "_sweep", draw_sweep),
         ("steps", "", draw_steps),
+        ("distributed_steps", "", partial(draw_steps, key="distributed_steps")),
         ("convergence", "", draw_convergence),
     ):
         if any(_is_drawn(row) for row in report.get(key, ())):
@@ -112,9 +114,9 @@ def draw_sweep(report: dict, path: Path) -> None:
     _finish(figure, report, path, "forward + backward")
 
 
-def draw_steps(report: dict, path: Path) -> None:
+def draw_steps(report: dict, path: Path, key: str = "steps") -> None:
     """Draw a group of bars a model: time on the left, peak memory on the right."""
-    rows = [row for row in report["steps"] if "ms" in row]
+    rows = [row for row in report[key] if "ms" in row]
     bounds = {row["model"]: row["ms"] for row in rows if row["contender"] == LOWER_BOUND}
     rows = [row for row in rows if row["contender"] != LOWER_BOUND]
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -80,6 +80,51 @@ def terminal_layer_kernels_table(rows: list[Row]) -> str:
     return _terminal(rows[0]["case"], columns, rows, line)
 
 
+def terminal_distributed_table(rows: list[Row]) -> str:
+    """Format one model under one engine: time, memory, loss, collectives by kind and MiB."""
+
+    def line(row: Row) -> str:
+        if "failure" in row:
+            return f"  {row['failure']}"
+        if row.get("wrong"):
+            return f"  wrong: loss {row['loss']:.4f}"
+        memory = f"{row['peak_mib'] / 1024:10.2f}{row['held_mib'] / 1024:10.2f}"
+        loss = f"{row['loss']:10.4f}" if "loss" in row else f"{'':10s}"
+        unfused = "" if row.get("fused", True) else f"  NOT FUSED: {row['reason']}"
+        return f"{row['ms']:8.1f}{memory}{loss}  {_collectives(row)}{unfused}"
+
+    columns = f"{'ms':>8s}{'peak GiB':>10s}{'held GiB':>10s}{'loss':>10s}  collectives, MiB"
+    return _terminal(rows[0]["model"], columns, rows, line)
+
+
+def distributed_table(report: dict) -> str:
+    note = (
+        ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
+        "of the weights, {command}."
+    )
+    cells = _cells("training step, ms / GiB a GPU", report["distributed_steps"], _model)
+    return _document(report, cells, note)
+
+
+def distributed_heads_table(report: dict) -> str:
+    note = (
+        ": a vocabulary over all GPUs, time of the slowest rank, {command}. The matmul-only bound "
+        "is our operator on one shard, without communication."
+    )
+    cells = _cells(TIME_AND_MEMORY, report["distributed_heads"], _model)
+    return _document(report, cells, note)
+
+
+def _collectives(row: Row) -> str:
+    """Return the calls and MiB of each kind."""
+    kinds = dict.fromkeys(each["kind"] for each in row["collectives"])
+    of_kind = {k: [each for each in row["collectives"] if each["kind"] == k] for k in kinds}
+    return ", ".join(
+        f"{sum(e['calls'] for e in found)} {kind} {sum(e['mib'] * e['calls'] for e in found):.3g}"
+        for kind, found in of_kind.items()
+    )
+
+
 def readme_table(report: dict) -> str:
     note = (
         ": medians in one process, peak memory over the inputs, {command}. The matmul-only bound "
@@ -238,6 +283,8 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "log_probs": log_probs_table,
     "sft_steps": sft_steps_table,
     "lora_steps": lora_steps_table,
+    "distributed_steps": distributed_table,
+    "distributed_heads": distributed_heads_table,
     "convergence": convergence_table,
     "layer_kernels": layer_kernels_table,
 }
@@ -292,6 +339,8 @@ def _cell(row: Row) -> str:
         return f"gradient off by {max(errors):.1%}" if errors else "wrong"
     if row["contender"] == LOWER_BOUND:
         return f"{row['ms']:.1f}"
+    if not row.get("fused", True):
+        return "not fused"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
 
 
