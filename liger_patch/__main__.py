@@ -1,0 +1,139 @@
+"""The command line: ``python -m liger_patch estimate MODEL``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    return _estimate(options.parser, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m liger_patch")
+    commands = parser.add_subparsers(dest="command", required=True)
+    estimate = commands.add_parser(
+        "estimate", help="say where the memory of a training step goes, without a download or a GPU"
+    )
+    estimate.set_defaults(parser=estimate)
+    add = estimate.add_argument
+    add("model", metavar="MODEL", help="a name in the local cache, a folder, or a config.json")
+    add("--batch", type=_whole, default=1, help="sequences of a step (default: 1)")
+    add("--length", type=_whole, default=2048, help="tokens of each sequence (default: 2048)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="of the weights (default: bfloat16)")  # fmt: skip
+    add("--no-autocast", action="store_true",
+        help="without autocast to 16 bits, which Trainer(bf16=True) has")  # fmt: skip
+    add("--lora-rank", type=_whole, help="of adapters on all linear layers but the head")
+    add("--bits", type=int, choices=(4,), help="4: linear layers in nf4 (with --lora-rank)")
+    add("--double-quant", action="store_true", help="bnb_4bit_use_double_quant=True")
+    add("--checkpointing", action="store_true", help="gradient checkpointing")
+    add("--checkpoint-offload", action="store_true",
+        help="liger_patch's checkpoint_offload=True (with --checkpointing)")  # fmt: skip
+    add("--optimizer", choices=("adamw", "adamw-float32", "adamw-8bit", "none"), default="adamw",
+        help="whose states count (default: adamw, in the dtype of the weights)")  # fmt: skip
+    add("--chunk-mib", type=_size, help="liger_patch's chunk_mib")
+    add("--supervised", type=_share, default=1.0, help="share of labels that count (default: 1)")
+    add("--attention", choices=("sdpa", "eager"), help="default: what Transformers chooses")
+    add("--reserve-gib", type=_size, default=1.0,
+        help="of a GPU, what a step cannot have: CUDA's context, gaps (default: 1)")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw the parts of each peak")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.bits and not options.lora_rank:
+        parser.error("argument --bits: 4-bit weights do not train: expected --lora-rank too")
+    if options.double_quant and not options.bits:
+        parser.error("argument --double-quant: expected --bits 4 too")
+    if options.checkpoint_offload and not options.checkpointing:
+        parser.error("argument --checkpoint-offload: expected --checkpointing too")
+    for argument, module in (("--lora-rank", "peft"), ("--plot", "matplotlib")):
+        given = getattr(options, argument.strip("-").replace("-", "_"))
+        if given and importlib.util.find_spec(module) is None:
+            parser.error(f"argument {argument}: it needs {module}, which is not installed")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        parser.error(f"argument --plot: expected a file in an existing folder, got {options.plot}")
+    warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
+    import torch
+
+    from liger_patch.cli import report
+    from liger_patch.cli.estimate import GIB, estimate
+    from liger_patch.cli.model import Row, build, load_config
+
+    dtype = getattr(torch, options.dtype)
+    products = torch.bfloat16 if dtype == torch.float32 else dtype
+    row = Row(
+        batch=options.batch,
+        length=options.length,
+        dtype=dtype,
+        autocast=None if options.no_autocast else products,
+        lora_rank=options.lora_rank,
+        bits=options.bits,
+        double_quant=options.double_quant,
+        checkpointing=options.checkpointing,
+        checkpoint_offload=options.checkpoint_offload,
+        optimizer=options.optimizer,
+        chunk_mib=options.chunk_mib,
+        supervised=options.supervised,
+        attention=options.attention,
+    )
+    try:
+        config = load_config(options.model)
+        estimates = estimate(config, row, int(options.reserve_gib * GIB))
+    except ValueError as error:
+        parser.error(str(error))
+    _, sizes = build(config, row)
+    if options.json:
+        print(report.as_json(options.model, row, sizes.parameters, estimates))
+    else:
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        title = report.title(options.model, row, sizes.parameters, positions)
+        print(report.table(title, estimates))
+    if options.plot:
+        report.plot(options.plot, options.model, estimates)
+    return 0
+
+
+def _whole(text: str) -> int:
+    """Return a whole number > 0."""
+    value = int(text) if text.isdecimal() else 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
+    return value
+
+
+def _size(text: str) -> float:
+    """Return a finite number > 0."""
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    """Return a number in (0, 1]."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number > 0 and <= 1, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The ways to run a model that are compared, and what each makes of its layers and its head."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.cli.model import Row, Sizes
+from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear
+from liger_patch.kernels.head.inputs import default_chunk_mib
+from liger_patch.kernels.head.logits import chunk_bounds, rows_before_count, summed_chunk_bounds
+from liger_patch.layers.replace import replace_layers
+from liger_patch.registry import find
+
+MIB = 2**20
+ALIGNED_V = 64  # classes: rows of our logits start at multiples
+KERNELS = frozenset({"rms_norm", "rotary", "gated"})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How a model is run.
+
+    Attributes:
+        name: in the report.
+        head: "logits", "liger" or "chunks": of whose loss.
+        layers: those on kernels, of KERNELS and "lora".
+        keeps_activation: whether feed-forward layers keep what their last product multiplies.
+    """
+
+    name: str
+    head: str = "logits"
+    layers: frozenset[str] = frozenset()
+    keeps_activation: bool = False
+
+
+EAGER = Contender("eager")
+LIGER_LOSS = Contender("Liger, loss only", "liger")
+LIGER = Contender("Liger-Kernel", "liger", KERNELS, keeps_activation=True)
+OURS_HEAD = Contender("liger_patch, layers=False", "chunks")
+OURS = Contender("liger_patch", "chunks", KERNELS | {"lora"})
+CONTENDERS = (EAGER, LIGER, OURS_HEAD, OURS)
+
+
+def chunk_bytes(weight: Tensor, row: Row, contender: Contender) -> int:
+    """Return the bytes that a head (V, H) holds beside gradients: a chunk of logits, and what a
+    sum in float32 of the head's gradient takes more than its result.
+    """
+    vocab_size, hidden_size = weight.shape
+    tokens, itemsize = row.batch * row.length, (row.autocast or row.dtype).itemsize
+    if contender.head == "liger":  # chunks about as large as all hidden states
+        rows = -(-tokens // -(-vocab_size // hidden_size))
+        return min(1 << (rows - 1).bit_length(), tokens) * vocab_size * itemsize
+    row_bytes = -(-vocab_size // ALIGNED_V) * ALIGNED_V * itemsize
+    budget = int((row.chunk_mib or default_chunk_mib(weight.requires_grad)) * MIB)
+    first = rows_before_count(tokens, row_bytes, budget)
+    supervised = max(1, round(tokens * row.supervised))
+    if first or not weight.requires_grad or weight.dtype.itemsize >= 4:
+        return (first or chunk_bounds(supervised, row_bytes, budget)[0][1]) * row_bytes
+    wide = 4 * weight.numel()
+    bounds, widens = summed_chunk_bounds(supervised, row_bytes, budget, wide)
+    chunk = bounds[0][1] * row_bytes
+    return max(chunk + wide // 2, wide) if widens else chunk
+
+
+def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None:
+    """Give the layers the forwards of the contender."""
+    if contender.layers:
+        replace_layers(model, find(model), contender.layers & KERNELS)
+    on_kernels = "lora" in contender.layers and row.lora_rank
+    dtype = row.autocast or row.dtype
+    plain = row.autocast is not None or row.adapter_dtype == row.dtype
+    for module in list(model.modules()):
+        if contender.keeps_activation and isinstance(getattr(module, "down_proj", None), nn.Module):
+            module.down_proj.register_forward_hook(_nothing)  # its product is a layer's own
+        if on_kernels and plain and _is_gated(module):
+            module.forward = functools.partial(_lora_feed_forward, module, dtype)
+        if _is_lora(module):
+            if on_kernels and plain:
+                module.forward = functools.partial(_lora_linear, module, dtype)
+            elif module.base_layer in sizes.quantized:
+                module.forward = functools.partial(_lora_in_4_bits, module, row)
+
+
+def _is_lora(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)  # pyright: ignore
+
+
+def _is_gated(module: Any) -> bool:
+    names = "gate_proj", "up_proj", "down_proj"
+    return getattr(type(module), "_liger_patch_layer", None) == "gated" and all(
+        _is_lora(getattr(module, name, nn.Identity())) for name in names
+    )
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _adapter(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+
+def _lora_linear(layer: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
+    return LoraLinear.apply(x, layer.base_layer.weight, *_adapter(layer), dtype)
+
+
+def _lora_feed_forward(module: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    down_a, down_b = _adapter(down)
+    adapters = *_adapter(gate), *_adapter(up), down_a
+    a = LoraGate.apply(x, gate.base_layer.weight, up.base_layer.weight, dtype, *adapters)
+    return LoraDown.apply(a, down.base_layer.weight, down_b, dtype)
+
+
+def _lora_in_4_bits(layer: Any, row: Row, x: Tensor) -> Tensor:
+    """Run PEFT's forward of a bitsandbytes layer: without a cast of x under autocast."""
+    result = layer.base_layer(x).clone()
+    a, b = layer.lora_A["default"], layer.lora_B["default"]
+    if row.autocast is None:
+        x = x.to(a.weight.dtype)
+    added = b(a(x)) * 2.0
+    return result + (added.to(result.dtype) if row.autocast is None else added)

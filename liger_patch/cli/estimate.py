@@ -1,0 +1,197 @@
+"""Say where the memory of a training step goes, and how long a row a GPU can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
+from liger_patch.cli.model import Row, Sizes, build
+from liger_patch.cli.operations import CHUNK
+from liger_patch.cli.step import trace_step
+from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
+from liger_patch.registry import find
+
+GIB = 2**30
+CARDS = (16, 24, 40, 48, 80, 141)  # GiB
+WORKSPACES = 64 * 2**20  # that cuBLAS holds on a Hopper GPU: two of 32 MiB
+BYTES_OF_A_TOKEN = 24  # its id, label and mask
+LONGEST = 2**24  # tokens: beyond, nothing is looked for
+LEAST_PROBED = 1024  # tokens of a sequence
+PARTS = (
+    "weights",
+    "optimizer states",
+    "inputs and workspaces",
+    "gradients",
+    "kept by the layers",
+    "layer at work",
+    "logits and loss",
+    CHUNK,
+    "gradient of hidden states",
+    "gradient of the head",
+    "outside the layers",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of one contender's step, in bytes.
+
+    Attributes:
+        name: of the contender.
+        parts: what exists at the peak, by names of PARTS.
+        longest: tokens of the longest sequences that fit, by GiB of the GPU.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    longest: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that exist at once, at most."""
+        return sum(self.parts.values())
+
+
+def estimate(config: Any, row: Row, reserve: int = GIB) -> list[Estimate]:
+    """Return what the step of each contender that can run the model takes.
+
+    Args:
+        reserve: bytes of each GPU that a step cannot have: CUDA's context, fragmentation.
+
+    Raises:
+        ValueError: a model whose step cannot be traced.
+    """
+    found = []
+    for contender in CONTENDERS if _is_supported(config, row) else [EAGER]:
+        try:
+            trace, sizes = trace_step(config, row, contender)
+            longest = longest_rows(config, row, contender, sizes, reserve)
+        except (RuntimeError, NotImplementedError) as error:
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise ValueError(
+                "MODEL must be one whose step runs on the meta device, without values, got "
+                f"{config.model_type!r}: {first}"
+            ) from error
+        found.append(Estimate(contender.name, parts_at_peak(trace, sizes, row), longest))
+    return found
+
+
+def _is_supported(config: Any, row: Row) -> bool:
+    model, _ = build(config, replace(row, lora_rank=None))
+    try:
+        return find(model) is not None
+    except ValueError:
+        return False
+
+
+def parts_at_peak(trace: Trace, sizes: Sizes, row: Row) -> dict[str, int]:
+    """Return what exists when most memory is in use, in bytes, in the order of PARTS."""
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    parts["weights"] = sizes.weights
+    parts["optimizer states"] = sizes.optimizer
+    parts["inputs and workspaces"] = _beside(row)
+    _, event = trace.peak()
+    for each in trace.alive(event):
+        parts[_part(each, event)] += each.size
+    return {name: size for name, size in parts.items() if size}
+
+
+def _beside(row: Row) -> int:
+    return WORKSPACES + BYTES_OF_A_TOKEN * row.batch * row.length
+
+
+def _part(each: Allocation, event: int) -> str:
+    if each.purpose:
+        return each.purpose
+    if each.is_gradient:
+        return "gradients"
+    if each.place in (HEAD, HEAD_BACKWARD):
+        return "logits and loss"
+    if each.place == BACKWARD:
+        return "layer at work"
+    if each.place != LAYER:
+        return "outside the layers"
+    ended, died = each.call_end, each.death
+    is_temporary = ended is None or (died is not None and event < ended and died <= ended)
+    return "layer at work" if is_temporary else "kept by the layers"
+
+
+def longest_rows(
+    config: Any, row: Row, contender: Contender, sizes: Sizes, reserve: int
+) -> dict[int, int]:
+    """Return the tokens of the longest sequences that fit each of CARDS, by its GiB."""
+    growth = Growth.of(config, row, contender)
+    if growth is None:
+        return {}
+    found = {}
+    for card in CARDS:
+        room = card * GIB - reserve - sizes.weights - sizes.optimizer
+        low, high = 0, LONGEST
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = growth.peak(middle) + _beside(replace(row, length=middle)) <= room
+            low, high = (middle, high) if fits else (low, middle - 1)
+        found[card] = low
+    return found
+
+
+class Growth:
+    """The peak of a step as a function of the length of its sequences.
+
+    The step is traced at three lengths. It allocates and frees the same pieces in the same order,
+    each of a size that is a polynomial of the length: of degree 2 for a mask, mostly of degree 1.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], traces: Sequence[Trace], row: Row, contender: Contender
+    ) -> None:
+        self._row, self._contender = row, contender
+        pieces = traces[0].allocations
+        count = traces[0].events + 2
+        self._births = torch.tensor([each.birth for each in pieces])
+        self._deaths = torch.tensor([each.death or count - 1 for each in pieces])
+        self._count = count
+        self._chunks = [i for i, each in enumerate(pieces) if each.purpose == CHUNK]
+        powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
+        sizes = [[float(each.size) for each in trace.allocations] for trace in traces]
+        self._factors = torch.linalg.solve(powers, torch.tensor(sizes, dtype=torch.float64))
+        self._head = None
+
+    @classmethod
+    def of(cls, config: Any, row: Row, contender: Contender) -> Growth | None:
+        """Trace the steps; None where they do not allocate the same pieces."""
+        first = max(LEAST_PROBED, 2 * _window(config))
+        lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
+        traces = [trace_step(config, replace(row, length=each), contender)[0] for each in lengths]
+        if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
+            return None
+        growth = cls(lengths, traces, row, contender)
+        if growth._chunks:
+            model, _ = build(config, row)
+            head = model.get_output_embeddings()
+            growth._head = getattr(head, "base_layer", head).weight
+        return growth
+
+    def peak(self, length: int) -> float:
+        """Return the most bytes that a step of sequences of this length has allocated."""
+        powers = torch.tensor([1.0, length, length * length], dtype=torch.float64)
+        sizes = powers @ self._factors
+        if self._head is not None:
+            sizes[self._chunks] = float(
+                chunk_bytes(self._head, replace(self._row, length=length), self._contender)
+            )
+        changes = torch.zeros(self._count, dtype=torch.float64)
+        changes.index_add_(0, self._births, sizes)
+        changes.index_add_(0, self._deaths, -sizes)
+        return changes[:-1].cumsum(0).max().item()
+
+
+def _window(config: Any) -> int:
+    """Return the tokens that a layer with a window sees: longer rows have a mask."""
+    text = config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return max((each for each in windows if isinstance(each, int)), default=0)

@@ -1,0 +1,139 @@
+"""Build a model on the meta device from its config, and read the sizes of what a step holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+BITS_4 = 0.5 + 4 / 64  # bytes a weight in nf4, with a float32 scale for 64 of them
+DOUBLE_QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)  # scales in 8 bits, for 256 of them in float32
+OPTIMIZERS = {  # bytes a trained weight, of those in float32 and of those in 16 bits
+    "none": (0.0, 0.0),
+    "adamw": (8.0, 4.0),  # torch's: both states have the dtype of the weight
+    "adamw-float32": (8.0, 8.0),
+    "adamw-8bit": (2 + 8 / 256, 2 + 8 / 256),  # bitsandbytes': a scale for 256 numbers
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained on one device, and how.
+
+    Attributes:
+        batch, length: sequences, and tokens of each.
+        dtype: of the weights.
+        autocast: the dtype of products (``Trainer(bf16=True)``), None for no autocast.
+        lora_rank: of adapters on all linear layers but the head; None trains every weight.
+        adapter_dtype: of these adapters.
+        bits: 16 or 32 as ``dtype`` says, or 4 for linear layers in nf4.
+        double_quant: whether the scales of 4-bit weights are quantised too.
+        checkpointing: whether layers are computed again in the backward pass.
+        checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
+        optimizer: a name of OPTIMIZERS.
+        chunk_mib: MiB of logits that liger_patch holds; None for its default.
+        supervised: share of the labels that are not ignored.
+        attention: "sdpa" or "eager"; None for what Transformers chooses.
+    """
+
+    batch: int = 1
+    length: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    autocast: torch.dtype | None = torch.bfloat16
+    lora_rank: int | None = None
+    adapter_dtype: torch.dtype = torch.float32
+    bits: int | None = None
+    double_quant: bool = False
+    checkpointing: bool = False
+    checkpoint_offload: bool = False
+    optimizer: str = "adamw"
+    chunk_mib: float | None = None
+    supervised: float = 1.0
+    attention: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that exist beside what a step allocates, and the layers that are in 4 bits."""
+
+    parameters: int
+    weights: int
+    trained: int
+    optimizer: int
+    quantized: Sequence[nn.Linear]
+
+
+def load_config(model: str) -> Any:
+    """Return the config of a folder, a config file, or a name in the local cache.
+
+    Raises:
+        ValueError: there is none, or it is of no model that generates text.
+    """
+    place = os.path.expanduser(model)
+    try:
+        config = AutoConfig.from_pretrained(place, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            "MODEL must be a name in the local Hugging Face cache, a folder or a config.json, "
+            f"got {model!r}"
+        ) from error
+    _model_class(config)
+    return config
+
+
+def _model_class(config: Any) -> Any:
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ValueError(
+        f"MODEL must be a model that generates text, got model_type {config.model_type!r}"
+    )
+
+
+def build(config: Any, row: Row) -> tuple[Any, Sizes]:
+    """Return a model in training mode on the meta device, with its adapters, and its sizes."""
+    with torch.device("meta"):
+        model = _model_class(config).from_config(
+            config, dtype=row.dtype, attn_implementation=row.attention
+        )
+        model.tie_weights()  # Transformers 5.0 has not yet
+        head = model.get_output_embeddings()
+        linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
+        if row.lora_rank is not None:
+            model = _with_adapters(model, row)
+    quantized = linear if row.bits == 4 else []
+    return model.train(), _sizes(model, row, quantized)
+
+
+def _with_adapters(model: Any, row: Row) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    assert row.lora_rank is not None
+    lora = LoraConfig(r=row.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    for each in model.parameters():
+        if each.requires_grad:
+            each.data = each.data.to(row.adapter_dtype)
+    return model
+
+
+def _sizes(model: Any, row: Row, quantized: Sequence[nn.Linear]) -> Sizes:
+    in_4_bits = {id(each.weight) for each in quantized}
+    bytes_in_4_bits = DOUBLE_QUANTIZED if row.double_quant else BITS_4
+    wide, narrow = OPTIMIZERS[row.optimizer]
+    weights = trained = states = 0.0
+    parameters = list(model.parameters())
+    for each in parameters:
+        size = each.numel()
+        weights += size * (bytes_in_4_bits if id(each) in in_4_bits else each.dtype.itemsize)
+        if each.requires_grad:
+            trained += size
+            states += size * (wide if each.dtype == torch.float32 else narrow)
+    weights += sum(each.numel() * each.dtype.itemsize for each in model.buffers())
+    count = sum(each.numel() for each in parameters)
+    return Sizes(count, round(weights), round(trained), round(states), quantized)

@@ -1,0 +1,198 @@
+"""Operations as they use memory on a GPU, for tensors that have sizes and no values.
+
+On the meta device PyTorch computes attention by way of all scores, and autocast does nothing. Each
+class here allocates and keeps what the GPU's own operation does.
+
+H: hidden size, I: intermediate size, R: rank, T: tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from liger_patch.kernels.gated import gated_forward
+from liger_patch.kernels.gated_mlp import gated_mlp
+
+PRODUCTS = (
+    functional.linear,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.baddbmm,
+)
+IN_FLOAT32 = (functional.cross_entropy, functional.nll_loss, functional.log_softmax)
+CHUNK = "chunk of logits"
+ROWS_OF_SUMS = 1024  # of the kernel behind LoraGate: one sum of dB for as many
+
+
+class GpuOperations(TorchFunctionMode):
+    """Replace attention by a fused one, and cast the operands of products as autocast does.
+
+    Args:
+        autocast: the dtype of products, None without autocast.
+    """
+
+    def __init__(self, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self._copies: dict[int, Tensor] = {}  # of trained weights, by id
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            q, k, v = (self.as_operand(each) for each in args[:3])
+            return _Attention.apply(q, k, v, kwargs.get("attn_mask"))
+        if self.autocast is not None and func in PRODUCTS:
+            args = tuple(self.as_operand(each) for each in args)
+            kwargs = {name: self.as_operand(each) for name, each in kwargs.items()}
+        elif self.autocast is not None and func in IN_FLOAT32:
+            args = tuple(each.float() if _is_floating(each) else each for each in args)
+        return func(*args, **kwargs)
+
+    def as_operand(self, value: Any) -> Any:
+        """Return a tensor in autocast's dtype. The copy of a float32 weight that trains is made
+        once in the region.
+        """
+        if self.autocast is None or not _is_floating(value) or value.dtype == self.autocast:
+            return value
+        if not (value.is_leaf and value.requires_grad and value.dtype == torch.float32):
+            return value.to(self.autocast)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value.to(self.autocast)
+        return self._copies[id(value)]
+
+    def gated_mlp(self, x: Tensor, *weights: Tensor | None, activation: str) -> Tensor:
+        """Compute our feed-forward layer, which casts its own operands."""
+        dtype = self.autocast or x.dtype
+        cast: Any = [None if each is None else each.to(dtype) for each in (x, *weights)]
+        return gated_mlp(*cast, activation=activation)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._copies.clear()  # as at the end of a region of autocast
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps q, k, v, its result and the log of each row's sum, and no scores; of a
+    mask, a copy in the dtype of q.
+
+    Backward: their gradients, one number a row, and without a mask a float32 sum of dq; those of
+    keys that attention heads share are there for each attention head first.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        y = _tokens_first(q, q.shape[1], v.shape[-1])
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=q.dtype)  # as the kernel takes it
+        ctx.save_for_backward(q, k, v, y, lse, mask)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        q, k, v, _, lse, mask = ctx.saved_tensors
+        temporary = [torch.empty_like(lse)]
+        if mask is None:
+            temporary.append(torch.empty_like(q, dtype=torch.float32))
+        if k.shape[1] != q.shape[1]:
+            temporary += [_tokens_first(each, q.shape[1], each.shape[-1]) for each in (k, v)]
+        return *(_tokens_first(each, each.shape[1], each.shape[-1]) for each in (q, k, v)), None
+
+
+def _tokens_first(like: Tensor, heads: int, size: int) -> Tensor:
+    """Return memory (B, heads, T, size) with tokens in front of attention heads."""
+    return like.new_empty(like.shape[0], like.shape[2], heads, size).transpose(1, 2)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """A loss that is computed together with its gradients, one chunk of logits at a time."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, chunk_bytes: int, named: Any) -> Tensor:
+        with named(CHUNK):
+            logits = hidden.new_empty(chunk_bytes, dtype=torch.uint8)
+        gradients: list[Tensor | None] = []
+        for value, name, wanted in zip(
+            (hidden, weight), ("hidden states", "the head"), ctx.needs_input_grad, strict=False
+        ):
+            with named(f"gradient of {name}"):
+                gradients.append(torch.empty_like(value) if wanted else None)
+        del logits
+        ctx.gradients = gradients
+        return hidden.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients, None, None
+
+
+class LoraLinear(torch.autograd.Function):
+    """Our linear layer with an adapter: it keeps x and the thin product."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype):
+        rows = x.to(dtype)
+        s = rows.new_empty(*rows.shape[:-1], len(a))
+        ctx.save_for_backward(rows, s, weight, a, b)
+        ctx.dtype = x.dtype
+        return functional.linear(rows, weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        _, s, weight, a, b = ctx.saved_tensors
+        ds = torch.empty_like(s)
+        dx = torch.matmul(dy, weight.to(dy.dtype)).to(ctx.dtype)
+        del ds
+        return dx, None, torch.empty_like(a), torch.empty_like(b), None
+
+
+class LoraGate(torch.autograd.Function):
+    """Our feed-forward layer with adapters, in front of its last product: it keeps x, gate, up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gate_weight: Tensor, up_weight: Tensor, dtype, *adapters: Tensor):
+        rows = x.to(dtype)
+        gate, up = (functional.linear(rows, each.to(dtype)) for each in (gate_weight, up_weight))
+        s = rows.new_empty(*rows.shape[:-1], sum(len(each) for each in adapters[::2]))
+        ctx.save_for_backward(rows, gate, up, s, gate_weight, up_weight, *adapters)
+        ctx.dtype = x.dtype
+        return gated_forward(gate, up, "silu")
+
+    @staticmethod
+    def backward(ctx, da: Tensor):
+        _, gate, _, s, gate_weight, _, *adapters = ctx.saved_tensors
+        dgate, dup = da, torch.empty_like(gate)  # dgate takes the place of da
+        tokens, rank = gate.numel() // gate.shape[-1], len(adapters[0])
+        sums = (-(-tokens // ROWS_OF_SUMS), 3, gate.shape[-1], rank)
+        gate.new_empty(sums, dtype=torch.float32)
+        ds = torch.empty_like(s)
+        dx = torch.matmul(dgate, gate_weight.to(dgate.dtype))  # up's part is added in its place
+        del dup, ds
+        return dx.to(ctx.dtype), None, None, None, *(torch.empty_like(each) for each in adapters)
+
+
+class LoraDown(torch.autograd.Function):
+    """The last product of that layer: it keeps no tensor, so checkpointing leaves it out."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, weight: Tensor, adapter_b: Tensor, dtype: torch.dtype):
+        ctx.held = weight, adapter_b
+        return functional.linear(a, weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        weight, adapter_b = ctx.held
+        return torch.matmul(dy, weight.to(dy.dtype)), None, torch.empty_like(adapter_b), None

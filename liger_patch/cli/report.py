@@ -1,0 +1,98 @@
+"""Print estimates as a table or JSON, and draw them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from liger_patch.cli.estimate import CARDS, GIB, PARTS, Estimate
+from liger_patch.cli.model import Row
+
+WIDTH = 26  # characters of the first column
+
+
+def table(title: str, estimates: Sequence[Estimate]) -> str:
+    """Return the parts of each peak in GiB, and the longest sequences that fit."""
+    names = [each.name for each in estimates]
+    lines = [title, "", _line("GiB at the peak", names)]
+    for part in PARTS:
+        sizes = [each.parts.get(part, 0) / GIB for each in estimates]
+        if any(sizes):
+            lines.append(_line(part, [f"{size:.2f}" if size else "-" for size in sizes]))
+    lines.append(_line("peak", [f"{each.peak / GIB:.2f}" for each in estimates]))
+    lines += ["", _line("tokens of a sequence, at most", names)]
+    for card in CARDS:
+        found = [each.longest.get(card) for each in estimates]
+        texts = ["-" if not tokens else f"{tokens:,}" for tokens in found]
+        lines.append(_line(f"{card} GiB", texts))
+    return "\n".join(lines)
+
+
+def _line(first: str, others: Sequence[str]) -> str:
+    return f"{first:<32}" + "".join(f"{each:>{WIDTH}}" for each in others)
+
+
+def title(model: str, row: Row, parameters: int, most_positions: int | None) -> str:
+    """Return what was estimated, in a line, and how long the model's own positions are."""
+    words = [f"{model}: {parameters / 1e9:.2f} billion parameters", f"{row.batch} x {row.length}"]
+    words.append(
+        _dtype(row.dtype) + (f", autocast to {_dtype(row.autocast)}" if row.autocast else "")
+    )
+    if row.lora_rank:
+        words.append(f"LoRA of rank {row.lora_rank}")
+    words += [f"{row.bits} bits"] if row.bits else []
+    words += ["checkpointing"] if row.checkpointing else []
+    words += ["offloaded by liger_patch"] if row.checkpoint_offload else []
+    words.append(f"optimizer {row.optimizer}")
+    line = ", ".join(words)
+    return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_json(model: str, row: Row, parameters: int, estimates: Sequence[Estimate]) -> str:
+    """Return the same as JSON; sizes in bytes."""
+    settings = {
+        name: _dtype(value) if name.endswith("dtype") or name == "autocast" else value
+        for name, value in asdict(row).items()
+    }
+    settings["autocast"] = None if row.autocast is None else _dtype(row.autocast)
+    contenders = [
+        {"name": e.name, "peak": e.peak, "parts": dict(e.parts), "longest": dict(e.longest)}
+        for e in estimates
+    ]
+    found = {
+        "model": model,
+        "parameters": parameters,
+        "settings": settings,
+        "contenders": contenders,
+    }
+    return json.dumps(found, indent=1)
+
+
+def plot(path: Path, name: str, estimates: Sequence[Estimate]) -> None:
+    """Draw a bar for each contender, of the parts of its peak."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.6 * len(estimates)), layout="constrained")
+    axes = figure.subplots()
+    rows = [each.name for each in estimates]
+    starts = [0.0] * len(estimates)
+    for i, part in enumerate(PARTS):
+        sizes = [each.parts.get(part, 0) / GIB for each in estimates]
+        if any(sizes):
+            axes.barh(rows, sizes, left=starts, label=part, color=f"C{i}" if i < 10 else "black")
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    for i, end in enumerate(starts):
+        axes.text(end, i, f" {end:.1f}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB at the peak")
+    axes.set_xlim(0, 1.08 * max(starts))
+    axes.set_title(name, loc="left", fontsize="medium", wrap=True)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=150)

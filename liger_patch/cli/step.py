@@ -1,0 +1,126 @@
+"""Trace one training step of a model, as each contender runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_patch.cli.contenders import Contender, chunk_bytes, set_layers
+from liger_patch.cli.model import Row, Sizes, build
+from liger_patch.cli.offload import offload_checkpoints
+from liger_patch.cli.operations import ChunkedHead, GpuOperations
+from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
+from liger_patch.layers import mlp
+
+IS_AUTOCAST_ENABLED = torch.is_autocast_enabled
+
+
+def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Sizes]:
+    """Return what a step of a model allocates, and the sizes of its weights.
+
+    Raises:
+        ValueError: a model whose step needs the values of its tensors, or without kernels.
+    """
+    model, sizes = build(config, row)
+    held = [*model.parameters(), *model.buffers()]
+    quantized = [each.weight for each in sizes.quantized]
+    operations = GpuOperations(row.autocast)
+    memory = MemoryTrace(held, quantized)
+    with torch.device("meta"):
+        ids = torch.empty(row.batch, row.length, dtype=torch.long)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    set_layers(inner, row, contender, sizes)
+    with ExitStack() as stack:
+        if row.checkpointing:
+            options = {
+                "use_reentrant": False,
+                "preserve_rng_state": False,
+                "context_fn": lambda: (nullcontext(), operations),  # when a layer is computed again
+            }
+            # the second name is the only one that Transformers 5.0 has
+            names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+            enable = next(getattr(inner, each) for each in names if hasattr(inner, each))
+            enable(options)
+        if row.checkpoint_offload and contender.head == "chunks":
+            offload_checkpoints(inner)
+        head = inner.get_output_embeddings()
+        found: list[Tensor] = []
+        _note_places(inner, head, memory)
+        if contender.head != "logits":
+            head.forward = functools.partial(_stand_in, found)
+        stack.enter_context(_replaced(mlp, "gated_mlp", operations.gated_mlp))
+        # with torch 2.6, this question about the meta device is an error
+        stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
+        stack.enter_context(memory)
+        labels = ids if contender.head == "logits" else None
+        with operations:
+            out = model(input_ids=ids, labels=labels, use_cache=False)
+            loss = out.loss
+            if loss is None:
+                loss = _head_loss(found.pop(), head, row, contender, memory)
+            del out
+        memory.start_backward()
+        loss.backward()
+        memory.close_backward()
+        del loss
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return memory.finish(gradients), sizes
+
+
+def _is_autocast_enabled(device_type: str | None = None) -> bool:
+    if device_type == "meta":
+        return False
+    return IS_AUTOCAST_ENABLED() if device_type is None else IS_AUTOCAST_ENABLED(device_type)
+
+
+def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:
+    """Keep the hidden states for the loss, and return logits of one class."""
+    found.append(hidden)
+    return hidden[..., :1]
+
+
+def _head_loss(
+    hidden: Tensor, head: Any, row: Row, contender: Contender, memory: MemoryTrace
+) -> Tensor:
+    weight: Tensor = getattr(head, "base_layer", head).weight
+    chunk = chunk_bytes(weight, row, contender)
+    hidden = hidden.to(row.autocast or hidden.dtype)
+    with memory.at(HEAD):
+        return ChunkedHead.apply(hidden, weight, chunk, memory.naming)
+
+
+def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
+    """Tell the trace which part of the model runs."""
+
+    def enter_layer(*_: Any) -> None:
+        memory.enter(LAYER)
+
+    def leave_layer(*_: Any) -> None:
+        memory.leave_layer()
+
+    def enter_head(_: nn.Module, args: tuple[Any, ...]) -> None:
+        memory.enter(HEAD)
+        if args[0].requires_grad:
+            args[0].register_hook(lambda _: memory.leave_head())
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(enter_layer)
+            module.register_forward_hook(leave_layer)
+    head.register_forward_pre_hook(enter_head)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

@@ -1,0 +1,189 @@
+"""Where the memory of a step goes, of tiny models whose parts can be counted by hand."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import CohereConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+from liger_patch.cli import estimate as estimates
+from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
+from liger_patch.cli.model import Row, build
+from liger_patch.cli.step import trace_step
+from liger_patch.cli.trace import MemoryTrace
+
+HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 3, 512
+ROW = Row(length=TOKENS, autocast=None, optimizer="none")
+TINY: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+}
+
+
+@pytest.fixture
+def config() -> LlamaConfig:
+    return LlamaConfig(**TINY)
+
+
+def parts(config: Any, row: Row, contender: Any) -> dict[str, int]:
+    trace, sizes = trace_step(config, row, contender)
+    return estimates.parts_at_peak(trace, sizes, row)
+
+
+def test_a_trace_counts_what_lives() -> None:
+    weight = torch.empty(256, 256, device="meta", requires_grad=True)  # not counted
+    memory = MemoryTrace([weight])
+    with memory:
+        x = torch.empty(1024, 256, device="meta")  # 1 MiB
+        y = x @ weight  # another
+        memory.start_backward()
+        y.sum().backward()  # y's gradient is a view of one number; the weight's takes 256 KiB
+        del y
+        memory.close_backward()
+    trace = memory.finish([weight.grad])
+    mib = 2**20
+    assert trace.peak()[0] == pytest.approx(2.25 * mib, abs=2048)
+    assert [each.size for each in trace.allocations if each.is_gradient] == [mib // 4]
+
+
+def test_weights_and_states_are_the_models_own(config: LlamaConfig) -> None:
+    model, sizes = build(config, ROW)
+    count = sum(each.numel() for each in model.parameters())
+    assert sizes.parameters == count
+    assert sizes.weights == pytest.approx(2 * count, abs=1024)  # buffers
+    assert build(config, replace(ROW, optimizer="adamw"))[1].optimizer == 4 * count
+    assert build(config, replace(ROW, optimizer="adamw-float32"))[1].optimizer == 8 * count
+    config.tie_word_embeddings = True
+    assert build(config, ROW)[1].parameters == count - VOCABULARY * HIDDEN
+
+
+def test_4_bits_leave_the_head_and_the_embeddings(config: LlamaConfig) -> None:
+    row = replace(ROW, lora_rank=4, bits=4)
+    model, sizes = build(config, row)
+    linear = sum(each.weight.numel() for each in sizes.quantized)
+    assert linear == LAYERS * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * SIZE)
+    others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
+    rest = sum(each.numel() * each.dtype.itemsize for each in others)
+    assert sizes.weights == pytest.approx(0.5625 * linear + rest, abs=1024)
+
+
+def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> None:
+    found = parts(config, ROW, EAGER)
+    logits = TOKENS * VOCABULARY
+    # in the backward pass: the log-softmax and two gradients, in float32
+    assert found["logits and loss"] == pytest.approx(logits * 3 * 4, rel=0.01)
+    assert "chunk of logits" not in found
+
+
+def test_ours_holds_a_chunk_of_logits(config: LlamaConfig) -> None:
+    row = replace(ROW, chunk_mib=4, length=4096)
+    trace, _ = trace_step(config, row, OURS_HEAD)
+    sizes = {each.purpose: each.size for each in trace.allocations if each.purpose}
+    assert sizes == {
+        "chunk of logits": pytest.approx(4 * 2**20, rel=0.3),
+        "gradient of the head": 2 * VOCABULARY * HIDDEN,
+        "gradient of hidden states": 2 * 4096 * HIDDEN,
+    }
+
+
+def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
+    """docs/layers.md: a norm keeps its input, a feed-forward layer 2 H + 4 I bytes a token."""
+    rows = [replace(ROW, length=length, chunk_mib=0.05) for length in (TOKENS, 2 * TOKENS)]
+    kept = [parts(config, row, OURS)["kept by the layers"] for row in rows]
+    a_token = (kept[1] - kept[0]) / TOKENS
+    # two residual inputs, two normed ones, attention's result, q (rotated), k and v, statistics
+    attention = 2 * (HIDDEN * 6 + HIDDEN) + 4 * 4
+    norms = 2 * 4
+    assert a_token == pytest.approx(LAYERS * (attention + norms + 4 * SIZE), rel=0.05)
+
+
+def test_checkpointing_keeps_the_input_of_each_layer(config: LlamaConfig) -> None:
+    row = replace(ROW, checkpointing=True, length=16384)
+    found = parts(config, row, OURS)
+    assert found["kept by the layers"] == pytest.approx(LAYERS * 2 * 16384 * HIDDEN, rel=0.4)
+    offloaded = parts(config, replace(row, checkpoint_offload=True), OURS)
+    assert sum(offloaded.values()) < sum(found.values())
+
+
+def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) -> None:
+    row = replace(ROW, dtype=torch.float32)
+    plain, _ = trace_step(config, row, EAGER)
+    cast, _ = trace_step(config, replace(row, autocast=torch.bfloat16), EAGER)
+    weights = 2 * LAYERS * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * SIZE)
+    copies = [each for each in cast.allocations if each.size == 2 * HIDDEN * SIZE]
+    assert sum(each.size for each in copies) >= weights // 2
+    assert cast.peak()[0] < plain.peak()[0]  # activations take half
+
+
+@pytest.mark.parametrize("contender", [EAGER, LIGER, OURS], ids=lambda each: each.name)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_growth_is_the_trace_at_any_length(
+    config: LlamaConfig, contender: Any, checkpointing: bool
+) -> None:
+    row = replace(ROW, checkpointing=checkpointing)
+    growth = estimates.Growth.of(config, row, contender)
+    assert growth is not None
+    for length in (1536, 8192):
+        trace, _ = trace_step(config, replace(row, length=length), contender)
+        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+
+
+def test_the_longest_row_fits_and_one_token_more_does_not(config: LlamaConfig) -> None:
+    (eager, *_), reserve = estimates.estimate(config, ROW, 0), 0
+    longest = eager.longest[16]
+    growth = estimates.Growth.of(config, ROW, EAGER)
+    assert growth is not None
+    _, sizes = build(config, ROW)
+    room = 16 * 2**30 - reserve - sizes.weights - 64 * 2**20
+    assert growth.peak(longest) + 24 * longest <= room
+    assert growth.peak(longest + 1) + 24 * (longest + 1) > room
+
+
+def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
+    found = {each.name: each for each in estimates.estimate(config, replace(ROW, chunk_mib=0.5))}
+    assert list(found) == ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
+    assert found["liger_patch"].peak < found["Liger-Kernel"].peak < found["eager"].peak
+    assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
+
+
+def test_an_architecture_without_a_patch_has_eagers_estimate() -> None:
+    config = GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=2, vocab_size=VOCABULARY)
+    assert [each.name for each in estimates.estimate(config, ROW)] == ["eager"]
+
+
+def test_other_layers_and_heads() -> None:
+    """Layer norms, scaled logits."""
+    found = estimates.estimate(CohereConfig(**TINY), replace(ROW, length=64))
+    assert [each.name for each in found][-1] == "liger_patch"
+
+
+def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) -> None:
+    from liger_patch.kernels.gated_mlp import gated_mlp
+    from liger_patch.layers import mlp
+
+    trace_step(config, ROW, OURS)
+    gc.collect()
+    assert mlp.gated_mlp is gated_mlp
+    assert nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2.0
+
+
+def test_a_model_with_experts() -> None:
+    config = Qwen3MoeConfig(
+        **TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
+    )
+    if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
+        with pytest.raises(ValueError, match="on the meta device, without values, got 'qwen3_moe'"):
+            estimates.estimate(config, replace(ROW, length=64))
+    else:
+        found = estimates.estimate(config, replace(ROW, length=64))
+        assert [each.name for each in found][-1] == "liger_patch"

@@ -1,0 +1,97 @@
+"""The command line of ``python -m liger_patch``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from liger_patch.__main__ import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=256,
+        max_position_embeddings=4096,
+    )
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_table_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(folder), "--length", "64"]) == 0
+    printed = capsys.readouterr().out
+    names = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
+    assert all(name in printed for name in names)
+    assert all(f"\n{card} GiB" in printed for card in (16, 24, 40, 48, 80, 141))
+    assert "its positions end at 4,096" in printed
+
+
+def test_json_and_a_picture_of_a_config_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "memory.png"
+    wanted = ["--batch", "2", "--lora-rank", "4", "--bits", "4", "--checkpointing"]
+    given = [str(folder / "config.json"), *wanted, "--json", "--plot", str(picture)]
+    assert main(["estimate", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["bits"] == 4
+    assert found["settings"]["dtype"] == "bfloat16"
+    for each in found["contenders"]:
+        assert each["peak"] == sum(each["parts"].values()) > 0
+        assert each["longest"]["16"] < each["longest"]["24"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "0"], "argument --length: expected a whole number > 0, got '0'"),
+        (["--supervised", "2"], "argument --supervised: expected a number > 0 and <= 1, got '2'"),
+        (["--chunk-mib", "x"], "argument --chunk-mib: expected a number > 0, got 'x'"),
+        (["--bits", "8"], "argument --bits: invalid choice: 8 (choose from 4)"),
+        (["--bits", "4"], "argument --bits: 4-bit weights do not train: expected --lora-rank too"),
+        (["--double-quant"], "argument --double-quant: expected --bits 4 too"),
+        (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
+        (["--plot", "no/such/file.png"], "expected a file in an existing folder, got no/such"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "model", *arguments])
+    printed = capsys.readouterr().err.replace("'4'", "4")  # Python 3.12 quotes choices no more
+    assert message in printed
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tmp_path / "nothing")])
+    message = "MODEL must be a name in the local Hugging Face cache, a folder or a config.json"
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tmp_path)])
+    assert "MODEL must be a model that generates text, got model_type 'vit'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_import_of_the_package_leaves_the_commands_out() -> None:
+    code = "import sys, liger_patch; print([m for m in sys.modules if 'liger_patch.cli' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
