@@ -1,4 +1,4 @@
-"""The command line: ``python -m liger_patch estimate MODEL``."""
+"""The command line: ``python -m liger_patch estimate MODEL`` and ``... doctor``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from liger_patch.cli.doctor import doctor
+
+        return doctor()
     return _estimate(options.parser, options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m liger_patch")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "doctor", help="test this machine in seconds, and print what a bug report needs"
+    )
     estimate = commands.add_parser(
         "estimate", help="say where the memory of a training step goes, without a download or a GPU"
     )

@@ -1,0 +1,81 @@
+"""The report of ``python -m liger_patch doctor``, and its exit status."""
+
+from __future__ import annotations
+
+import getpass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liger_patch
+from liger_patch.__main__ import main
+from liger_patch.cli import doctor
+
+
+def test_this_machine_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "64")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch        {metadata.version('torch')}" in printed
+    assert "LIGER_PATCH_CHUNK_MIB=64" in printed
+    assert "\ncpu\n" in printed
+    assert "operator, float32    right" in printed
+    assert "model, float32       right" in printed
+    assert printed.endswith("all tests passed\n")
+
+
+def test_wrong_gradients_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = liger_patch.linear_cross_entropy
+
+    def wrong(hidden: Any, weight: Any, labels: Any) -> Any:
+        loss = right(hidden, weight, labels)
+        return loss + 0.001 * (hidden.sum() - hidden.sum().detach())  # of gradients alone
+
+    monkeypatch.setattr(liger_patch, "linear_cross_entropy", wrong)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "operator, float32    WRONG:" in printed
+    assert "times the error that is allowed" in printed
+    assert "model, float32       right" in printed
+
+
+def test_an_unpatched_model_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    assert main(["doctor"]) == 1
+    assert "the loss of the patched model was not fused" in capsys.readouterr().out
+
+
+def test_an_error_has_no_paths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = str(Path.home() / "secret")
+
+    def broken(*_: Any) -> Any:
+        raise OSError(f"cannot open '{home}/kernel.so'")
+
+    monkeypatch.setattr(liger_patch, "linear_cross_entropy", broken)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", home)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG: OSError: cannot open '<path>'" in printed
+    assert "PYTORCH_CUDA_ALLOC_CONF=<path>" in printed
+    assert "secret" not in printed
+    assert f"/{getpass.getuser()}/" not in printed
+
+
+def test_each_kind_of_gpu_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "serves_triton_device", lambda _: True)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    for capability, words in (((9, 0), "one kernel"), ((8, 0), "Triton: products and rows")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert words in doctor._kernels(device)
