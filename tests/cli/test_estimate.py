@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CohereConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import CohereConfig, LlamaConfig, Qwen3MoeConfig
 
 from liger_patch.cli import estimate as estimates
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
@@ -156,8 +156,13 @@ def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
     assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
 
 
-def test_an_architecture_without_a_patch_has_eagers_estimate() -> None:
-    config = GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=2, vocab_size=VOCABULARY)
+def test_an_architecture_without_a_patch_has_eagers_estimate(
+    config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_: Any) -> Any:
+        raise ValueError("no row")
+
+    monkeypatch.setattr(estimates, "find", find)
     assert [each.name for each in estimates.estimate(config, ROW)] == ["eager"]
 
 
