@@ -203,7 +203,7 @@ def train(
             if arguments.no_sync:
                 engine.synchronize(i + 1 == ACCUMULATED)
             outputs = engine.module(**batch_of(engine, step * ACCUMULATED + i, arguments))
-            if arguments.metric and dist.get_rank() == 0:  # the others read nothing
+            if arguments.metric and reads_logits(engine):
                 results[f"logits {step} {i}"] = outputs.logits.detach().cpu()
             engine.backward(outputs.loss)
             results[f"loss {step} {i}"] = outputs.loss.detach().cpu()
@@ -218,16 +218,21 @@ def train(
     return results | engine.weights()
 
 
+def reads_logits(engine: Engine) -> bool:
+    """Return whether this rank reads them: one, or all where reading is a collective."""
+    return dist.get_rank() == 0 or engine.shares_batch
+
+
 def evaluate(
     engine: Engine, step: int, arguments: argparse.Namespace, computed: Collection[HeadCall]
 ) -> dict[str, Tensor]:
-    """Loss and logits without gradients; one rank reads the logits."""
+    """Loss and logits without gradients."""
     before = len(computed)
     with torch.no_grad():
         outputs = engine.module(**batch_of(engine, 50 + step, arguments))
     assert len(computed) == before, "real logits were computed for the loss of an evaluation"
     results = {f"evaluation loss {step}": outputs.loss.detach().cpu()}
-    if dist.get_rank() == 0:
+    if reads_logits(engine):
         results[f"evaluation {step} logits"] = outputs.logits.detach().cpu()
     return results
 

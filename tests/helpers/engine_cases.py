@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 COLUMNS = ("loss exact", "fused", "layers", "LoRA", "logits readable", "evaluation")
-UNSHARD = "after `unshard()`"
+UNSHARD, ON_EVERY_RANK = "after `unshard()`", "on every rank"
 
 
 class Row(NamedTuple):
@@ -18,7 +18,7 @@ class Row(NamedTuple):
         engine: of ENGINES, or of sequence_trainer.
         title: in the table.
         lora: whether adapters are tested, on all layers and the head.
-        logits: "yes", UNSHARD, or "" for not tested.
+        logits: "yes", UNSHARD, ON_EVERY_RANK, or "" for not tested.
         evaluates: whether evaluation is tested.
     """
 
@@ -58,10 +58,10 @@ ROWS = (
     Row("zero1", "DeepSpeed ZeRO-1"),
     Row("zero2", "DeepSpeed ZeRO-2"),
     Row("zero3", "DeepSpeed ZeRO-3"),
-    Row("tensor_parallel", "Tensor parallel", lora=False),
+    Row("tensor_parallel", "Tensor parallel", lora=False, logits=ON_EVERY_RANK),
     Row("context", "Context parallel (accelerate, Trainer)", logits=""),
     Row("ulysses", "Ulysses (DeepSpeed, Trainer)", logits="", evaluates=False),
-    Row("device_map", "`device_map` over several GPUs"),
+    Row("device_map", "`device_map` over several GPUs", lora=False),
 )
 
 

@@ -108,6 +108,7 @@ def test_trainer_with_deepspeed(tmp_path: Path) -> None:
     run("deepspeed_trainer.py", str(tmp_path), "transformers", "1", "2", "3")
 
 
+@pytest.mark.slow
 def test_trainer_of_trl_with_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("trl")

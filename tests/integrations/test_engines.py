@@ -26,6 +26,7 @@ DEEPSPEED = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest 
 OTHERS = tuple(row.engine for row in ROWS if row.engine not in (*SPLIT, *DEEPSPEED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", [OTHERS[:6], OTHERS[6:], DEEPSPEED], ids="-".join)
 def test_engines(engines: tuple[str, ...], tmp_path: Path) -> None:
     run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases_of(*engines))

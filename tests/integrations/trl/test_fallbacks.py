@@ -157,4 +157,5 @@ def test_a_model_that_verify_distrusts_is_left_to_trl(
     trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
         assert_bitwise(train(trainer), trls)
-    assert patch_status(trainer.model).reason == "the kernel is broken"
+    reason = patch_status(trainer.model).reason
+    assert reason == "LIGER_PATCH_VERIFY the kernel is broken"
