@@ -69,9 +69,11 @@ def run_model(
         request = Request(model, engine, name, rounds, device)
         row = {"model": f"{model.name}, {engine}, {gpus} GPUs", "contender": name, "gpus": gpus}
         rows.append(row | _in_processes(measure_step, request, gpus))
-    truth = next((row["loss"] for row in rows if "loss" in row), None)
+    truth = rows[0].get("loss")  # eager's
     for row in rows:
-        if "loss" in row and abs(row["loss"] - truth) > MAX_LOSS_DIFFERENCE * abs(truth):
+        if truth is None or "loss" not in row:
+            continue
+        if not abs(row["loss"] - truth) <= MAX_LOSS_DIFFERENCE * abs(truth):  # nan is wrong
             row["wrong"] = True
     return rows
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.distributed import (
@@ -22,7 +22,7 @@ from liger_patch.deferred.distributed import (
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.sharding import Hold, keeping_weight
-from liger_patch.deferred.stored import is_partitioned
+from liger_patch.deferred.stored import in_process_group, is_partitioned
 from liger_patch.deferred.tensor import DeferredLogits
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
@@ -115,11 +115,11 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
     head = Head(model, module, owner)
     with ExitStack() as stack:
         hold = None
-        if _is_in_group() and not torch.compiler.is_compiling():  # then nothing is freed
+        if in_process_group() and not torch.compiler.is_compiling():  # then nothing is freed
             hold = stack.enter_context(keeping_weight(module))
         for layer in _quantized_layers(module):
             stack.enter_context(_forward(layer, _quantized_forward(layer, head)))
-        if nn.functional.linear is not LINEAR:
+        if nn.functional.linear.__module__.startswith("deepspeed"):
             for layer in _linear_layers(module):
                 stack.enter_context(_forward(layer, functools.partial(_linear_forward, layer)))
         # a head that torch.compile has wrapped: its own product is not computed here
@@ -158,10 +158,6 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = before
-
-
-def _is_in_group() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _linear_layers(head: nn.Module) -> list[nn.Linear]:

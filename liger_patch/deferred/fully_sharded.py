@@ -32,16 +32,21 @@ def can_be_kept(unit: Any) -> bool:
     return all(hasattr(g, "post_forward_mesh_info") for g in groups_of(unit._get_fsdp_state()))
 
 
+def free_what_was_kept(unit: Any) -> None:
+    """Free what a forward pass without a backward pass has left: the optimizer may have changed
+    the shards since.
+    """
+    if any(getattr(group, "is_unsharded", False) for group in groups_of(unit._get_fsdp_state())):
+        unit.reshard()
+
+
 @contextmanager
 def without_resharding(unit: Any) -> Iterator[None]:
     """Keep the parameters of a unit whose forward runs within this context, until its backward
-    pass. What an earlier forward pass without a backward pass has left is freed: the optimizer may
-    have changed the shards since.
+    pass.
     """
     state = unit._get_fsdp_state()
     groups = [group for group in groups_of(state) if _reshards(group)]
-    if any(getattr(group, "is_unsharded", False) for group in groups):
-        unit.reshard()
     meshes = [group.post_forward_mesh_info for group in groups]
     for group in groups:
         group.post_forward_mesh_info = None  # set_reshard_after_forward(False), which can be undone

@@ -16,12 +16,8 @@ from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
-_SAME_VALUES = (
-    "cast",
-    "detach",
-    "clone",
-    "layout",
-)  # "move" too, but the loss would be on another device
+# "move" too, but the loss would be on another device
+_SAME_VALUES = ("cast", "detach", "clone", "layout")
 
 
 class Parts(NamedTuple):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_patch.deferred.stored import is_partitioned, stored_parameter
+from liger_patch.deferred.stored import in_process_group, is_partitioned, stored_parameter
 from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
 
@@ -110,7 +110,7 @@ class HeadCall:
         vocab_size, hidden_size = weight.shape
         stored_weight = weight if isinstance(weight, Tensor) else weight.stored
         stored_bias = bias
-        if distributed.is_available() and distributed.is_initialized():
+        if in_process_group():
             if isinstance(weight, Tensor):
                 stored_weight = stored_parameter(weight, head.model)
             if bias is not None:

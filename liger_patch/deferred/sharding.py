@@ -1,8 +1,8 @@
 """Heads whose weight an engine frees before the loss: keep what was gathered for the head's call.
 
-The head is the last layer of the forward pass and the first of the backward pass, so its weight is
-gathered once for both, and the engine reduces its gradient as its own. No rank gathers anything for
-the loss: a batch without labels, or logits that only one rank reads, change nothing for the others.
+The head is the last layer of the forward pass and the first of the backward pass, so what was
+gathered for the one serves the other (FSDP2), and the engine reduces its gradient as its own. No
+rank gathers anything for the loss: what a rank does with its batch changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_patch.deferred.fully_sharded import (
     can_be_kept,
+    free_what_was_kept,
     resharding_units,
     without_resharding,
 )
@@ -48,9 +49,24 @@ def why_weight_is_freed(head: nn.Module) -> str | None:
 
 
 @contextmanager
+def keeping_units(head: nn.Module | None) -> Iterator[None]:
+    """Keep the parameters of FSDP's units in a head from their forward within this context to the
+    backward pass: of every forward pass with gradients, with labels or without, fused or not. A
+    rank that decides otherwise for its own batch would make other collectives than the rest.
+    """
+    units = [] if head is None or why_weight_is_freed(head) is not None else resharding_units(head)
+    with ExitStack() as stack:
+        for unit in units:
+            free_what_was_kept(unit)
+            if torch.is_grad_enabled():
+                stack.enter_context(without_resharding(unit))
+        yield
+
+
+@contextmanager
 def keeping_weight(head: nn.Module) -> Iterator[Hold]:
-    """Keep the gathered weight of a head from its call to the backward pass, for a forward pass
-    within this context.
+    """Give deferred logits a weight that stays until the backward pass, for a head that is called
+    within this context and within ``keeping_units``.
 
     Without gradients there is no backward pass that would free it: FSDP does so after the head's
     call, and a copy stays for as long as the logits do.
@@ -58,17 +74,11 @@ def keeping_weight(head: nn.Module) -> Iterator[Hold]:
     Yields:
         what makes a gathered parameter of the head one that stays.
     """
-    units = resharding_units(head)
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         with calling_hooks_later(head):
             yield _values
-    elif units and not torch.is_grad_enabled():
-        yield _copy
     else:
-        with ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(without_resharding(unit))
-            yield _itself
+        yield _copy if resharding_units(head) else _itself
 
 
 def _itself(parameter: Tensor) -> Tensor:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _stored: Any = WeakIdKeyDictionary()  # gathered weights -> parameters; None: the weight itself
+
+
+def in_process_group() -> bool:
+    """Return whether this process belongs to a group."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from liger_patch import flags
 from liger_patch.deferred.fuse import fused_log_probs, parts_of
 from liger_patch.deferred.tensor import DeferredLogits
 
@@ -55,7 +56,9 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
         rows = zip(logits, shifted, strict=True)
         return torch.stack([_of_logits(*row) for row in rows])
     with torch.no_grad():
-        found = fused_log_probs(parts, shifted.flatten(), outputs=STATISTICS[1:])
+        found = fused_log_probs(
+            parts, shifted.flatten(), outputs=STATISTICS[1:], chunk_mib=flags.chunk_mib()
+        )
     values = [getattr(found, name).float().view_as(shifted) for name in STATISTICS]
     return torch.stack(values, -1)
 

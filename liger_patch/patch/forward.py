@@ -15,13 +15,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
-from liger_patch.deferred.sharding import why_weight_is_freed
+from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
+from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch.loss import ForwardPass
@@ -71,14 +72,21 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs, named, num_sequences)
 
-    def patched_forward(self, *args, **kwargs):
-        record = record_of(self)
-        if record is not None and not torch.compiler.is_compiling():
-            _follow_adapters(self, record)
-        if record is None or record.offload is None or not _keeps_checkpoints():
+    def with_checkpoints(self, record, args, kwargs):
+        if record.offload is None or not _keeps_checkpoints():
             return call(self, record, args, kwargs)
         with record.offload.forward_pass(self):
             return call(self, record, args, kwargs)
+
+    def patched_forward(self, *args, **kwargs):
+        record = record_of(self)
+        if record is None or torch.compiler.is_compiling():
+            return call(self, record, args, kwargs)
+        _follow_adapters(self, record)
+        if not in_process_group():
+            return with_checkpoints(self, record, args, kwargs)
+        with keeping_units(self.get_output_embeddings()):
+            return with_checkpoints(self, record, args, kwargs)
 
     vars(patched_forward)["__signature__"] = signature
 
@@ -229,6 +237,7 @@ def _compare_losses(
         record,
         lambda: inner(*args, **kwargs),
         lambda trial: _deferred_forward(model, trial, inner, args, kwargs),
+        (*args, *kwargs.values()),
     )
 
 
@@ -268,7 +277,7 @@ def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | N
         return "get_output_embeddings() returns None"
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
-    if distributed.is_available() and distributed.is_initialized():
+    if in_process_group():
         reason = why_weight_is_freed(head)
         if reason is not None:
             return reason

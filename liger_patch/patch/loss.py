@@ -257,8 +257,16 @@ class ForwardPass:
             return True
         wanted = flags.verify() or not record.tested
         if wanted and torch.is_grad_enabled() and not record.verified:
+            try:
+                difference = disagreement(parts, labels, **options)
+            except torch.OutOfMemoryError:
+                if flags.verify():
+                    raise
+                # nobody has asked for it, and the model may fit without
+                own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
+                compared = f"{own}, but no gradients" if has_own else "nothing"
+                difference, record.compared = None, f"{compared}, as memory was short"
             record.verified = bool((labels != options["ignore_index"]).any())
-            difference = disagreement(parts, labels, **options)
             if difference is not None:
                 by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
                 record.distrusted = f"{by} {difference}"

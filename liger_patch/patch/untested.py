@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -48,13 +49,18 @@ def compare_losses(
     record: PatchRecord,
     own: Callable[[], Any],
     fused: Callable[[TrialRecord], Any],
+    arguments: Iterable[object],
 ) -> None:
     """Compare the loss of the model's own forward with the fused one; the record has the result.
 
     Args:
         own: runs the model's own forward.
         fused: runs the patched one with the options that Transformers has, for a record.
+        arguments: of both.
     """
+    if any(map(may_change, arguments)):
+        record.compared = f"{SLICE}, but not its own loss, as an argument may change in a call"
+        return
     if _in_a_group():  # where other processes may not run the same forward passes
         record.compared = f"{SLICE}, but not its own loss, in a process group"
         return
@@ -89,6 +95,15 @@ def compare_losses(
         record.compared = f"{SLICE}, but not its own loss, whose logits did not fit in memory"
 
 
+def may_change(argument: object) -> bool:
+    """Return whether a forward pass may change this argument, as it does a cache."""
+    if isinstance(argument, (tuple, list)):
+        return any(map(may_change, argument))
+    if isinstance(argument, dict):
+        return any(map(may_change, argument.values()))
+    return not (argument is None or isinstance(argument, (Tensor, Number, str)))
+
+
 def _in_a_group() -> bool:
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
@@ -97,8 +112,11 @@ def _in_a_group() -> bool:
 
 def _loss_of(model: PreTrainedModel, forward: Callable[[], Any]) -> Tensor | None:
     """Return the loss of a forward pass that leaves nothing behind, or None where it has none."""
-    with torch.no_grad(), _same_random_numbers(model), _same_buffers(model):
-        outputs = forward()
+    try:
+        with torch.no_grad(), _same_random_numbers(model), _same_buffers(model):
+            outputs = forward()
+    finally:
+        torch.clear_autocast_cache()  # torch 2.6 keeps casts that were made without gradients
     loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None

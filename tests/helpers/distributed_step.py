@@ -28,6 +28,7 @@ from torch import distributed as dist
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.head_call import HeadCall
+from liger_patch.patch.forward import record_of
 from liger_patch.registry import available
 
 STEPS = 3  # ZeRO-3 records the order of its gatherings in the first two
@@ -49,6 +50,8 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--metric", action="store_true", help="reads logits before backward")
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--alone", action="store_true", help="compares with one process")
+    parser.add_argument("--leftover", action="store_true", help="a forward without a backward pass")
+    parser.add_argument("--distrusted", action="store_true", help="on one rank, the model is")
     parser.add_argument("--fallback", default="")
     parser.add_argument("--late", choices=["evaluation", "backward", "step"])
     for case in cases:
@@ -65,11 +68,17 @@ def check(arguments: argparse.Namespace) -> None:
         count_logits() as computed,
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
+        may_warn = arguments.fallback or arguments.distrusted
+        warnings.filterwarnings("ignore" if may_warn else "error", "liger_patch")
         engine = make_engine(arguments, patch=True)
+        if arguments.distrusted and dist.get_rank() == 0:
+            record_of(engine.model).distrusted = "this rank's tokens differ"
         results = train(engine, arguments, computed)
     status = patch_status(engine.model)
-    if arguments.fallback:
+    if arguments.distrusted:
+        assert status.fused == (dist.get_rank() != 0)
+        check_collectives(collectives, eager_collectives)
+    elif arguments.fallback:
         assert not status.fused
         assert arguments.fallback in (status.reason or ""), status.reason
     else:
@@ -211,8 +220,16 @@ def train(
                 engine.end_batch()
         if arguments.evaluate:  # between backward pass and step, where stale weights would show
             results |= evaluate(engine, step, arguments, computed)
+        if arguments.leftover:
+            engine.module(**batch_of(engine, 70 + step, arguments))
         engine.step()
-    assert arguments.fallback or arguments.metric or arguments.evaluate or not computed, (
+        if arguments.leftover:
+            batch = batch_of(engine, 80 + step, arguments)
+            with torch.no_grad():
+                logits = engine.module(input_ids=batch["input_ids"]).logits
+            results[f"logits after step {step}"] = logits.detach().cpu()
+    reads = arguments.metric or arguments.evaluate or arguments.distrusted
+    assert arguments.fallback or reads or not computed, (
         f"real logits were computed {len(computed)} times"
     )
     return results | engine.weights()

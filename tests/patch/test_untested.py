@@ -419,3 +419,40 @@ class TestCompiled:
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
         assert len(again.linears) == first - 1
+
+
+def test_the_first_step_under_autocast_has_every_gradient() -> None:
+    """Autocast of torch 2.6 keeps casts of weights, also those that were made without gradients."""
+    model = apply_patch(tiny_model(LLAMA))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=NOTICE):
+        outputs = call(model, tiny_batch(model))
+    outputs.loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_an_argument_that_changes_in_a_call_is_left_to_it() -> None:
+    model = tiny_model(LLAMA)
+    arguments = tiny_batch(model)
+    caches = [transformers.DynamicCache() for _ in range(2)]
+    expected = model(**arguments, past_key_values=caches[0])
+    with pytest.warns(UserWarning, match="not its own loss, as an argument may change"):
+        ours = apply_patch(model)(**arguments, past_key_values=caches[1])
+    assert patch_status(model).fused
+    torch.testing.assert_close(ours.loss, expected.loss)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length()
+
+
+def test_a_comparison_of_gradients_that_does_not_fit_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def does_not_fit(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loss, "disagreement", does_not_fit)
+    model = apply_patch(tiny_model(LLAMA))
+    with pytest.warns(UserWarning, match="but no gradients, as memory was short: they agree"):
+        call(model, tiny_batch(model)).loss.backward()
+    assert patch_status(model).fused
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    with pytest.raises(torch.OutOfMemoryError):
+        call(apply_patch(tiny_model(LLAMA)), tiny_batch(model))

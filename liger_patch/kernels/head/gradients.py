@@ -180,7 +180,8 @@ def _dstates_product(
     """Compute ``out[rows] = dlogits @ weight``, rounded once where the device writes float32."""
     if not isinstance(weight, Tensor):
         wide_dtype = accumulation_dtype(dlogits.dtype)
-        wide = dlogits.new_empty(len(dlogits), weight.shape[1], dtype=wide_dtype)
+        make = dlogits.new_empty if weight.shape[0] else dlogits.new_zeros  # a shard without rows
+        wide = make(len(dlogits), weight.shape[1], dtype=wide_dtype)
         for classes, part in weight_slices(weight):
             product_(wide, dlogits[:, classes], part, add=classes.start > 0)
             del part  # before the next one is dequantised
