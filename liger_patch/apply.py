@@ -108,6 +108,7 @@ def apply_patch(
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
+        record.verified, record.compared, record.distrusted = False, None, None
         _set_offload(record, checkpoint_offload)
         return model
     patched = type(target)

@@ -99,7 +99,7 @@ class DeferredLogits(Recordable):
 
         recorded = torch.is_grad_enabled() and not (step is not None and step.kind == "detach")
         # hooks of saved tensors, which offload them, would read logits that are saved
-        hooks = nullcontext() if parent is None else _no_hooks_of_saved_tensors()
+        hooks = nullcontext() if parent is None else no_hooks_of_saved_tensors()
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded), hooks:
             deferred = _Recorded.apply(compute, make, *inputs)
             deferred.recorded_by = deferred.grad_fn
@@ -250,7 +250,10 @@ class _Recorded(torch.autograd.Function):
         )
 
 
-def _no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
+def no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
+    """Return a context within which saved tensors are kept as they are: none is offloaded, none is
+    counted by a checkpoint.
+    """
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():  # and none may be set
         return nullcontext()

@@ -37,13 +37,18 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
     Args:
         logits: (B, T, V) of a patched model, or of any other, which then takes them as they are;
             or what the model returns beside them, in a tuple that begins with them.
-        labels: (B, T), IGNORED where not supervised; each is predicted one token before.
+        labels: (B, T), IGNORED where not supervised; each is predicted one token before. Or a tuple
+            that begins with them.
 
     Raises:
         ValueError: shapes that do not fit.
     """
     if isinstance(logits, (tuple, list)):
-        logits = logits[0]
+        logits = next(
+            (each for each in logits if isinstance(each, Tensor) and each.dim() == 3), logits[0]
+        )
+    if isinstance(labels, (tuple, list)):
+        labels = labels[0]
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
             f"logits must have shape (B, T, V) beside labels (B, T), got {tuple(logits.shape)} and "

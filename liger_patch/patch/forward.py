@@ -33,7 +33,7 @@ from liger_patch.patch.packing import (
     within_sequences,
 )
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.untested import compare_losses
+from liger_patch.patch.untested import compare_losses, copied
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
@@ -235,8 +235,14 @@ def _compare_losses(
     compare_losses(
         model,
         record,
-        lambda: inner(*args, **kwargs),
-        lambda trial: _deferred_forward(model, trial, inner, args, kwargs),
+        lambda: inner(*map(copied, args), **{n: copied(v) for n, v in kwargs.items()}),
+        lambda trial: _deferred_forward(
+            model,
+            trial,
+            inner,
+            tuple(map(copied, args)),
+            {n: copied(v) for n, v in kwargs.items()},
+        ),
         (*args, *kwargs.values()),
     )
 

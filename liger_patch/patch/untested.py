@@ -17,7 +17,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from liger_patch.patch.settings import PatchRecord
@@ -79,15 +79,16 @@ def compare_losses(
         if not trial.fused or found is None:
             record.distrusted = trial.reason or "its outputs hold no loss"
             return
-        off, loss = abs(found - expected).item(), expected.item()
+        off, loss = abs(found.double() - expected.double()).item(), expected.item()
         allowed = ROUNDINGS * torch.finfo(torch.float32).eps + PER_TOKEN * trial.rounding
+        allowed += torch.finfo(expected.dtype).eps  # of a loss that the model computes in 16 bits
         if off <= allowed * abs(loss):
             record.compared = (
                 f"its own loss ({loss:.6g}) with the fused one ({found.item():.6g}), and {SLICE}"
             )
             return
         again = _loss_of(model, own)
-        if again is None or abs(again - expected).item() > allowed * abs(loss):
+        if again is None or abs(again.double() - expected.double()).item() > allowed * abs(loss):
             record.distrusted = f"its own loss changes from call to call ({loss:.6g}, {again})"
         else:
             record.distrusted = f"its own loss is {loss:.6g}, the fused one {found.item():.6g}"
@@ -110,17 +111,22 @@ def _in_a_group() -> bool:
     return distributed.get_world_size() > 1
 
 
+def copied(argument: Any) -> Any:
+    """Return an argument that a forward pass may write to."""
+    return argument.clone() if isinstance(argument, Tensor) else argument
+
+
 def _loss_of(model: PreTrainedModel, forward: Callable[[], Any]) -> Tensor | None:
     """Return the loss of a forward pass that leaves nothing behind, or None where it has none."""
     try:
-        with torch.no_grad(), _same_random_numbers(model), _same_buffers(model):
+        with torch.no_grad(), _same_random_numbers(model), _same_state(model):
             outputs = forward()
     finally:
         torch.clear_autocast_cache()  # torch 2.6 keeps casts that were made without gradients
     loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None
-    return loss.double().reshape(())
+    return loss.reshape(())
 
 
 @contextmanager
@@ -140,13 +146,25 @@ def _same_random_numbers(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what a forward pass changes in place: running statistics, counters."""
+def _same_state(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what a forward pass changes in its modules: running statistics, counters."""
     buffers = [b for b in model.buffers() if b.numel() <= SMALL and not b.is_meta]
     before = [(b, b._version, b.clone()) for b in buffers]
+    modules = list(model.modules())
+    names = [dict(module._buffers) for module in modules]
+    numbers = [_numbers_of(module) for module in modules]
     try:
         yield
     finally:
         for buffer, version, values in before:
             if buffer._version != version:
                 buffer.copy_(values)
+        for module, own_buffers, own_numbers in zip(modules, names, numbers, strict=True):
+            module._buffers.update(own_buffers)
+            for name in _numbers_of(module).keys() - own_numbers.keys():
+                del vars(module)[name]  # the class has its own
+            vars(module).update(own_numbers)
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Number)}

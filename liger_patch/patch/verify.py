@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from liger_patch.deferred.distributed import is_distributed
 from liger_patch.deferred.fuse import Parts
+from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -153,7 +154,8 @@ def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> d
     for name, value in leaves.items():
         if isinstance(value, Tensor):
             leaves[name] = wanted[name] = value.detach().requires_grad_()
-    with torch.enable_grad(), torch.autocast(inputs.hidden_states.device.type, enabled=False):
+    without_autocast = torch.autocast(inputs.hidden_states.device.type, enabled=False)
+    with torch.enable_grad(), no_hooks_of_saved_tensors(), without_autocast:
         value = loss(HeadInputs(**leaves))
         gradients = torch.autograd.grad(value, list(wanted.values()))
     names = [f"gradient of the {name.replace('_', ' ')}" for name in wanted]

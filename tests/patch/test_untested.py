@@ -456,3 +456,54 @@ def test_a_comparison_of_gradients_that_does_not_fit_stops_nothing(
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
     with pytest.raises(torch.OutOfMemoryError):
         call(apply_patch(tiny_model(LLAMA)), tiny_batch(model))
+
+
+class KeepsState(Tomorrow):
+    """Its loss depends on a counter and on a buffer that is set anew, and it writes to labels."""
+
+    calls = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("average", torch.ones(()))
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        self.calls, self.average = self.calls + 1, 0.5 * self.average
+        labels[:, 0] += 1
+        return super().loss_of(logits, labels) * self.calls + self.average
+
+
+def test_what_a_model_keeps_is_that_of_one_call() -> None:
+    eager = tiny_model(LLAMA)
+    eager.__class__ = KeepsState
+    eager.register_buffer("average", torch.ones(()))
+    model = apply_patch(copy.deepcopy(eager))
+    batches = [tiny_batch(eager) for _ in range(2)]
+    expected = call(eager, batches[0])
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = call(model, batches[1])
+    torch.testing.assert_close(ours.loss, expected.loss)
+    assert (model.calls, model.average) == (eager.calls, eager.average) == (1, 0.5)
+    torch.testing.assert_close(batches[1]["labels"], batches[0]["labels"])
+
+
+class Checkpointed(Tomorrow):
+    """Computes head and loss again in the backward pass."""
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        def loss_of(hidden_states: Tensor) -> Any:
+            return self.loss_of(self.lm_head(hidden_states), labels)
+
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        loss = torch.utils.checkpoint.checkpoint(loss_of, hidden_states, use_reentrant=False)
+        return CausalLMOutputWithPast(loss=loss)
+
+
+def test_a_checkpoint_around_head_and_loss_is_computed_again() -> None:
+    eager = tiny_model(LLAMA)
+    eager.__class__ = Checkpointed
+    model = apply_patch(copy.deepcopy(eager))
+    expected = step(eager, tiny_batch(eager))
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = step(model, tiny_batch(model))
+    torch.testing.assert_close(ours, expected)  # its gradients are those of the ordinary path
