@@ -46,6 +46,8 @@ class Recordable(Tensor):
         hooks: on the gradient of these logits, a ``GradientHooks``.
         value: the real logits where they have been computed.
         version_computed: of the value when it was computed.
+        then: returns these logits after one more step.
+        real_logits: returns the real logits, computed at the first call.
     """
 
     head_call: HeadCall
@@ -58,19 +60,8 @@ class Recordable(Tensor):
     value: Tensor | None
     version_computed: int
 
-    def then(
-        self,
-        step: Step,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """Return these logits after one more operation."""
-        raise NotImplementedError
-
-    def real_logits(self) -> Tensor:
-        """Return the real logits, computed at the first call."""
-        raise NotImplementedError
+    then: Callable[..., Tensor]
+    real_logits: Callable[[], Tensor]
 
     def read(self, name: str) -> Tensor:
         """Return the real logits for the named operation, and tell the forward pass of it."""
