@@ -96,7 +96,6 @@ class OwnRows(NamedTuple):
 
     weight: Tensor  # (V_r, H)
     bias: Tensor | None  # (V_r,)
-    low_rank_weight: Tensor | None  # (V_r, R)
     vocab_shard: VocabShard
 
 
@@ -105,16 +104,13 @@ def is_distributed(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "_local_tensor")
 
 
-def own_rows(weight: Any, bias: Any, low_rank_weight: Any) -> OwnRows:
+def own_rows(weight: Any, bias: Any) -> OwnRows:
     """Return the local tensors of parameters that are sharded alike, with autograd."""
     mesh, vocab_size = weight.device_mesh, weight.shape[0]
     size = -(-vocab_size // mesh.size())  # rows of each shard but the last ones
     start = min(mesh.get_local_rank() * size, vocab_size)
-    weight, bias, low_rank_weight = (
-        None if each is None else each.to_local() for each in (weight, bias, low_rank_weight)
-    )
     shard = VocabShard(mesh.get_group(), start, vocab_size)
-    return OwnRows(weight, bias, low_rank_weight, shard)
+    return OwnRows(weight.to_local(), None if bias is None else bias.to_local(), shard)
 
 
 def local_tensor(tensor: Any) -> Any:

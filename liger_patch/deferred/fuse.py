@@ -111,7 +111,7 @@ def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
     weight, bias, shard = parts.weight, parts.bias, None
     states, low_rank_weight = parts.low_rank or (None, None)
     if is_distributed(weight):
-        weight, bias, low_rank_weight, shard = own_rows(weight, bias, low_rank_weight)
+        weight, bias, shard = own_rows(weight, bias)
     low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
     with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
         yield {
@@ -184,8 +184,8 @@ def _main_and_low_rank(
     """
     if len(terms) == 1:
         return terms[0], None
-    if len({is_distributed(term.weight) for term in terms}) > 1:
-        return None  # every rank would have the gradients of its rows alone
+    if any(is_distributed(term.weight) for term in terms):
+        return None  # an adapter on a head whose vocabulary is distributed
     quantised = [term for term in terms if not isinstance(term.weight, Tensor)]
     main = max(quantised or terms, key=lambda term: term.weight.shape[1])
     others = [term for term in terms if term is not main]
