@@ -13,7 +13,7 @@ from liger_patch.cli.model import Row, Sizes, build
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
-from liger_patch.registry import find
+from liger_patch.registry import row_of
 
 GIB = 2**30
 CARDS = (16, 24, 40, 48, 80, 141)  # GiB
@@ -82,10 +82,7 @@ def estimate(config: Any, row: Row, reserve: int = GIB) -> list[Estimate]:
 
 def _is_supported(config: Any, row: Row) -> bool:
     model, _ = build(config, replace(row, lora_rank=None))
-    try:
-        return find(model) is not None
-    except ValueError:
-        return False
+    return row_of(model) is not None
 
 
 def parts_at_peak(trace: Trace, sizes: Sizes, row: Row) -> dict[str, int]:

@@ -23,7 +23,6 @@ from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
 from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
 from liger_patch.deferred.stored import in_process_group
-from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
@@ -33,7 +32,7 @@ from liger_patch.patch.packing import (
     within_sequences,
 )
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.untested import compare_losses, copied
+from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
@@ -173,7 +172,11 @@ def _forward_with_loss(
 ) -> Any:
     """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
     if _is_to_be_compared(model, record, named["labels"]):
-        _compare_losses(model, record, inner, args, kwargs)
+
+        def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return _deferred_forward(model, trial, inner, args, kwargs)
+
+        compare_losses(model, record, inner, fused, args, kwargs)
     starts = None
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
@@ -222,29 +225,6 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     if flags.return_logits() is True:
         return False
     return _why_not_deferred(model, model.get_output_embeddings()) is None
-
-
-@runs_eagerly
-def _compare_losses(
-    model: PreTrainedModel,
-    record: PatchRecord,
-    inner: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> None:
-    compare_losses(
-        model,
-        record,
-        lambda: inner(*map(copied, args), **{n: copied(v) for n, v in kwargs.items()}),
-        lambda trial: _deferred_forward(
-            model,
-            trial,
-            inner,
-            tuple(map(copied, args)),
-            {n: copied(v) for n, v in kwargs.items()},
-        ),
-        (*args, *kwargs.values()),
-    )
 
 
 def _says_where_sequences_begin(record: PatchRecord, labels: object) -> bool:

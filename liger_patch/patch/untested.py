@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from liger_patch.deferred.stored import in_process_group
+from liger_patch.kernels.backend import runs_eagerly
 from liger_patch.patch.settings import PatchRecord
 
 ROUNDINGS = 32  # eps of float32 that are allowed: both losses are sums in float32
@@ -44,33 +47,42 @@ class TrialRecord(PatchRecord):
         self.fused, self.reason = False, reason
 
 
+@runs_eagerly
 def compare_losses(
     model: PreTrainedModel,
     record: PatchRecord,
-    own: Callable[[], Any],
-    fused: Callable[[TrialRecord], Any],
-    arguments: Iterable[object],
+    own: Callable[..., Any],
+    fused: Callable[[TrialRecord, tuple, dict[str, Any]], Any],
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> None:
     """Compare the loss of the model's own forward with the fused one; the record has the result.
 
     Args:
         own: runs the model's own forward.
         fused: runs the patched one with the options that Transformers has, for a record.
-        arguments: of both.
+        args, kwargs: of the call, which are copied for each of both.
     """
-    if any(map(may_change, arguments)):
+
+    def run_own() -> Any:
+        own_args, own_kwargs = _copied(args, kwargs)
+        return own(*own_args, **own_kwargs)
+
+    if _may_change((args, kwargs)):
         record.compared = f"{SLICE}, but not its own loss, as an argument may change in a call"
         return
-    if _in_a_group():  # where other processes may not run the same forward passes
+    if (
+        in_process_group() and distributed.get_world_size() > 1
+    ):  # where other processes may not run the same forward passes
         record.compared = f"{SLICE}, but not its own loss, in a process group"
         return
     trial = TrialRecord(type(record.settings)(chunk_mib=record.chunk_mib))
     try:
-        expected = _loss_of(model, own)
+        expected = _loss_of(model, run_own)
         if expected is None or not torch.isfinite(expected):
             return  # no supervised token: the next call tells more
         try:
-            found = _loss_of(model, lambda: fused(trial))
+            found = _loss_of(model, lambda: fused(trial, *_copied(args, kwargs)))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -87,7 +99,7 @@ def compare_losses(
                 f"its own loss ({loss:.6g}) with the fused one ({found.item():.6g}), and {SLICE}"
             )
             return
-        again = _loss_of(model, own)
+        again = _loss_of(model, run_own)
         if again is None or abs(again.double() - expected.double()).item() > allowed * abs(loss):
             record.distrusted = f"its own loss changes from call to call ({loss:.6g}, {again})"
         else:
@@ -96,24 +108,15 @@ def compare_losses(
         record.compared = f"{SLICE}, but not its own loss, whose logits did not fit in memory"
 
 
-def may_change(argument: object) -> bool:
-    """Return whether a forward pass may change this argument, as it does a cache."""
-    if isinstance(argument, (tuple, list)):
-        return any(map(may_change, argument))
-    if isinstance(argument, dict):
-        return any(map(may_change, argument.values()))
-    return not (argument is None or isinstance(argument, (Tensor, Number, str)))
+def _may_change(arguments: object) -> bool:
+    """Return whether a forward pass may change what it is given, as it does a cache."""
+    leaves = (each for each in tree_leaves(arguments) if each is not None)
+    return not all(isinstance(each, (Tensor, Number, str)) for each in leaves)
 
 
-def _in_a_group() -> bool:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size() > 1
-
-
-def copied(argument: Any) -> Any:
-    """Return an argument that a forward pass may write to."""
-    return argument.clone() if isinstance(argument, Tensor) else argument
+def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return arguments whose tensors a forward pass may write to."""
+    return tree_map_only(Tensor, Tensor.clone, (args, kwargs))
 
 
 def _loss_of(model: PreTrainedModel, forward: Callable[[], Any]) -> Tensor | None:

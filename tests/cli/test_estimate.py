@@ -159,10 +159,7 @@ def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
 def test_an_architecture_without_a_patch_has_eagers_estimate(
     config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(_: Any) -> Any:
-        raise ValueError("no row")
-
-    monkeypatch.setattr(estimates, "find", find)
+    monkeypatch.setattr(estimates, "row_of", lambda _: None)
     assert [each.name for each in estimates.estimate(config, ROW)] == ["eager"]
 
 

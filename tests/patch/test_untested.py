@@ -345,7 +345,8 @@ def test_where_losses_cannot_be_compared_the_slice_is(
         raise torch.OutOfMemoryError
 
     if why == "group":
-        monkeypatch.setattr(untested, "_in_a_group", lambda: True)
+        monkeypatch.setattr(untested, "in_process_group", lambda: True)
+        monkeypatch.setattr(untested.distributed, "get_world_size", lambda: 2)
     else:
         monkeypatch.setattr(untested, "_loss_of", out_of_memory)
     model = apply_patch(make_model())
