@@ -1,28 +1,38 @@
 """Train small models with and without the patch: do they converge alike?
 
-    python -m benchmarks convergence                          llama, qwen3 and gemma2
-    python -m benchmarks convergence --model-type gemma3_text
+    python -m benchmarks convergence                          llama, qwen3, gemma2; LoRA, QLoRA
+    python -m benchmarks convergence --model-type gemma3_text --adapters none
 
 Small models from random weights, trained in bf16 autocast on the source of Python's standard
 library. The contenders of a model: Transformers as it is with four seeds, and once more with the
-first seed's weights moved within rounding; then, with the first seed, apply_patch alone and with
-layers. Every held-out loss is that of the trained weights in an unpatched model, in float32. Exits
-with 1 where a patched run's last held-out loss is farther from eager's than eager's seeds are from
-each other.
+first seed's trained weights moved within rounding; then, with the first seed, apply_patch alone and
+with layers. Every held-out loss is that of the trained weights in an unpatched model, without
+autocast. Exits with 1 where a patched run's last held-out loss is farther from eager's than eager's
+seeds are from each other.
+
+With adapters, PEFT trains r=16 on every linear layer but the head of a frozen base, in bf16 (LoRA)
+or nf4 (QLoRA). Base and adapters are random, so the loss falls less far than with all weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import get_cosine_schedule_with_warmup
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    get_cosine_schedule_with_warmup,
+)
 
 from examples.corpus import Corpus, build_corpus
 from examples.small_model import move_within_rounding, small_model, text_model_types
@@ -33,6 +43,9 @@ from .convergence_report import judgement, terminal_convergence_table, verdicts
 from .measure import release_memory
 
 MODEL_TYPES = ("llama", "qwen3", "gemma2")  # plain; norms of heads; caps, 1 + weight, GELU
+WITH_ADAPTERS = ("llama", "qwen3")
+ADAPTERS = ("none", "LoRA", "QLoRA")
+LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 DIGITS = 5  # of a loss in nats; seeds differ in the second or third
 # Two seeds may agree by accident, four hardly. Of a qwen3 with 2 M parameters after 300 steps in
 # float32, seeds 0 and 2 were 0.003 nats apart, 0 and 3 0.13, and 0 and its weights rounded 0.017.
@@ -55,6 +68,7 @@ class Settings:
     evaluation_tokens: int = 32_768
     learning_rate: float = 5e-4  # highest, after a warm-up of a tenth, before a cosine to 0
     dtype: str = "bfloat16"  # autocast over float32 weights; "float32": none
+    adapters: str = "none"  # one of ADAPTERS
 
     def evaluated_after(self) -> list[int]:
         """Return the steps after which the held-out loss is measured, the last one included."""
@@ -109,11 +123,13 @@ def _train(
 ) -> dict:
     torch.manual_seed(contender.seed)
     model = _model(model_type, settings, corpus).to(device)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    if settings.adapters != "none":
+        model = _with_adapters(model, settings, device)
     judge = copy.deepcopy(model)
     contender.prepare(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), settings.learning_rate, fused=device == "cuda"
-    )
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, settings.learning_rate, fused=device == "cuda")
     schedule = get_cosine_schedule_with_warmup(optimizer, settings.steps // 10, settings.steps)
     evaluation = corpus.evaluation.to(device)
 
@@ -124,18 +140,18 @@ def _train(
         with _autocast(settings, device):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT_NORM)
+        nn.utils.clip_grad_norm_(trained, LARGEST_GRADIENT_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         training.append(loss.detach())
         if step in settings.evaluated_after():
-            judge.load_state_dict(model.state_dict())
+            _copy_trained(model, judge)
             held_out.append(_mean_loss(judge, evaluation, settings.batch_size))
 
     status = patch_status(model)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    row = {"model": model_type, "parameters": parameters}
+    name = model_type if settings.adapters == "none" else f"{model_type} + {settings.adapters}"
+    row = {"model": name, "parameters": parameters}
     row |= {"contender": contender.name, "seed": contender.seed, "patched": status.patched}
     if status.patched:
         row |= {"fused": status.fused, "layers": dict(status.rows)["layers"]}
@@ -152,6 +168,29 @@ def _model(model_type: str, settings: Settings, corpus: Corpus) -> nn.Module:
         length=settings.length,
         eos_token_id=corpus.end_of_file_id,
     )
+
+
+def _with_adapters(model: nn.Module, settings: Settings, device: str) -> Any:
+    """Return PEFT's model: a frozen base in the autocast dtype or nf4, adapters in float32."""
+    dtype = getattr(torch, settings.dtype)
+    base: Any = model.to(dtype)
+    if settings.adapters == "QLoRA":
+        in_4_bits = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            base.save_pretrained(folder)
+            base = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, device_map={"": device}, quantization_config=in_4_bits
+            )
+    return get_peft_model(base, LoraConfig(**LORA))
+
+
+@torch.no_grad()
+def _copy_trained(model: nn.Module, judge: nn.Module) -> None:
+    for weight, copied in zip(model.parameters(), judge.parameters(), strict=True):
+        if weight.requires_grad:
+            copied.copy_(weight)
 
 
 def _batches(blocks: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
@@ -183,16 +222,16 @@ def _numbers(losses: list[Tensor]) -> list[float]:
 
 
 def cases(options: argparse.Namespace) -> Cases:
-    """Return the model types, or the one of --model-type."""
+    """Return the model types, or the one of --model-type, with each of --adapters."""
     settings = Settings(steps=options.steps)
-    model_types = [options.model_type] if options.model_type else MODEL_TYPES
     corpus = _corpus(settings)
-    return {
-        "convergence": [
-            partial(run_model_type, model_type, settings, corpus, device="cuda")
-            for model_type in model_types
-        ]
-    }
+    found = []
+    for adapters in options.adapters or ADAPTERS:
+        defaults = MODEL_TYPES if adapters == "none" else WITH_ADAPTERS
+        chosen = replace(settings, adapters=adapters)
+        for model_type in [options.model_type] if options.model_type else defaults:
+            found.append(partial(run_model_type, model_type, chosen, corpus, device="cuda"))
+    return {"convergence": found}
 
 
 def header(options: argparse.Namespace) -> dict:
@@ -231,12 +270,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help=f"only this text model of liger_patch.registry (default {', '.join(MODEL_TYPES)})",
     )
     parser.add_argument(
+        "--adapters", action="append", choices=ADAPTERS, help="only these, of models or all weights"
+    )
+    parser.add_argument(
         "--steps", type=int, default=Settings.steps, help="optimizer steps (default %(default)s)"
     )
 
 
 BENCHMARK = Benchmark(
-    packages=("transformers", "tokenizers"),
+    packages=("transformers", "peft", "bitsandbytes", "tokenizers"),
     cases=cases,
     table=terminal_convergence_table,
     add_options=_add_options,

@@ -252,7 +252,7 @@ def convergence_table(report: dict) -> str:
         f" (autocast over float32 weights): {tokens} tokens of Python's standard library a step, "
         "from random weights. Another seed gives other weights and another order of the text; "
         "rounded is seed 0 with each first weight moved by half an eps of bfloat16 at most. "
-        "Held-out losses are those of the trained weights in an unpatched model, in float32. "
+        "Held-out losses are those of the trained weights in an unpatched model, without autocast. "
         f"{judgement(report['convergence'])} {{command}}."
     )
     return _document(report, losses(report), note)

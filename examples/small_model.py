@@ -104,6 +104,7 @@ def small_model(
 
 @torch.no_grad()
 def move_within_rounding(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Moves each weight by at most half an eps of `dtype`, which cannot tell that from none."""
+    """Moves each trained weight by at most half an eps of `dtype`, which cannot tell them apart."""
     for weight in model.parameters():
-        weight *= 1 + torch.finfo(dtype).eps * (torch.rand_like(weight) - 0.5)
+        if weight.requires_grad:
+            weight *= 1 + torch.finfo(dtype).eps * (torch.rand_like(weight) - 0.5)

@@ -106,6 +106,20 @@ def test_every_contender_is_trained_and_the_patched_ones_are_fused(runs: list[di
     assert all(layer in runs[-1]["layers"] for layer in LAYERS if layer != "lora")
 
 
+@pytest.mark.parametrize("adapters", ["LoRA", "QLoRA"])
+def test_adapters_are_trained_on_kernels_too(adapters: str, corpus: Corpus):
+    settings = replace(SETTINGS, adapters=adapters, hidden_size=128, head_dim=64, steps=6)
+    runs = run_model_type("llama", settings, corpus, device="cpu")
+    assert {run["model"] for run in runs} == {f"llama + {adapters}"}
+    assert all(run["held_out"][-1] < run["held_out"][0] for run in runs)
+    assert all(verdict.holds for verdict in verdicts(runs))
+    assert all(run["fused"] for run in runs if run["patched"])
+    assert "lora" in runs[-1]["layers"]
+    eager, other_seed = runs[:2]
+    for run in runs[-2:]:
+        assert curve_difference(run, eager) < curve_difference(other_seed, eager) / 100
+
+
 def test_the_last_step_is_evaluated_once():
     assert replace(SETTINGS, steps=10).evaluated_after() == [5, 10]
     assert replace(SETTINGS, steps=3).evaluated_after() == [3]
