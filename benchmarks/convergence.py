@@ -238,8 +238,9 @@ def header(options: argparse.Namespace) -> dict:
     """Return the settings and the sizes of the text."""
     settings = Settings(steps=options.steps)
     corpus = _corpus(settings)
+    fields = {name: value for name, value in asdict(settings).items() if name != "adapters"}
     return {
-        "settings": {**asdict(settings), "evaluated_after": settings.evaluated_after()},
+        "settings": {**fields, "evaluated_after": settings.evaluated_after()},
         "text": {
             "files": corpus.files,
             "megabytes": round(corpus.megabytes, 1),

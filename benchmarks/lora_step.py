@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,12 @@ CASES = (
 
 
 def run_case(
-    case: Case, contenders: Sequence[str], *, rounds: int, device: str = "cuda"
+    case: Case,
+    contenders: Sequence[str],
+    *,
+    rounds: int,
+    device: str = "cuda",
+    limit: float | None = None,
 ) -> list[dict]:
     """Save the model, measure each contender in a process of its own, and compare their results."""
     model = case.model
@@ -125,12 +131,14 @@ def run_case(
             if isinstance(saved, Failure):
                 found += _failed(request, saved.failure)
             else:
-                found += run_apart(request)
+                found += run_apart(request, limit=limit)
     return judged(found)
 
 
-def run_apart(request: Request) -> list[dict]:
-    """Measure one contender in a new process. A setting without a result gets the reason."""
+def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
+    """Measure one contender in a new process, within ``limit`` seconds. A setting without a result
+    gets the reason.
+    """
     print(f"{request.model}: {request.contender} ...", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name)
@@ -141,17 +149,24 @@ def run_apart(request: Request) -> list[dict]:
             f"{before}from pathlib import Path; from benchmarks.lora_contenders import main; "
             f"main(Path({str(asked)!r}), Path({str(results)!r}))"
         )
-        with errors.open("wb") as stderr:  # no pipe: workers of a compiler could keep it open
-            done = subprocess.run(
-                [sys.executable, "-c", code], cwd=place, env=_environment(place), stderr=stderr
+        ended = f"longer than {limit} s"
+        with errors.open("wb") as stderr, suppress(subprocess.TimeoutExpired):  # no pipe: workers
+            done = subprocess.run(  # of a compiler could keep it open
+                [sys.executable, "-c", code],
+                cwd=place,
+                env=_environment(place),
+                stderr=stderr,
+                timeout=limit,
             )
+            ended = f"exit status {done.returncode}"
         said = errors.read_text(encoding="utf-8", errors="replace")
         print(said, file=sys.stderr, flush=True)
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    print(*lines, sep="\n", flush=True)  # a run that is cut short keeps them
     rows = [json.loads(line) for line in lines]
     *_, last = ["", *said.strip().splitlines()]
     missing = request.settings[len({row["model"] for row in rows}) :]
-    failure = f"does not run: exit status {done.returncode}: {last}"
+    failure = f"does not run: {ended}: {last}"
     return rows + _failed(replace(request, settings=missing), failure)
 
 
@@ -207,7 +222,11 @@ def cases(options: argparse.Namespace) -> Cases:
     return {
         "lora_steps": [
             partial(
-                run_case, case.cut(options.layers, options.tokens), names, rounds=options.rounds
+                run_case,
+                case.cut(options.layers, options.tokens),
+                names,
+                rounds=options.rounds,
+                limit=options.limit,
             )
             for case in chosen
             if case.settings
@@ -226,6 +245,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="only eager and the contender of this name, or another",
     )
     parser.add_argument("--layers", type=int, help="only the first layers of each model")
+    parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
     parser.add_argument("--tokens", type=int, help="of a batch, in as many sequences")
 
 

@@ -236,8 +236,15 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format a line a row, without the bound."""
-    rows = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
+    """Format two lines a model, without the bound: all are in docs/lora.md."""
+    ends = (", LoRA", ", QLoRA + checkpointing")
+    of_both = {row["model"].removesuffix(ends[0]) for row in report["lora_steps"]}
+    names = {f"{model}{end}" for model in of_both for end in ends}
+    rows = [
+        row
+        for row in report["lora_steps"]
+        if row["contender"] != LOWER_BOUND and row["model"] in names
+    ]
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
@@ -248,8 +255,10 @@ def lora_summary(report: dict) -> str:
 
 def convergence_table(report: dict) -> str:
     tokens = report["settings"]["batch_size"] * report["settings"]["length"]
+    has_adapters = any(" + " in row["model"] for row in report["convergence"])
+    weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"
     note = (
-        f" (autocast over float32 weights): {tokens} tokens of Python's standard library a step, "
+        f" (autocast over {weights}): {tokens} tokens of Python's standard library a step, "
         "from random weights. Another seed gives other weights and another order of the text; "
         "rounded is seed 0 with each first weight moved by half an eps of bfloat16 at most. "
         "Held-out losses are those of the trained weights in an unpatched model, without autocast. "

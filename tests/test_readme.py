@@ -74,6 +74,10 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "log_probs": (PERFORMANCE, of_results(log_probs_table, "log_probs.json")),
     "sft_steps": (PERFORMANCE, of_results(sft_steps_table, "sft_step.json")),
     "layer_kernels": (PERFORMANCE, of_results(layer_kernels_table, "layer_kernels.json")),
+    "lora_convergence": (
+        DOCS / "lora.md",
+        of_results(convergence_table, "convergence_adapters.json"),
+    ),
     "convergence": (PERFORMANCE, of_results(convergence_table, "convergence.json")),
 }
 

@@ -178,6 +178,18 @@ def test_a_process_that_dies_leaves_the_rows_that_it_wrote(
     assert lost["failure"] == "does not run: exit status 1: killed"
 
 
+def test_a_contender_may_take_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    waits = "import time\ndef main(request, results):\n    time.sleep(600)\n"
+    (package / "lora_contenders.py").write_text(waits)
+    monkeypatch.setattr(lora_step, "ROOT", tmp_path)
+    request = Request("eager", "tiny", "", 2, 9, SETTINGS[:1], rounds=1)
+    (lost,) = lora_step.run_apart(request, limit=1.0)
+    assert lost["failure"].startswith("does not run: longer than 1.0 s")
+
+
 def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.MonkeyPatch):
     def full(*_):
         raise OSError("disk full")
@@ -190,7 +202,7 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
 def test_offloaded_checkpoints_are_measured_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
     asked = []
 
-    def run_apart(request: Request) -> list[dict]:
+    def run_apart(request: Request, *, limit: float | None) -> list[dict]:
         asked.append((request.contender, [each.checkpointing for each in request.settings]))
         return []
 

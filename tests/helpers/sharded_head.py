@@ -227,14 +227,14 @@ def collectives() -> Iterator[list[tuple[str, int]]]:
 
 def check_collectives() -> None:
     """Three numbers of each token are gathered, and each chunk's gradient is summed."""
-    tokens, hidden_size, vocab_size = 6, 16, 64
+    tokens, hidden_size, vocab_size = 6, 16, 128
     inputs, labels = linear_inputs(
         torch.float32, device, tokens, hidden_size, vocab_size, ignored=0
     )
     start, stop = bounds(vocab_size)
     own = {**inputs, "weight": inputs["weight"][start:stop]}
     how: dict[str, Any] = {"vocab_shard": VocabShard(None, start, vocab_size)}
-    how["chunk_mib"] = 3 * 32 * 4 / MIB
+    how["chunk_mib"] = 3 * 64 * 4 / MIB  # rows of a multiple of 64: on a GPU none has padding
     gather, summed = ("all_gather", 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
     with collectives() as found:
         linear_cross_entropy(**own, labels=labels, **how)

@@ -15,23 +15,42 @@ BLOCK, BACKWARD_BLOCK = 2048, 1024
 WARPS = 4
 GELU_SLOPE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
+LOG2_E = tl.constexpr(1.4426950216293335)  # in float32
+LOG2_E_REST = tl.constexpr(1.92596298909109e-8)  # which float32 leaves out
+LN_2 = tl.constexpr(0.6931471805599453)
+MAX_EXPONENT = tl.constexpr(104.0)  # e^x of more is inf in float32, of less than its negative 0
 
 
 @triton.jit
-def apply_activation(x, IS_SILU: tl.constexpr):
+def _exp(x, IS_FLOAT32: tl.constexpr):
+    """Return e^x in float32; with IS_FLOAT32 without the |x| eps that ``tl.exp`` loses, which
+    rounds x log2(e). Values of 16 bits do not see them.
+    """
+    if IS_FLOAT32:
+        x = tl.minimum(tl.maximum(x, -MAX_EXPONENT), MAX_EXPONENT)
+        product = x * LOG2_E
+        rest = tl.fma(x, LOG2_E, -product) + x * LOG2_E_REST
+        y = tl.exp2(product) * (1.0 + rest * LN_2)
+    else:
+        y = tl.exp(x)
+    return y
+
+
+@triton.jit
+def apply_activation(x, IS_SILU: tl.constexpr, IS_FLOAT32: tl.constexpr = False):
     """Return silu or gelu of x."""
     if IS_SILU:
-        y = x / (1.0 + tl.exp(-x))
+        y = x / (1.0 + _exp(-x, IS_FLOAT32))
     else:
         y = 0.5 * x * (1.0 + tanh((x + x * x * x * GELU_CUBE) * GELU_SLOPE))
     return y
 
 
 @triton.jit
-def activation_slope(x, IS_SILU: tl.constexpr):
+def activation_slope(x, IS_SILU: tl.constexpr, IS_FLOAT32: tl.constexpr = False):
     """Return the derivative of silu or gelu at x."""
     if IS_SILU:
-        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        sigmoid = 1.0 / (1.0 + _exp(-x, IS_FLOAT32))
         slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
     else:
         inner = (x + x * x * x * GELU_CUBE) * GELU_SLOPE
@@ -68,7 +87,8 @@ def _gated_kernel(
     place, gate_place, mask = _places(columns, up_ptr is None, BLOCK)  # pyright: ignore
     gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, apply_activation(gate, IS_SILU) * up, mask=mask)
+    is_float32: tl.constexpr = gate_ptr.dtype.element_ty == tl.float32
+    tl.store(y_ptr + place, apply_activation(gate, IS_SILU, is_float32) * up, mask=mask)
 
 
 @triton.jit
@@ -90,9 +110,11 @@ def _gated_backward_kernel(
     dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(second_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    activated = apply_activation(gate, IS_SILU)
+    is_float32: tl.constexpr = gate_ptr.dtype.element_ty == tl.float32
+    activated = apply_activation(gate, IS_SILU, is_float32)
+    slope = activation_slope(gate, IS_SILU, is_float32)
     tl.store(dsecond_ptr + gate_place, dy * activated, mask=mask)
-    tl.store(dgate_ptr + gate_place, dy * up * activation_slope(gate, IS_SILU), mask=mask)
+    tl.store(dgate_ptr + gate_place, dy * up * slope, mask=mask)
     if y_ptr is not None:
         tl.debug_barrier()  # another thread may have loaded the dy that this one overwrites
         tl.store(y_ptr + place, activated * up, mask=mask)
