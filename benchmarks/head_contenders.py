@@ -18,12 +18,15 @@ from liger_patch import linear_cross_entropy
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported
+from .report import KERNELS_OF_OTHERS, PYTORCH, QUACK
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OURS = "liger_patch"  # how the names of all of ours begin
 BUDGETS_MIB = (1024, 768, 128)  # beside the default
+OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
+BUDGETS_OF_OTHERS_MIB = (1024,)  # beside the default
 QUACK_CHUNK = 4096  # tokens: the default of chunked_linear_cross_entropy
 
 
@@ -40,6 +43,11 @@ def contenders(head: Head, *, compiled: bool = True) -> dict[str, Loss]:
         **peers(head),
         OURS: ours(head),
         **{f"{OURS} {budget} MiB": ours(head, chunk_mib=budget) for budget in BUDGETS_MIB},
+        OTHER_GPUS: ours(head, hopper_kernels=False),
+        **{
+            f"{OTHER_GPUS}, {budget} MiB": ours(head, hopper_kernels=False, chunk_mib=budget)
+            for budget in BUDGETS_OF_OTHERS_MIB
+        },
     }
 
 
@@ -95,10 +103,10 @@ def peers(head: Head) -> dict[str, Loss]:
     if find_spec("trl"):
         found["TRL"] = _trl(head)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        found["PyTorch"] = _pytorch(head)
+        found[PYTORCH] = _pytorch(head)
     if find_spec("quack"):
-        found["QuACK"] = _quack(head)
-        found["QuACK, base"] = _quack(head, use_scaled_exp=False)
+        found[QUACK] = _quack(head)
+        found[f"{QUACK}, base"] = _quack(head, use_scaled_exp=False)
     return found
 
 

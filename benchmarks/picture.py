@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .convergence_report import by_model
-from .report import LOWER_BOUND
+from .report import KERNELS_OF_OTHERS, LOWER_BOUND
 
 GIB = 1024  # MiB
 COLUMNS = 3
@@ -181,7 +181,9 @@ def draw_convergence(report: dict, path: Path) -> None:
 
 
 def _styles(report: dict) -> dict[str, dict]:
-    """Return each contender's colour and marker: ours in black and greys, alike in all panels."""
+    """Return each contender's colour and marker: ours in black and greys, alike in all panels;
+    with the kernels of other GPUs, triangles.
+    """
     rows = [
         row for key in ("results", "sweep", "steps", "convergence") for row in report.get(key, ())
     ]
@@ -190,7 +192,8 @@ def _styles(report: dict) -> dict[str, dict]:
         row["contender"] for row in rows if row["contender"] != LOWER_BOUND
     ):
         if contender.startswith("liger_patch"):
-            styles[contender] = {"color": OUR_COLOURS[own % len(OUR_COLOURS)], "marker": "o"}
+            marker = "^" if KERNELS_OF_OTHERS in contender else "o"
+            styles[contender] = {"color": OUR_COLOURS[own % len(OUR_COLOURS)], "marker": marker}
             own += 1
         else:
             styles[contender] = {"color": PEER_COLOURS[peers % len(PEER_COLOURS)], "marker": "s"}

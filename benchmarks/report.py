@@ -12,6 +12,12 @@ from .lora_report import RATIO, first_steps, ratios
 
 RESULTS = Path(__file__).parent / "results"
 LOWER_BOUND = "matmul-only bound"
+KERNELS_OF_OTHERS = "other GPUs"  # of ours, on a Hopper GPU
+PYTORCH, QUACK = "PyTorch", "QuACK"
+PEERS = {  # of a head, which are often not installed -> what they are
+    PYTORCH: "PyTorch's own linear_cross_entropy (torch 2.13)",
+    QUACK: "QuACK",
+}
 COPY = "copy"
 TIME_AND_MEMORY = "forward + backward, ms / GiB"
 SUMMARY = {  # contenders of training steps -> columns of the README's table
@@ -130,6 +136,13 @@ def readme_table(report: dict) -> str:
         ": medians in one process, peak memory over the inputs, {command}. The matmul-only bound "
         "is the matrix products alone, a lower bound for any exact loss."
     )
+    contenders = {row["contender"] for row in report["results"]}
+    if absent := [what for name, what in PEERS.items() if name not in contenders]:
+        note += f" Not installed: {', '.join(absent)}."
+    if any(KERNELS_OF_OTHERS in name for name in contenders):
+        note += (
+            f" {KERNELS_OF_OTHERS.capitalize()}: with the kernels that GPUs other than Hopper run."
+        )
     return _document(report, _cells(TIME_AND_MEMORY, report["results"], _head_and_tokens), note)
 
 
@@ -305,8 +318,9 @@ def tables(report: dict) -> list[str]:
 
 
 def _terminal(title: str, columns: str, rows: list[Row], line: Callable[[Row], str]) -> str:
-    lines = [f"  {row['contender']:24s}{line(row)}".rstrip() for row in rows]
-    return "\n".join([title, f"  {'':24s}{columns}", *lines])
+    width = max(24, *(len(row["contender"]) + 1 for row in rows))
+    lines = [f"  {row['contender']:{width}s}{line(row)}".rstrip() for row in rows]
+    return "\n".join([title, f"  {'':{width}s}{columns}", *lines])
 
 
 def _document(report: dict, cells: list[list[str]], note: str) -> str:

@@ -89,6 +89,7 @@ def linear_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
     vocab_shard: VocabShard | None = None,
+    hopper_kernels: bool = True,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
@@ -122,6 +123,8 @@ def linear_cross_entropy(
             and ``low_rank[1]`` are this rank's rows (V_r, ...), everything else is for the whole
             vocabulary and the same on every rank, as are the results. The gradients of
             ``hidden_states`` and ``low_rank[0]`` are summed over the ranks.
+        hopper_kernels: whether Hopper GPUs run their own kernels for the inputs that these serve.
+            False runs there what other GPUs run, to compare the two.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It
@@ -147,6 +150,7 @@ def linear_cross_entropy(
         options,
         chunk_mib,
         shard=vocab_shard,
+        hopper_kernels=hopper_kernels,
         **how,
     )
     dtype = accumulation_dtype(config.dtype)

@@ -3,6 +3,7 @@ multiplies no bf16.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -229,6 +230,22 @@ def test_twice_the_same_bits(odds):
     inputs, labels = linear_inputs(dtype, device, 150)
     first, second = (check_linear(inputs, labels) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_kernels_of_other_gpus_can_be_asked_for(odds, monkeypatch):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    check_linear(inputs, labels)
+
+    def refused(*_, **__):
+        raise AssertionError("odds are computed")
+
+    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+    operator = partial(linear_cross_entropy, hopper_kernels=False)
+    check_linear(inputs, labels, operator=operator)
+    # the gradients are computed again in the backward pass, by the same kernels
+    upstream = torch.rand(40, device=device)
+    check_linear(inputs, labels, operator=operator, reduction="none", upstream=upstream)
 
 
 def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):

@@ -72,6 +72,7 @@ class ChunkConfig:
         dtype: of the matrix products and the logits.
         chunk_bytes: of logits held at once.
         shard: where the vocabulary is distributed, this rank's part of it.
+        hopper_kernels: whether Hopper GPUs run their own kernels, or those of all others.
     """
 
     labels: CompactedLabels
@@ -80,6 +81,7 @@ class ChunkConfig:
     dtype: torch.dtype
     chunk_bytes: int
     shard: VocabShard | None = None
+    hopper_kernels: bool = True
 
     def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
         """Return True if gradients can be computed in the forward pass, for the backward pass to
@@ -119,6 +121,7 @@ def prepare_chunks(
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
     shard: VocabShard | None = None,
+    hopper_kernels: bool = True,
 ) -> tuple[ChunkConfig, HeadInputs]:
     """Check the arguments of an operator on a head, raise ValueError for what does not fit, and
     start to compact the labels.
@@ -146,7 +149,8 @@ def prepare_chunks(
     )
     dtype = product_dtype(inputs)
     compacted = compact_labels(labels, vocab_size, options.ignore_index)
-    return ChunkConfig(compacted, options, wanted, dtype, chunk_bytes, shard), inputs
+    config = ChunkConfig(compacted, options, wanted, dtype, chunk_bytes, shard, hopper_kernels)
+    return config, inputs
 
 
 def run_chunks(
@@ -237,7 +241,7 @@ def _form(
     if config.shard is not None:
         how = {"has_statistics": has_statistics, "upstream": upstream}
         return ShardedForm(operands, labels, options, config.shard, **how)
-    if upstream is None and serves_triton_device(labels.labels):
+    if config.hopper_kernels and upstream is None and serves_triton_device(labels.labels):
         from liger_patch.kernels.head.hopper import OddsForm, serves_odds
 
         if serves_odds(operands, options, statistics):
