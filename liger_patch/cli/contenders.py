@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from liger_patch.cli.model import Row, Sizes
 from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear
 from liger_patch.kernels.head.inputs import default_chunk_mib
-from liger_patch.kernels.head.logits import chunk_bounds, rows_before_count, summed_chunk_bounds
+from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.layers.replace import replace_layers
 from liger_patch.registry import find
 
@@ -60,10 +60,10 @@ def chunk_bytes(weight: Tensor, row: Row, contender: Contender) -> int:
     first = rows_before_count(tokens, row_bytes, budget)
     supervised = max(1, round(tokens * row.supervised))
     if first or not weight.requires_grad or weight.dtype.itemsize >= 4:
-        return (first or chunk_bounds(supervised, row_bytes, budget)[0][1]) * row_bytes
+        return (first or chunk_rows(supervised, row_bytes, budget)) * row_bytes
     wide = 4 * weight.numel()
-    bounds, widens = summed_chunk_bounds(supervised, row_bytes, budget, wide)
-    chunk = bounds[0][1] * row_bytes
+    rows, widens = summed_chunk_rows(supervised, row_bytes, budget, wide)
+    chunk = rows * row_bytes
     return max(chunk + wide // 2, wide) if widens else chunk
 
 

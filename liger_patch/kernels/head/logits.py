@@ -164,26 +164,31 @@ def cross_entropy_rows(
     return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)
 
 
-def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each chunk of ``tokens`` rows of ``row_bytes`` within a budget.
+def chunk_rows(tokens: int, row_bytes: int, budget_bytes: int) -> int:
+    """Return the rows of each chunk of ``tokens`` rows of ``row_bytes`` within a budget; the last
+    chunk has what is left.
 
     As few chunks as fit, of equal size, at least a row each; sizes are multiples of ROW_MULTIPLE
     where the budget holds that many rows.
     """
     most = max(1, budget_bytes // row_bytes)
     if most >= tokens:
-        return [(0, tokens)] if tokens else []
+        return tokens
     multiple = ROW_MULTIPLE if most >= ROW_MULTIPLE else 1
     most -= most % multiple
     count = -(-tokens // most)
     size = -(-tokens // count)
-    size = -(-size // multiple) * multiple
-    return chunks_of(size, tokens)
+    return -(-size // multiple) * multiple
+
+
+def chunk_bounds(tokens: int, row_bytes: int, budget_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each chunk of ``chunk_rows``."""
+    return chunks_of(chunk_rows(tokens, row_bytes, budget_bytes), tokens)
 
 
 def chunks_of(size: int, tokens: int) -> list[tuple[int, int]]:
     """Return (start, stop) of each chunk of ``size`` rows, the last with what is left."""
-    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
 
 
 def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
@@ -191,28 +196,36 @@ def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
     for none.
 
     None where the chunks are many: then the wait is nothing, and with fewer tokens
-    ``summed_chunk_bounds`` may need smaller ones.
+    ``summed_chunk_rows`` may need smaller ones.
     """
-    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
-    return bounds[0][1] if 0 < len(bounds) <= NARROW_CHUNKS else 0
+    rows = chunk_rows(tokens, row_bytes, budget_bytes)
+    return rows if tokens <= rows * NARROW_CHUNKS else 0
 
 
-def summed_chunk_bounds(
+def summed_chunk_rows(
     tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
-) -> tuple[list[tuple[int, int]], bool]:
-    """Return ``chunk_bounds`` for a sum over the chunks that is kept in 16 bits, and whether to
-    widen it.
+) -> tuple[int, bool]:
+    """Return ``chunk_rows`` for a sum over the chunks that is kept in 16 bits, and whether to widen
+    it.
 
     Beyond NARROW_CHUNKS chunks, rounding the sum after each would cost accuracy. Then either the
     chunks are larger than the budget, or the sum is kept in ``wide_bytes`` more: whichever needs
     less memory.
     """
-    bounds = chunk_bounds(tokens, row_bytes, budget_bytes)
-    if len(bounds) <= NARROW_CHUNKS:
-        return bounds, False
+    within_budget = chunk_rows(tokens, row_bytes, budget_bytes)
+    if tokens <= within_budget * NARROW_CHUNKS:
+        return within_budget, False
     rows = -(-tokens // NARROW_CHUNKS)
     if rows > ROW_MULTIPLE:
         rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     if rows * row_bytes - budget_bytes > wide_bytes:
-        return bounds, True
-    return chunk_bounds(tokens, row_bytes, rows * row_bytes), False
+        return within_budget, True
+    return chunk_rows(tokens, row_bytes, rows * row_bytes), False
+
+
+def summed_chunk_bounds(
+    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return (start, stop) of each chunk of ``summed_chunk_rows``, and whether to widen the sum."""
+    rows, widens = summed_chunk_rows(tokens, row_bytes, budget_bytes, wide_bytes)
+    return chunks_of(rows, tokens), widens
