@@ -8,8 +8,6 @@ import inspect
 import io
 import json
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,6 +21,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
+from gloo_group import run
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, call, gradients, patched, step, widened
@@ -181,7 +180,6 @@ def test_a_copy_of_a_copy_survives_the_first(model: Any) -> None:
 
 
 READ_AGAIN = """
-import sys
 import torch
 model = torch.load(sys.argv[1], weights_only=False)
 batch = torch.load(sys.argv[2])
@@ -190,7 +188,7 @@ outputs.loss.backward()
 from liger_patch import patch_status
 assert patch_status(model).fused, patch_status(model)
 assert not outputs.logits.is_computed
-print(repr(outputs.loss.item()))
+torch.save(outputs.loss.detach(), sys.argv[3])
 """
 
 
@@ -199,15 +197,25 @@ def test_a_saved_model_is_patched_in_another_process(model: Any, tmp_path: Path)
     apply_patch(model)
     torch.save(model, tmp_path / "model.pt")
     torch.save(batch, tmp_path / "batch.pt")
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", READ_AGAIN, str(tmp_path / "model.pt"), str(tmp_path / "batch.pt")],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(torch.tensor(float(done.stdout)), call(model, batch).loss.detach())
+    (tmp_path / "script.py").write_text(READ_AGAIN)
+    names = ("script.py", "model.pt", "batch.pt", "loss.pt")
+    run(*(str(tmp_path / name) for name in names), processes=1)
+    loss = torch.load(tmp_path / "loss.pt")
+    torch.testing.assert_close(loss, call(model, batch).loss.detach())
+
+
+IMPORT = """
+from torch.optim import optimizer
+assert "liger_patch" not in sys.modules
+import liger_patch
+assert not optimizer._global_optimizer_post_hooks
+assert not any(name.startswith("liger_patch.cli") for name in sys.modules)
+"""
+
+
+def test_an_import_watches_no_optimizer_and_loads_no_command(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IMPORT)
+    run(str(tmp_path / "script.py"), processes=1)
 
 
 def test_the_state_dict_is_the_same(model: Any) -> None:

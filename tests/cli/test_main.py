@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,9 +87,3 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     assert "MODEL must be a model that generates text, got model_type 'vit'" in (
         capsys.readouterr().err
     )
-
-
-def test_an_import_of_the_package_leaves_the_commands_out() -> None:
-    code = "import sys, liger_patch; print([m for m in sys.modules if 'liger_patch.cli' in m])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

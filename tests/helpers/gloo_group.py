@@ -1,12 +1,13 @@
 """Groups of processes that compute together, on the CPU or on a GPU each."""
 
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import torch
@@ -14,34 +15,45 @@ from torch import distributed as dist
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+SECONDS = 300  # of one run
+# Imports are most of what a process on the CPU costs, so all are forked from one that has done
+# these. CUDA does not outlive a fork.
+_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_processes.set_forkserver_preload(["torch", "transformers.modeling_utils", "transformers.trainer"])
 
 
 def run(script: str, *arguments: str, processes: int = 2) -> None:
     """Run a script of tests/helpers with these arguments in each of the processes."""
     folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
+    environment = {
+        **os.environ,
         "PYTHONPATH": os.pathsep.join(folders),
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
     }
-    with ExitStack() as stack:
-        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(HELPERS / script), *arguments],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, file in enumerate(files)
-        ]
-        for process in started:
-            stack.callback(process.kill)
-        codes = [process.wait(timeout=300) for process in started]
-        for code, file in zip(codes, files, strict=True):
-            file.seek(0)
-            assert code == 0, file.read()
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        started = []
+        for rank in range(processes):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            given = (script, arguments, own, f"{folder}/{rank}")
+            started.append(_processes.Process(target=_run_script, args=given))
+            started[-1].start()
+            stack.callback(started[-1].kill)
+        for rank, process in enumerate(started):
+            process.join(SECONDS)
+            assert process.exitcode == 0, Path(f"{folder}/{rank}").read_text(encoding="utf-8")
+
+
+def _run_script(script: str, arguments: tuple[str, ...], variables: dict, output: str) -> None:
+    """Be a process that was started with these environment variables and prints to a file."""
+    os.environ.clear()
+    os.environ.update(variables)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    sys.argv[1:] = arguments
+    runpy.run_path(str(HELPERS / script), run_name="__main__")
 
 
 def join(file: str, rank: int, processes: int, device: str = "cpu") -> None:
