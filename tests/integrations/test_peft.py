@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,7 +111,7 @@ def wrapped(model: nn.Module, config: Any, patch: str = "") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("patch", slow_but(["after"], PATCHES))
 @pytest.mark.parametrize("name", CASES)
 def test_every_adapters_gradient_is_eagers(name: str, patch: str) -> None:
     case = CASES[name]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -121,7 +122,7 @@ def assert_fused(model: PreTrainedModel) -> None:
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
 
 
-@pytest.mark.parametrize("gradient_accumulation_steps", [1, 4])
+@pytest.mark.parametrize("gradient_accumulation_steps", slow_but([4], [1, 4]))
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_each_step_has_eagers_loss_and_gradients(
     model_type: str, gradient_accumulation_steps: int, tmp_path: Path
@@ -153,7 +154,7 @@ def test_training_is_no_worse_than_eager(
     assert_no_worse(ours, eager, truth, torch.bfloat16 if bf16 else torch.float32)
 
 
-@pytest.mark.parametrize("average_tokens_across_devices", [False, True])
+@pytest.mark.parametrize("average_tokens_across_devices", slow_but([True], [False, True]))
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, "qwen2_5_vl"])
 def test_tokens_are_counted_as_for_the_eager_model(
     model_type: str, average_tokens_across_devices: bool, tmp_path: Path
@@ -326,7 +327,7 @@ def models_loss_and_metrics(model, inputs):
         models_loss_and_metrics,
     ],
 )
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
 def test_a_trainers_own_compute_loss_trains_as_eager(
     model_type: str, loss_of: Callable, tmp_path: Path
 ) -> None:
@@ -352,7 +353,7 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = N
         pytest.param({"compute_loss_func": own_loss}, id="compute_loss_func"),
     ],
 )
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
 def test_losses_outside_the_model_train_as_eager(
     model_type: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def preference_trainer(
 @pytest.mark.parametrize(
     ("kind", "model_type", "arguments"),
     [
-        pytest.param("dpo", "llama", {}, id="dpo"),
+        pytest.param("dpo", "llama", {}, id="dpo", marks=pytest.mark.slow),
         pytest.param("dpo", "gemma2", {}, id="dpo, softcap"),
         pytest.param("dpo", "qwen3_moe", {}, id="dpo, auxiliary loss"),
         pytest.param("dpo", "llama", {"reference": False}, id="dpo, lora"),
@@ -59,7 +59,7 @@ def preference_trainer(
         pytest.param("dpo", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
         pytest.param("dpo", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
         pytest.param("kto", "llama", {}, id="kto"),
-        pytest.param("kto", "llama", {"reference": False}, id="kto, lora"),
+        pytest.param("kto", "llama", {"reference": False}, id="kto, lora", marks=pytest.mark.slow),
     ],
 )
 def test_preferences_are_trained_with_trls_numbers(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE
 from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
@@ -20,6 +21,7 @@ from training_step import Step, joined, widened
 from trl_models import MARKS, assert_fused, assert_same, lora, make_model, sft_trainer, train
 
 pytestmark = MARKS
+STEPS = 8
 
 
 class Mode(NamedTuple):
@@ -76,7 +78,7 @@ def sft(model_type: str, mode: Mode, folder: Path, patch: bool | None) -> Step:
         patch,
         data=mode.data,
         options=mode.options(),
-        max_steps=20,
+        max_steps=STEPS,
         **mode.arguments,
         **coefficient,
     )
@@ -94,9 +96,15 @@ CASES = [
     ("qwen3_moe", "accumulation"),  # its auxiliary loss is a mean over the micro-batches
     ("qwen3_moe", "padding_free"),  # without an attention mask
 ]
+OF_EACH_KIND = [
+    *(("llama", name) for name in ("plain", "packing", "padding_free", "dft", "lora")),
+    *(("llama", name) for name in ("assistant alone", "prompt tuning", "label smoothing")),
+    ("gemma2", "plain"),
+    ("qwen3_moe", "accumulation"),
+]
 
 
-@pytest.mark.parametrize(("model_type", "mode"), CASES)
+@pytest.mark.parametrize(("model_type", "mode"), slow_but(OF_EACH_KIND, CASES))
 def test_sft_logs_trls_numbers_and_trains_trls_weights(
     model_type: str, mode: str, tmp_path: Path
 ) -> None:
@@ -104,9 +112,10 @@ def test_sft_logs_trls_numbers_and_trains_trls_weights(
     ours = sft(model_type, MODES[mode], tmp_path, True)
     assert_same(ours, trls)
     for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"):
-        assert {f"1 {name}", f"20 {name}"} <= ours.keys()
-    assert {"20 eval_loss", "20 eval_entropy", "20 eval_mean_token_accuracy"} <= ours.keys()
-    assert ("20 aux_loss" in ours) == ("moe" in model_type)
+        assert {f"1 {name}", f"{STEPS} {name}"} <= ours.keys()
+    evaluated = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+    assert {f"{STEPS} {name}" for name in evaluated} <= ours.keys()
+    assert (f"{STEPS} aux_loss" in ours) == ("moe" in model_type)
 
 
 def hotter(fused: Callable[..., Any]) -> Callable[..., Any]:
