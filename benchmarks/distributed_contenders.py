@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -283,10 +284,10 @@ def _fsdp2(model: Any, request: Request, device: torch.device) -> Step:
 
 def _zero3(model: Any, request: Request, device: torch.device) -> Step:
     import deepspeed
-    import deepspeed.comm.torch
 
-    if device.type == "cpu":
-        deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+    if device.type == "cpu":  # no compiler for what gloo does without
+        # the attribute deepspeed.comm.torch is torch itself
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     config = {
         "train_micro_batch_size_per_gpu": request.model.sequences,
         "zero_optimization": {"stage": 3},

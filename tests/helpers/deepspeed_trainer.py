@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 from distributed_step import count_logits
-from gloo_group import join, leave
+from gloo_group import compile_no_collectives, join, leave
 from tiny_models import tiny_batch, tiny_model
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -24,7 +23,7 @@ from liger_patch.registry import available
 
 def main(folder: Path, library: str, *stages: str) -> None:
     join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+    compile_no_collectives()
     (row,) = (row for row in available() if row.model_type == "llama")
     if dist.get_rank() == 0:
         tiny_model(row).save_pretrained(folder / "model")

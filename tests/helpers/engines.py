@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gloo_group import compile_no_collectives
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -237,10 +238,7 @@ def tensor_parallel(model: PreTrainedModel, head: Any = None, **more: Any) -> En
 
 def deepspeed(stage: int, **zero: Any) -> Callable[[PreTrainedModel], Engine]:
     def make(model: PreTrainedModel) -> Engine:
-        import deepspeed
-        import deepspeed.comm.torch
-
-        deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+        compile_no_collectives()
         return DeepSpeed(model, {"stage": stage, **zero})
 
     return make

@@ -6,9 +6,10 @@ import runpy
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -64,6 +65,15 @@ def join(file: str, rank: int, processes: int, device: str = "cpu") -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", **how)
+
+
+def compile_no_collectives() -> None:
+    """Leave out DeepSpeed's collectives in shared memory, which gloo does without: DeepSpeed would
+    compile them, for a minute, or wait for another process that was killed while it did.
+    """
+    # the attribute deepspeed.comm.torch is torch itself
+    backend: Any = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def leave() -> NoReturn:

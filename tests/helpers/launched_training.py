@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import training  # noqa: E402
 from corpus import Corpus  # noqa: E402
-from gloo_group import leave  # noqa: E402
+from gloo_group import compile_no_collectives, leave  # noqa: E402
 from training import Settings, train  # noqa: E402
 
 
@@ -29,9 +29,7 @@ def main() -> None:
 
         shard_on_cpus()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed.comm.torch
-
-        deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+        compile_no_collectives()
     trainers: list[Any] = []
 
     class Trainer(training.Trainer):

@@ -24,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState
 from distributed_step import count_logits
 from engines import shard_on_cpus, whole
-from gloo_group import join, leave
+from gloo_group import compile_no_collectives, join, leave
 from lora_models import adapted
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
@@ -109,11 +109,10 @@ def options(engine: str, device: str) -> dict[str, Any]:
         how = {"fsdp": True, "fsdp_config": plugin}
         return {"parallelism_config": ParallelismConfig(cp_size=size), **how}
     import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp._release_sequence_parallel_groups()  # of the last case
-    deepspeed.comm.torch.build_shm_op = lambda: None  # which gloo does without: no compiler
+    compile_no_collectives()
     backend = "gloo" if device == "cpu" else "nccl"
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
