@@ -4,13 +4,23 @@ several files.
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernel_forms import FORMS, INTERPRETED, form
 
+KERNELS = Path(__file__).parent / "kernels"
+
 torch.set_num_threads(1)  # pytest-xdist starts a process per core
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import no other library for kernels alone."""
+    if INTERPRETED and collection_path.suffix == ".py" and KERNELS not in collection_path.parents:
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         if item.get_closest_marker("interpreter"):
+            assert KERNELS in item.path.parents, "where alone interpreter tests are collected"
             if not INTERPRETED:
                 item.add_marker(not_interpreted)
             # Triton 3.2's interpreter makes numbers of arrays of one element
@@ -28,6 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
                 )
             )
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports and collection have made out of every garbage collection to come."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -58,12 +74,10 @@ def cpu_form(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def imported_objects_are_not_collected() -> Iterator[None]:
+def imported_objects_are_not_collected() -> None:
     """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

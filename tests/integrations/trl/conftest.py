@@ -19,7 +19,6 @@ def trl_is_imported() -> Iterator[None]:
     datasets.disable_progress_bars()
     gc.freeze()
     yield
-    gc.unfreeze()
     datasets.enable_progress_bars()
 
 
