@@ -12,6 +12,7 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from rows import every_row, is_known_well, model_type
+from slow_cases import slow_but
 from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
 from torch import Tensor
 from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
@@ -99,7 +100,7 @@ def test_loss_and_gradients_of_an_image_and_text(subject: Subject) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", slow_but([False], [True, False]))
 def test_gradient_checkpointing_gives_the_same_gradients(
     subject: Subject, use_reentrant: bool
 ) -> None:

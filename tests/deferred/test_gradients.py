@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -135,7 +136,7 @@ def step_with(model: Any, batch: dict, term: Callable, with_loss: bool) -> Step:
 
 @pytest.mark.parametrize("with_loss", [True, False])
 @pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+@pytest.mark.parametrize("row", slow_but([GEMMA2], ROWS), ids=lambda row: row.model_type)
 def test_a_term_of_the_logits_has_eagers_gradients(
     row: registry.Architecture, name: str, with_loss: bool
 ) -> None:

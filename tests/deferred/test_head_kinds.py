@@ -223,8 +223,21 @@ def in_float64(kind: Kind) -> Any:
     return model.double()
 
 
+def of_the_cell(kind: Kind, precision: str, patch: str) -> Any:
+    """The most exact numbers of a kind are its quick test."""
+    most_exact = "bfloat16" if kind.quantised else "float64"
+    return () if (precision, patch) == (most_exact, "after") else pytest.mark.slow
+
+
 CELLS = [
-    pytest.param(name, trained, precision, patch, id=f"{name}-{trained}-{precision}-{patch}")
+    pytest.param(
+        name,
+        trained,
+        precision,
+        patch,
+        id=f"{name}-{trained}-{precision}-{patch}",
+        marks=of_the_cell(kind, precision, patch),
+    )
     for name, kind in KINDS.items()
     for trained in kind.trained
     for precision in PRECISIONS

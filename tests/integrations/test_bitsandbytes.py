@@ -12,6 +12,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from lora_models import ALL, MLP, OUT, QKV, Calls
+from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import nn
 from trainers import QUIET
@@ -113,8 +114,12 @@ def dequantised(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ALL], ids=["q and v", "all"])
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize(
+    "targets",
+    [pytest.param(("q_proj", "v_proj"), marks=pytest.mark.slow), ALL],
+    ids=["q and v", "all"],
+)
+@pytest.mark.parametrize("use_reentrant", slow_but([None, False], [None, False, True]))
 def test_lora_on_a_4_bit_model_trains_as_eager(
     checkpoint: Checkpoint,
     use_reentrant: bool | None,

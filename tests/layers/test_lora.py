@@ -30,6 +30,7 @@ from lora_models import (
     peft,
     training_step,
 )
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +83,7 @@ def assert_same(ours: Any, eager: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", slow_but(["qwen3"], ["llama", "qwen3", "gemma3_text"]))
 def test_projections_of_one_input_are_one_function(
     model_type: str, targets: str, calls: Calls
 ) -> None:
@@ -401,7 +402,7 @@ NO_ADAPTER = ("no active adapter", "merged", "disabled")  # takes part, and has 
 
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # of a base without one
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", slow_but(["after"], ["before", "after"]))
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_plain_runs_as_peft_has_it(name: str, when: str, calls: Calls) -> None:
     """And the other projections on kernels."""
@@ -454,7 +455,7 @@ def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "gate_proj", "down_proj", "o_proj"])
-@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+@pytest.mark.parametrize("how", slow_but(["hook"], ["hook", "pre-hook", "forward"]))
 def test_what_hangs_on_a_projection_itself_runs(projection: str, how: str) -> None:
     change: Callable[[Any], object] = {
         "hook": doubles,
@@ -628,6 +629,7 @@ def test_dropout(rate: float, calls: Calls) -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )
 @pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.slow
 def test_a_compiled_model_runs_peft_s_own_layers() -> None:
     eager = adapted()
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)

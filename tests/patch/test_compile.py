@@ -83,9 +83,12 @@ def test_any_number_of_ignored_labels_gives_the_loss_and_gradients_of_eager(
         else:
             assert ours["loss"].item() == 0.0
     assert len(set(counts)) == 1, "compiled again for another number of ignored labels"
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert [count for count in graphs.linears if count] == [layers - 1]  # all but the head's
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_the_backbone_is_in_one_graph_and_the_head_in_none(model_type: str) -> None:
     model = make_model(model_type)
     graphs = Graphs()
@@ -101,6 +104,7 @@ def test_the_backbone_is_in_one_graph_and_the_head_in_none(model_type: str) -> N
     torch.testing.assert_close(logits.detach(), expected.detach(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_calls_with_and_without_labels_alternate() -> None:
     model, uncompiled = make_model(), make_model()
     graphs = Graphs()
@@ -118,6 +122,7 @@ def test_calls_with_and_without_labels_alternate() -> None:
     assert len(set(counts)) == 1, "compiled again for a kind of call that was compiled before"
 
 
+@pytest.mark.slow
 def test_the_flag_is_read_at_every_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, uncompiled = make_model(), make_model()
     graphs = Graphs()

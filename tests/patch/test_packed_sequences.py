@@ -25,6 +25,7 @@ from packed_samples import (
     truth_of,
 )
 from rows import every_row, model_type
+from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor
 from training_step import Float64, call, joined, patched, step
@@ -35,7 +36,7 @@ from liger_patch.patch.packing import count_sequences, sequence_starts
 # --- packed equals unpacked -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], MODEL_TYPES))
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p.__name__)
 def test_packed_trains_as_unpacked(packing: Callable, average: str, model_type: str) -> None:
@@ -199,6 +200,7 @@ def test_positional_arguments_are_packed_too_and_surplus_ones_are_the_models_err
             model(*arguments, *[None] * 9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_a_compiled_model_packs_too() -> None:
