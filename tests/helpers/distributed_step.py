@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 from collectives import Collective, record_collectives
-from engines import ACCUMULATED, ENGINES, RATE, Engine, base_of
+from engine_models import make_model
+from engines import ACCUMULATED, ENGINES, Engine, base_of
 from gloo_group import join, leave
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.patch.forward import record_of
-from liger_patch.registry import available
 
 STEPS = 3  # ZeRO-3 records the order of its gatherings in the first two
 LOSS_ERROR, ERROR = 1e-6, 1e-5  # in float32, of the largest value
@@ -44,6 +44,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lora", action="store_true", help="on all layers and the head")
+    parser.add_argument("--quantized", action="store_true", help="such adapters on 4 bits")
     parser.add_argument("--compiled", action="store_true", help="the whole model")
     parser.add_argument("--labels", choices=["uneven", "none"], help="of the last rank")
     parser.add_argument("--no-sync", action="store_true", help="between steps")
@@ -131,35 +132,19 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank()) if is_cuda else torch.device("cpu")
 
 
-def make_model(arguments: argparse.Namespace) -> Any:
-    (row,) = (row for row in available() if row.model_type == "llama")
-    model: Any = tiny_model(row)
-    if arguments.tied:
-        model.config.tie_word_embeddings = True
-        model.tie_weights()
-    if arguments.lora:
-        model = with_adapters(model)
-    return model.to(device())
+def model_of(arguments: argparse.Namespace) -> Any:
+    how = {name: getattr(arguments, name) for name in ("tied", "lora", "quantized")}
+    return make_model(device(), **how)
 
 
 def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:
-    model = make_model(arguments)
+    model = model_of(arguments)
     if patch:
         apply_patch(model, layers=arguments.layers)
     engine = ENGINES[arguments.engine](model)
     if arguments.compiled:
         engine.module = torch.compile(engine.module, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
     return engine
-
-
-def with_adapters(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    torch.manual_seed(0)
-    return get_peft_model(
-        model, LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.0)
-    )
 
 
 @contextmanager
@@ -201,7 +186,7 @@ def batch_of_rank(
 def train(
     engine: Engine, arguments: argparse.Namespace, computed: Collection[HeadCall] = ()
 ) -> dict[str, Tensor]:
-    """Losses, and the weights after some steps.
+    """Losses, gradients of the first step, and the weights after some steps.
 
     Args:
         computed: must be empty, but for what is read here.
@@ -218,6 +203,8 @@ def train(
             results[f"loss {step} {i}"] = outputs.loss.detach().cpu()
             if i + 1 < ACCUMULATED:
                 engine.end_batch()
+        if step == 0:
+            results |= named(engine.gradients())
         if arguments.evaluate:  # between backward pass and step, where stale weights would show
             results |= evaluate(engine, step, arguments, computed)
         if arguments.leftover:
@@ -255,20 +242,29 @@ def evaluate(
 
 
 def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tensor]:
-    """The weights of an unpatched model after the batches of all ranks, without an engine."""
-    model = make_model(arguments)
-    optimizer = torch.optim.SGD(
-        [each for each in model.parameters() if each.requires_grad], RATE, foreach=False
-    )
-    ranks = range(dist.get_world_size())
+    """What ``train`` gives of an unpatched model after the batches of all ranks, without an engine:
+    the losses are those of this rank.
+    """
+    model = model_of(arguments)
+    alone = Engine(model, model)
+    ranks = [0] if engine.shares_batch else range(dist.get_world_size())
+    results = {}
     for step in range(STEPS):
         for i in range(ACCUMULATED):
             for rank in ranks:
                 batch = batch_of_rank(engine, step * ACCUMULATED + i, rank, arguments)
-                (model(**batch).loss * engine.loss_scale / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+                loss = model(**batch).loss
+                (loss * engine.loss_scale / len(ranks)).backward()
+                if rank == dist.get_rank() or engine.shares_batch:
+                    results[f"loss {step} {i}"] = loss.detach().cpu()
+        if step == 0:
+            results |= named(alone.gradients())
+        alone.step()
+    return results | alone.weights()
+
+
+def named(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"gradient of {name}": each for name, each in gradients.items()}
 
 
 def check_read_after_step(engine: Engine, arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-COLUMNS = ("loss exact", "fused", "layers", "LoRA", "logits readable", "evaluation")
+COLUMNS = ("loss exact", "fused", "layers", "LoRA", "QLoRA", "logits readable", "evaluation")
 UNSHARD, ON_EVERY_RANK = "after `unshard()`", "on every rank"
 
 
@@ -18,6 +18,7 @@ class Row(NamedTuple):
         engine: of ENGINES, or of sequence_trainer.
         title: in the table.
         lora: whether adapters are tested, on all layers and the head.
+        qlora: whether they are tested on layers in 4 bits.
         logits: "yes", UNSHARD, ON_EVERY_RANK, or "" for not tested.
         evaluates: whether evaluation is tested.
     """
@@ -25,6 +26,7 @@ class Row(NamedTuple):
     engine: str
     title: str
     lora: bool = True
+    qlora: bool = False
     logits: str = "yes"
     evaluates: bool = True
 
@@ -35,20 +37,23 @@ class Row(NamedTuple):
             first += " --late evaluation"
         elif self.engine not in SEQUENCES:
             first += " --evaluate --metric"
-        return [first, f"{self.engine} --layers{' --lora' * self.lora}"]
+        alone = "" if self.engine in SEQUENCES else " --alone"  # which do so without asking
+        found = [first, f"{self.engine} --layers{' --lora' * self.lora}{alone}"]
+        return found + [f"{self.engine} --layers --quantized --alone"] * self.qlora
 
     def cells(self) -> Iterator[str]:
         """Yield what the table says, as the cases have shown."""
         yield from ("yes", "yes", "yes")
         yield "yes" if self.lora else ""
+        yield "yes" if self.qlora else ""
         yield self.logits
         yield "fused" if self.evaluates else ""
 
 
 SEQUENCES = ("context", "ulysses")
 ROWS = (
-    Row("ddp", "DistributedDataParallel"),
-    Row("accelerate_fsdp2", "accelerate, FSDP2"),
+    Row("ddp", "DistributedDataParallel", qlora=True),
+    Row("accelerate_fsdp2", "accelerate, FSDP2", qlora=True),
     Row("transformers_fsdp", "Transformers, `DistributedConfig(fsdp_size=...)`", lora=False),
     Row("fsdp2", "`fully_shard`, the head with the root"),
     Row("fsdp2_resharded", "… `reshard_after_forward=True` at the root", logits=UNSHARD),
@@ -56,8 +61,8 @@ ROWS = (
     Row("fsdp2_offload", "… with CPU offload"),
     Row("hsdp_replicated_head", "… on a mesh of two dimensions (HSDP)"),
     Row("zero1", "DeepSpeed ZeRO-1"),
-    Row("zero2", "DeepSpeed ZeRO-2"),
-    Row("zero3", "DeepSpeed ZeRO-3"),
+    Row("zero2", "DeepSpeed ZeRO-2", qlora=True),
+    Row("zero3", "DeepSpeed ZeRO-3", qlora=True),
     Row("tensor_parallel", "Tensor parallel", lora=False, logits=ON_EVERY_RANK),
     Row("context", "Context parallel (accelerate, Trainer)", logits=""),
     Row("ulysses", "Ulysses (DeepSpeed, Trainer)", logits="", evaluates=False),

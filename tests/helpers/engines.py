@@ -6,12 +6,11 @@ CPU, or of an NCCL group with a GPU each.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_models import saved
 from gloo_group import compile_no_collectives
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -53,10 +52,16 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of a step, whole, on every rank."""
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        return {name: whole(each).cpu() for name, each in gradients.items() if each is not None}
+
     def weights(self) -> dict[str, Tensor]:
-        """All parameters, whole, on every rank."""
+        """All that are trained, whole, on every rank."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with torch.no_grad():
-            return {name: whole(p).cpu() for name, p in self.model.named_parameters()}
+            return {name: whole(p).cpu() for name, p in trained.items()}
 
 
 def whole(parameter: Any) -> Tensor:
@@ -130,32 +135,23 @@ def accelerate_fsdp2_linear(model: PreTrainedModel) -> Engine:
 
 
 def _accelerate_fsdp2(model: PreTrainedModel, *units: str) -> Engine:
-    """``Accelerator.prepare`` on GPUs; elsewhere, where that does not shard, its own function."""
+    """``Accelerator.prepare``."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=list(units),
     )
-    if dist.get_backend() == "nccl":
-        accelerator = Accelerator(fsdp_plugin=plugin)
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
-        prepared, optimizer = accelerator.prepare(model, optimizer)
-        engine = Engine(prepared, prepared)
-        engine.optimizer = optimizer
-        return engine
-    stand_in: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh_of_all(),
-        parallelism_config=SimpleNamespace(fsdp_dim_names=("all",)),
-        mixed_precision="no",
-        is_main_process=dist.get_rank() == 0,
-        device=model.device,
-    )
-    prepared = fsdp2_prepare_model(stand_in, model)
-    return Engine(prepared, prepared)
+    on_cpu = dist.get_backend() != "nccl"
+    if on_cpu:
+        shard_on_cpus()
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin)
+    engine = Engine(model, model)
+    prepared, optimizer = accelerator.prepare(model, engine.optimizer)
+    engine.module = engine.model = prepared
+    engine.optimizer = optimizer
+    return engine
 
 
 def shard_on_cpus() -> None:
@@ -199,13 +195,8 @@ def transformers_fsdp(model: PreTrainedModel) -> Engine:
     from liger_patch import apply_patch, patch_status
 
     is_patched = patch_status(model).patched
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
     config = DistributedConfig(fsdp_size=dist.get_world_size())
-    loaded = type(model).from_pretrained(folder[0], distributed_config=config)
+    loaded = type(model).from_pretrained(saved(model), distributed_config=config)
     loaded.train()
     if is_patched:
         apply_patch(loaded)
@@ -272,6 +263,13 @@ class DeepSpeed(Engine):
 
     def step(self) -> None:
         self.module.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = {name: safe_get_full_grad(p) for name, p in trained.items()}
+        return {n: each.detach().cpu().clone() for n, each in gradients.items() if each is not None}
 
     def weights(self) -> dict[str, Tensor]:
         import deepspeed

@@ -12,18 +12,17 @@ import contextlib
 import os
 import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from distributed_step import count_logits, device
+from engine_models import saved
 from engines import mesh_of_all, tensor_parallel, whole
 from gloo_group import join, leave
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -174,18 +173,14 @@ def head_alone(model: Any) -> Any:
 
 def transformers_plan(model: Any) -> Any:
     """Transformers' own plan, of a checkpoint."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
+    folder = saved(model)
     try:
         from transformers.distributed import DistributedConfig
 
         how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan="auto")}
     except TypeError:  # of older versions, which know no plan
         how = {"tp_plan": "auto"}
-    loaded = type(model).from_pretrained(folder[0], **how)
+    loaded = type(model).from_pretrained(folder, **how)
     loaded.train()
     return loaded
 

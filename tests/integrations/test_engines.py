@@ -16,6 +16,7 @@ from gloo_group import run
 from sections import check_section
 
 pytest.importorskip("accelerate", minversion="1.15")
+pytest.importorskip("bitsandbytes")
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
 
