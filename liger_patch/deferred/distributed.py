@@ -9,7 +9,6 @@ engine's own collectives, and so has to happen on every rank or on none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,8 +150,16 @@ def distributed_inputs(
 
 def distributed_call(hidden_states: Tensor, weight: Any, bias: Any, head: Head) -> HeadCall:
     """Return the product of such inputs, whose values the engine's own collectives give."""
-    product = partial(_product, weight.device_mesh)
-    return HeadCall.of(hidden_states, weight, bias, head, product=product)
+    return HeadCall.of(hidden_states, weight, bias, head, product=distributed_product)
+
+
+def distributed_product(hidden_states: Tensor, weight: Any, bias: Any = None) -> Any:
+    """Compute the real logits as the engine does: a ``DTensor`` from plain hidden states."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    replicated = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
+    return nn.functional.linear(replicated, weight, bias)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -166,16 +173,6 @@ def _has_own_rows(parameter: Any, mesh: Any) -> bool:
         return False
     (placement,) = parameter.placements
     return type(placement) is Shard and placement.dim == 0
-
-
-def _product(
-    mesh: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Compute the real logits, as the engine does."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    replicated = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
-    return nn.functional.linear(replicated, weight, bias)
 
 
 class _Waited(torch.autograd.Function):

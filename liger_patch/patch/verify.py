@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from liger_patch.deferred.distributed import is_distributed
+from liger_patch.deferred.distributed import (
+    distributed_product,
+    is_distributed,
+    local_tensor,
+    own_rows,
+)
 from liger_patch.deferred.fuse import Parts
 from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.kernels import reference
@@ -38,10 +43,9 @@ def disagreement(
     The truth is the ordinary computation in float32 (float64 for float32 inputs). The fused results
     may be as far from it as EAGER_ERRORS times the ordinary computation in the model's own dtype
     is, plus ROUNDINGS eps of the largest value. Takes the mean over the slice, whatever ``reduced``
-    says. Needs two copies of the head's weight in the wider dtype.
+    says. Needs two copies of the head's weight in the wider dtype: where the vocabulary is
+    distributed, of this rank's rows. Then every rank must call this, and all return the same.
     """
-    if is_distributed(parts.weight):
-        return "cannot compare a head whose vocabulary is distributed"
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
         return None
@@ -50,11 +54,15 @@ def disagreement(
     )
 
     def fused(inputs: HeadInputs) -> Tensor:
+        weight, bias, shard = inputs.weight, inputs.bias, None
+        if is_distributed(weight):
+            weight, bias, shard = own_rows(weight, bias)
         return linear_cross_entropy(
             inputs.hidden_states,
-            inputs.weight,
+            weight,
             labels,
-            bias=inputs.bias,
+            bias=bias,
+            vocab_shard=shard,
             low_rank=_pair(inputs),
             ignore_index=ignore_index,
             softcap=parts.softcap,
@@ -65,6 +73,9 @@ def disagreement(
         )
 
     def ordinary(inputs: HeadInputs) -> Tensor:
+        if is_distributed(inputs.weight):
+            logits = distributed_product(inputs.hidden_states, inputs.weight, inputs.bias)
+            return reference.cross_entropy(logits.full_tensor(), labels, options=options)
         return reference.linear_cross_entropy(
             inputs.hidden_states,
             _plain_weight(inputs),
@@ -80,8 +91,10 @@ def disagreement(
     ours = _loss_and_gradients(fused, inputs, dtype)
     rounding = ROUNDINGS * torch.finfo(dtype).eps
     for name, value in truth.items():
-        off, eager_off = _error(ours[name], value), _error(eager[name], value)
-        allowed = EAGER_ERRORS * eager_off + rounding * value.abs().max().item()
+        off, eager_off, largest = _largest(
+            [ours[name] - value, eager[name] - value, value], parts.weight
+        )
+        allowed = EAGER_ERRORS * eager_off + rounding * largest
         if not off <= allowed:
             return (
                 f"found a difference on the first {len(labels)} supervised tokens. "
@@ -157,10 +170,17 @@ def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> d
     without_autocast = torch.autocast(inputs.hidden_states.device.type, enabled=False)
     with torch.enable_grad(), no_hooks_of_saved_tensors(), without_autocast:
         value = loss(HeadInputs(**leaves))
-        gradients = torch.autograd.grad(value, list(wanted.values()))
+        gradients = map(local_tensor, torch.autograd.grad(value, list(wanted.values())))
     names = [f"gradient of the {name.replace('_', ' ')}" for name in wanted]
     return {"loss": value.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def _error(truth: Tensor, value: Tensor) -> float:
-    return (value.to(truth.dtype) - truth).abs().max().item()
+def _largest(tensors: list[Tensor], weight: Any) -> list[float]:
+    """Return the largest absolute value of each, over the ranks that share the vocabulary."""
+    values = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+    largest = torch.stack(values)
+    if is_distributed(weight):
+        distributed.all_reduce(
+            largest, distributed.ReduceOp.MAX, group=weight.device_mesh.get_group()
+        )
+    return largest.tolist()

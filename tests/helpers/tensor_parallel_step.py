@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from distributed_step import count_logits, device
@@ -23,6 +24,7 @@ from engines import mesh_of_all, tensor_parallel, whole
 from gloo_group import join, leave
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,8 +34,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_patch import apply_patch, patch_status
-from liger_patch.registry import available
+from liger_patch import apply_patch, linear_cross_entropy, patch_status, registry
+from liger_patch.patch import verify
+from liger_patch.registry import ARCHITECTURES, available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
 
@@ -47,6 +50,8 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--untested", action="store_true", help="without a row")
+    parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
     parser.add_argument("--fallback", default="")
     for case in cases:
         print(f"case {case}", flush=True)
@@ -62,11 +67,17 @@ def check(arguments: argparse.Namespace) -> None:
     }
     expected = step(alone, batch)
     model = distributed(arguments)
-    apply_patch(model, layers=arguments.layers)
+    with patch.object(registry, "ARCHITECTURES", () if arguments.untested else ARCHITECTURES):
+        apply_patch(model, layers=arguments.layers)
     os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
     context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
     with context, warnings.catch_warnings():
         warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
+        if arguments.untested:
+            warnings.filterwarnings("ignore", "liger_patch has no test of")
+        if arguments.verify or arguments.untested:  # which gathers logits of a few tokens, once
+            with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
+                step(model, batch)
         with count_logits() as computed, Gathers() as gathers:
             results = step(model, batch)
         status = patch_status(model)
@@ -75,6 +86,7 @@ def check(arguments: argparse.Namespace) -> None:
             assert arguments.fallback in (status.reason or ""), status.reason
         else:
             assert status.fused, status.reason
+            assert status.architecture == ("verified" if arguments.untested else "tested")
             assert not computed, f"real logits were computed {len(computed)} times"
             largest = batch["labels"].numel() * model.config.hidden_size
             assert gathers.largest <= largest, "logits were gathered"
@@ -84,6 +96,12 @@ def check(arguments: argparse.Namespace) -> None:
             assert off <= (LOSS if name == "loss" else GRADIENTS), f"{name} is off by {off:.3g}"
         check_evaluation(model, alone, batch, fused=not arguments.fallback)
         check_loss_of_logits(model, alone, batch)
+
+
+def compared_loss(arguments: argparse.Namespace) -> Callable[..., Tensor]:
+    """The fused loss that is compared: a wrong one, where asked for, on one rank alone."""
+    factor = 1.001 if arguments.wrong and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+    return lambda *args, **options: factor * linear_cross_entropy(*args, **options)
 
 
 class Gathers(TorchDispatchMode):

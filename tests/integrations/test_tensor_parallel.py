@@ -23,7 +23,10 @@ def test_plans_of_torch(tmp_path: Path) -> None:
         "sharded --model gemma2 --layers",
         "sharded --model cohere --tied",
         "sequence",
-        'gathered --verify --fallback "LIGER_PATCH_VERIFY cannot compare"',
+        "gathered --verify --model gemma2",
+        "gathered --untested",
+        "sharded --untested --layers",
+        'gathered --verify --wrong --fallback "found a difference"',
     )
 
 
