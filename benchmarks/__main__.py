@@ -28,6 +28,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
     "distributed_step": "steps of whole models on several GPUs, and a distributed head",
     "convergence": "losses of small models, trained with and without the patch",
+    "distributed_convergence": "losses under FSDP2 and ZeRO-3 beside those of one GPU",
 }
 SHOW = {"show": "print the tables of reports, and draw their pictures"}
 
@@ -89,7 +90,7 @@ def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = BENCHMARKS | SHOW
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
-        description="names:\n" + "\n".join(f"  {name:22s}{what}" for name, what in names.items()),
+        description="names:\n" + "\n".join(f"  {name:24s}{what}" for name, what in names.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=names, metavar="NAME", help="one of these names")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .convergence_report import judgement, losses
+from .drift_report import FACTOR, drifts, verdicts
 from .lora_report import RATIO, first_steps, ratios
 
 RESULTS = Path(__file__).parent / "results"
@@ -280,6 +281,15 @@ def convergence_table(report: dict) -> str:
     return _document(report, losses(report), note)
 
 
+def drift_table(report: dict) -> str:
+    said = ", ".join(f"{v.engine} {v}" for v in verdicts(report["distributed_convergence"]))
+    note = (
+        f", {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
+        f"half an eps at most. The patched runs: {said}, times {FACTOR:g}. {{command}}."
+    )
+    return _document(report, drifts(report), note)
+
+
 def layer_kernels_table(report: dict) -> str:
     """Format a line a case, a column a contender; a cell has both directions."""
     rows = report["layer_kernels"]
@@ -308,6 +318,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "distributed_steps": distributed_table,
     "distributed_heads": distributed_heads_table,
     "convergence": convergence_table,
+    "distributed_convergence": drift_table,
     "layer_kernels": layer_kernels_table,
 }
 
