@@ -100,7 +100,7 @@ def compare(
 ) -> None:
     """In bf16, both have errors: ours at most twice eager's, and one eps."""
     truth = None
-    if arguments.engine == "fsdp2_mixed":
+    if arguments.engine.endswith("_mixed"):
         in_float32 = argparse.Namespace(**vars(arguments) | {"engine": "fsdp2_head"})
         truth = train(make_engine(in_float32, patch=False), arguments)
     for name, value in expected.items():

@@ -29,6 +29,7 @@ class Engine:
         model: the Transformers model within, or PEFT's around it.
         shares_batch: whether all ranks are given the same.
         loss_scale: the factor on the loss of each forward pass.
+        accelerator: accelerate's, where that has made it.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, shares_batch: bool = False) -> None:
@@ -36,6 +37,7 @@ class Engine:
         trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.SGD(trained, RATE, foreach=False)
         self.loss_scale = 1.0
+        self.accelerator: Any = None
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -43,7 +45,10 @@ class Engine:
     def synchronize(self, enabled: bool) -> None:
         """Say whether the next backward passes reduce the gradients over the ranks."""
         module: Any = self.module
-        module.set_requires_gradient_sync(enabled)
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = enabled  # no_sync(), for longer than a block
+        else:
+            module.set_requires_gradient_sync(enabled)
 
     def end_batch(self) -> None:
         """End a forward and backward pass which is not the last of its step."""
@@ -134,23 +139,32 @@ def accelerate_fsdp2_linear(model: PreTrainedModel) -> Engine:
     return _accelerate_fsdp2(model, type(base_of(model).model.layers[0]).__name__, "Linear")
 
 
-def _accelerate_fsdp2(model: PreTrainedModel, *units: str) -> Engine:
+def accelerate_fsdp2_mixed(model: PreTrainedModel) -> Engine:
+    """accelerate's autocast, and its policy of mixed precision."""
+    layer = type(base_of(model).model.layers[0]).__name__
+    return _accelerate_fsdp2(model, layer, mixed_precision="bf16")
+
+
+def _accelerate_fsdp2(model: PreTrainedModel, *units: str, **options: Any) -> Engine:
     """``Accelerator.prepare``."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=list(units),
+        state_dict_type="SHARDED_STATE_DICT",
     )
     on_cpu = dist.get_backend() != "nccl"
     if on_cpu:
         shard_on_cpus()
-    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, **options)
     engine = Engine(model, model)
     prepared, optimizer = accelerator.prepare(model, engine.optimizer)
     engine.module = engine.model = prepared
-    engine.optimizer = optimizer
+    engine.optimizer, engine.accelerator = optimizer, accelerator
     return engine
 
 
@@ -303,6 +317,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "hsdp_replicated_head": fsdp2("lm_head", replicas=2),
     "accelerate_fsdp2": accelerate_fsdp2,
     "accelerate_fsdp2_linear": accelerate_fsdp2_linear,
+    "accelerate_fsdp2_mixed": accelerate_fsdp2_mixed,
     "transformers_fsdp": transformers_fsdp,
     "tensor_parallel": tensor_parallel,
     "device_map": device_map,

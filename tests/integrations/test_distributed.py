@@ -21,7 +21,9 @@ def steps(folder: Path, *cases: str, device: str = "cpu") -> None:
 
 def test_wrappers_of_torch(tmp_path: Path) -> None:
     engines = ["ddp", "ddp_unused", "ddp_static"]
-    steps(tmp_path, *engines, *(f"{engine} --layers" for engine in engines))
+    steps(
+        tmp_path, *engines, *(f"{engine} --layers" for engine in engines), "ddp --no-sync --alone"
+    )
 
 
 @fully_shard
@@ -69,7 +71,17 @@ def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
         "accelerate_fsdp2 --tied",
         "accelerate_fsdp2_linear --layers --evaluate",
         "accelerate_fsdp2_linear --lora --layers",
+        "accelerate_fsdp2 --no-sync --alone",
+        "accelerate_fsdp2_mixed --layers",
     )
+
+
+@fully_shard
+def test_sharded_checkpoints(tmp_path: Path) -> None:
+    """Of PyTorch's functions and of accelerate's, into unpatched and patched models."""
+    pytest.importorskip("accelerate", minversion="1.15")
+    engines = "fsdp2_head", "hsdp_replicated_head", "accelerate_fsdp2"
+    run("sharded_checkpoints.py", str(tmp_path), *engines)
 
 
 @fully_shard

@@ -65,6 +65,28 @@ def test_the_examples_configurations_train(engine: str) -> None:
     assert (result["processes"], result["ordinary_because"]) == (2, None)
 
 
+@pytest.mark.slow
+def test_the_example_of_tensor_parallelism_trains() -> None:
+    """As its command starts it, on CPUs."""
+    script = "examples/tensor_parallel.py"
+    assert f"`torchrun --nproc-per-node 2 {script}`" in DOCUMENT.read_text(encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    done = subprocess.run(
+        [*launch, "--device", "cpu", "--steps", "3", "--vocab-size", "300"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", done.stdout, re.M)
+    losses = torch.tensor([[float(each) for each in line] for line in lines])
+    assert len(losses) == 3
+    torch.testing.assert_close(losses[:, 1], losses[:, 0])
+    assert losses[-1, 0] < losses[0, 0] - 0.01
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_configuration_says_what_starts_it(path: Path) -> None:
     config = pytest.importorskip("accelerate.commands.config.config_args")
