@@ -1,5 +1,5 @@
-"""Heads under PyTorch's FSDP2 (``fully_shard``): units of modules, whose parameters are gathered
-for the forward and the backward pass of the unit.
+"""Heads under PyTorch's FSDP: units of modules, whose parameters are gathered for the forward and
+the backward pass of the unit. But for ``has_flat_units``, all of it is of FSDP2 (``fully_shard``).
 
 There is no public API for this: attributes of torch 2.6 to 2.13 are read.
 """
@@ -21,6 +21,12 @@ def resharding_units(head: nn.Module) -> list[Any]:
     """
     units: list[Any] = [m for m in head.modules() if _is_unit(m)]
     return [unit for unit in units if any(map(_reshards, groups_of(unit._get_fsdp_state())))]
+
+
+def has_flat_units(head: nn.Module) -> bool:
+    """Return whether units of FSDP1 (``FullyShardedDataParallel``) are in a head, or are it."""
+    names = (cls.__name__ for module in head.modules() for cls in type(module).__mro__)
+    return "FullyShardedDataParallel" in names
 
 
 def _is_unit(module: nn.Module) -> bool:

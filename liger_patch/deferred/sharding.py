@@ -1,8 +1,9 @@
 """Heads whose weight an engine frees before the loss: keep what was gathered for the head's call.
 
 The head is the last layer of the forward pass and the first of the backward pass, so what was
-gathered for the one serves the other (FSDP2), and the engine reduces its gradient as its own. No
-rank gathers anything for the loss: what a rank does with its batch changes nothing for the others.
+gathered for the one serves the other (FSDP2), or a copy of it stays for the loss (FSDP1), and the
+engine reduces its gradient as its own. No rank gathers anything for the loss: what a rank does with
+its batch changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from liger_patch.deferred.fully_sharded import (
     can_be_kept,
     free_what_was_kept,
+    has_flat_units,
     resharding_units,
     without_resharding,
 )
@@ -30,13 +32,13 @@ def why_weight_is_freed(head: nn.Module) -> str | None:
     itself or within ``keeping_weight``.
     """
     freed = "frees the head's weight before the loss"
-    if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(head).__mro__):
-        return "FSDP shards the head on its own and frees its weight before the loss"
     units = resharding_units(head)
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         engine, is_known = "DeepSpeed ZeRO-3", has_known_hooks(head)
     elif units:
         engine, is_known = "FSDP", all(map(can_be_kept, units))
+    elif has_flat_units(head):
+        engine, is_known = "FSDP", True
     else:
         return None
     if not is_known:
@@ -69,7 +71,8 @@ def keeping_weight(head: nn.Module) -> Iterator[Hold]:
     within this context and within ``keeping_units``.
 
     Without gradients there is no backward pass that would free it: FSDP does so after the head's
-    call, and a copy stays for as long as the logits do.
+    call, and a copy stays for as long as the logits do. So it does with gradients under FSDP1,
+    which gathers the weight again before the backward pass.
 
     Yields:
         what makes a gathered parameter of the head one that stays.
@@ -78,7 +81,7 @@ def keeping_weight(head: nn.Module) -> Iterator[Hold]:
         with calling_hooks_later(head):
             yield _values
     else:
-        yield _copy if resharding_units(head) else _itself
+        yield _copy if has_flat_units(head) or resharding_units(head) else _itself
 
 
 def _itself(parameter: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ ROWS = (
     Row("fsdp2_head", "… of the head alone, resharded"),
     Row("fsdp2_offload", "… with CPU offload"),
     Row("hsdp_replicated_head", "… on a mesh of two dimensions (HSDP)"),
+    Row("fsdp1", "FSDP1 (`FullyShardedDataParallel`), the head with the root"),
+    Row("fsdp1_head", "… the head a unit of its own"),
     Row("zero1", "DeepSpeed ZeRO-1"),
     Row("zero2", "DeepSpeed ZeRO-2", qlora=True),
     Row("zero3", "DeepSpeed ZeRO-3", qlora=True),

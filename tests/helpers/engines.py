@@ -116,6 +116,52 @@ def fsdp2(
     return make
 
 
+def fsdp1(*more: type[nn.Module]) -> Callable[[PreTrainedModel], Engine]:
+    """PyTorch's older ``FullyShardedDataParallel``: each layer a unit, and modules of these types;
+    the rest with the root.
+    """
+
+    def make(model: PreTrainedModel) -> Engine:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        units = {type(base_of(model).model.layers[0]), *more}
+        module = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy(units),
+            use_orig_params=True,
+            device_id=model.device,
+        )
+        return FSDP1(module, model)
+
+    return make
+
+
+class FSDP1(Engine):
+    def synchronize(self, enabled: bool) -> None:
+        modules: Any = self.module.modules()
+        for module in (module for module in modules if hasattr(module, "_sync_gradients")):
+            module._sync_gradients = enabled  # no_sync(), for longer than a block
+
+    def gradients(self) -> dict[str, Tensor]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module: Any = self.module
+        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+            return self._named(super().gradients())
+
+    def weights(self) -> dict[str, Tensor]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module: Any = self.module
+        with FullyShardedDataParallel.summon_full_params(module):
+            return self._named(super().weights())
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As without the wrappers."""
+        return {name.replace("_fsdp_wrapped_module.", ""): t for name, t in tensors.items()}
+
+
 def fsdp2_mixed(model: PreTrainedModel) -> Engine:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -306,6 +352,8 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "ddp": ddp(),
     "ddp_unused": ddp(find_unused_parameters=True),
     "ddp_static": ddp(static_graph=True),
+    "fsdp1": fsdp1(),
+    "fsdp1_head": fsdp1(nn.Linear),
     "fsdp2": fsdp2(),
     "fsdp2_resharded": fsdp2(reshard_after_forward=True),
     "fsdp2_head": fsdp2("lm_head"),

@@ -59,6 +59,18 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
     )
 
 
+def test_fsdp1(tmp_path: Path) -> None:
+    """A copy of the weight stays where the head is a unit."""
+    pytest.importorskip("peft")
+    steps(
+        tmp_path,
+        "fsdp1 --layers --no-sync",
+        "fsdp1_head --evaluate --labels none --metric",
+        "fsdp1_head --no-sync --late evaluation",
+        "fsdp1_head --layers --lora --alone",
+    )
+
+
 @fully_shard
 def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
     fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
@@ -137,6 +149,16 @@ def test_engines_on_gpus(tmp_path: Path) -> None:
         "accelerate_fsdp2 --layers",
         "accelerate_fsdp2 --tied",
         "fsdp2_resharded --late backward",
+        "fsdp1_head --layers",
         "tensor_parallel --layers",
         device="cuda",
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_qlora_on_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    engines = "ddp", "accelerate_fsdp2", "zero3"
+    cases = [f"{engine} --quantized --layers --alone" for engine in engines]
+    steps(tmp_path, *cases, device="cuda")
