@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -68,13 +69,14 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         given = getattr(options, argument.strip("-").replace("-", "_"))
         if given and importlib.util.find_spec(module) is None:
             parser.error(f"argument {argument}: it needs {module}, which is not installed")
-    if options.plot and not options.plot.absolute().parent.is_dir():
-        parser.error(f"argument --plot: expected a file in an existing folder, got {options.plot}")
+    reason = options.plot and _why_no_picture(options.plot)
+    if reason:
+        parser.error(f"argument --plot: expected {reason}, got {options.plot}")
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import GIB, estimate
+    from liger_patch.cli.estimate import GIB, estimate, most_positions
     from liger_patch.cli.model import Row, build, load_config
 
     dtype = getattr(torch, options.dtype)
@@ -103,12 +105,27 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     if options.json:
         print(report.as_json(options.model, row, sizes.parameters, estimates))
     else:
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        title = report.title(options.model, row, sizes.parameters, positions)
+        title = report.title(options.model, row, sizes.parameters, most_positions(config))
         print(report.table(title, estimates))
     if options.plot:
         report.plot(options.plot, options.model, estimates)
     return 0
+
+
+def _why_no_picture(path: Path) -> str | None:
+    """Return what a picture's path must be and is not; None for a good one."""
+    from matplotlib.figure import Figure
+
+    if not path.absolute().parent.is_dir():
+        return "a file in an existing folder"
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.is_dir() or path.suffix.removeprefix(".").lower() not in kinds:
+        return f"a file whose name ends with one of .{', .'.join(sorted(kinds))}"
+    return (
+        None
+        if os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+        else ("a file that can be written")
+    )
 
 
 def _whole(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import transformers
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ARCHITECTURES", "Architecture", "available", "find", "missing", "row_of"]
+CLOSEST = 3  # rows that an error names
 
 
 def row_of(model: PreTrainedModel) -> Architecture | None:
@@ -27,16 +29,18 @@ def row_of(model: PreTrainedModel) -> Architecture | None:
 def find(model: PreTrainedModel) -> Architecture:
     """Return the row of `model`.
 
-    Raises ValueError, naming every tested architecture, where there is none.
+    Raises ValueError, naming the most similar rows, where there is none.
     """
     row = row_of(model)
     if row is not None:
         return row
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    supported = "\n".join(f"  {row.model_type}: {row.class_name}" for row in ARCHITECTURES)
+    rows = [f"{row.model_type}: {row.class_name}" for row in ARCHITECTURES]
+    closest = get_close_matches(f"{model_type}: {type(model).__name__}", rows, CLOSEST, cutoff=0.0)
     raise ValueError(
         f"model is a {type(model).__name__} with config.model_type {model_type!r}, which has no "
-        f"row in liger_patch.registry. Expected one of\n{supported}"
+        f"row in liger_patch.registry. The most similar of its {len(rows)} rows are "
+        f"{'; '.join(closest)}. docs/models.md and liger_patch.registry.available() list all"
     )
 
 

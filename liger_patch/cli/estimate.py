@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
-from liger_patch.cli.model import Row, Sizes, build
+from liger_patch.cli.model import Row, Sizes, build, described
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
@@ -63,21 +64,40 @@ def estimate(config: Any, row: Row, reserve: int = GIB) -> list[Estimate]:
         reserve: bytes of each GPU that a step cannot have: CUDA's context, fragmentation.
 
     Raises:
-        ValueError: a model whose step cannot be traced.
+        ValueError: a model that cannot be built or traced; the message says which of its steps
+            failed, and how.
     """
     found = []
-    for contender in CONTENDERS if _is_supported(config, row) else [EAGER]:
-        try:
+    with _explained(config, "can be built from its config"):
+        contenders = CONTENDERS if _is_supported(config, row) else [EAGER]
+    for contender in contenders:
+        what = f"takes a step of {row.length} tokens, as {contender.name} runs it,"
+        with _explained(config, what):
             trace, sizes = trace_step(config, row, contender)
+        with _explained(config, "takes steps of several lengths"):
             longest = longest_rows(config, row, contender, sizes, reserve)
-        except (RuntimeError, NotImplementedError) as error:
-            first, *_ = str(error).splitlines() or [type(error).__name__]
-            raise ValueError(
-                "MODEL must be one whose step runs on the meta device, without values, got "
-                f"{config.model_type!r}: {first}"
-            ) from error
         found.append(Estimate(contender.name, parts_at_peak(trace, sizes, row), longest))
     return found
+
+
+@contextmanager
+def _explained(config: Any, what: str) -> Iterator[None]:
+    """Raise the error of any model's code as a ValueError that says what it cannot do."""
+    try:
+        yield
+    except Exception as error:
+        positions = most_positions(config)
+        ends = "" if positions is None else f", with {positions:,} positions"
+        raise ValueError(
+            f"MODEL must be one that {what} on the meta device, without values, got "
+            f"{config.model_type!r}{ends}: {described(error)}"
+        ) from error
+
+
+def most_positions(config: Any) -> int | None:
+    """Return how many positions a model's text has, None where its config does not say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def _is_supported(config: Any, row: Row) -> bool:
@@ -162,6 +182,9 @@ class Growth:
     def of(cls, config: Any, row: Row, contender: Contender) -> Growth | None:
         """Trace the steps; None where they do not allocate the same pieces."""
         first = max(LEAST_PROBED, 2 * _window(config))
+        positions = most_positions(config)
+        if positions is not None and not _window(config):
+            first = min(first, max(1, positions // 4))  # a table of positions may end there
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
         traces = [trace_step(config, replace(row, length=each), contender)[0] for each in lengths]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.pytorch_utils import Conv1D
 
 BITS_4 = 0.5 + 4 / 64  # bytes a weight in nf4, with a float32 scale for 64 of them
 DOUBLE_QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)  # scales in 8 bits, for 256 of them in float32
@@ -77,13 +78,19 @@ def load_config(model: str) -> Any:
     place = os.path.expanduser(model)
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # also Transformers' own, of fields that a config cannot have
         raise ValueError(
             "MODEL must be a name in the local Hugging Face cache, a folder or a config.json, "
-            f"got {model!r}"
+            f"got {model!r}: {described(error)}"
         ) from error
     _model_class(config)
     return config
+
+
+def described(error: Exception) -> str:
+    """Return the kind of an error and its first line."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _model_class(config: Any) -> Any:
@@ -102,12 +109,22 @@ def build(config: Any, row: Row) -> tuple[Any, Sizes]:
             config, dtype=row.dtype, attn_implementation=row.attention
         )
         model.tie_weights()  # Transformers 5.0 has not yet
+        if row.bits == 4:
+            _make_linear(model)
         head = model.get_output_embeddings()
         linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
         if row.lora_rank is not None:
             model = _with_adapters(model, row)
     quantized = linear if row.bits == 4 else []
     return model.train(), _sizes(model, row, quantized)
+
+
+def _make_linear(model: nn.Module) -> None:
+    """Replace the transposed linear layers of GPT-2, as bitsandbytes' quantizer does."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(*module.weight.shape, dtype=module.weight.dtype)
+            model.set_submodule(name, linear)
 
 
 def _with_adapters(model: Any, row: Row) -> Any:

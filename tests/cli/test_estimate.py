@@ -10,7 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CohereConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    BertConfig,
+    ChameleonConfig,
+    CohereConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from liger_patch.cli import estimate as estimates
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
@@ -75,6 +82,50 @@ def test_4_bits_leave_the_head_and_the_embeddings(config: LlamaConfig) -> None:
     others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
     rest = sum(each.numel() * each.dtype.itemsize for each in others)
     assert sizes.weights == pytest.approx(0.5625 * linear + rest, abs=1024)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_4_bits_count_the_transposed_layers_of_gpt_2() -> None:
+    config = GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY)
+    row = replace(ROW, lora_rank=4, bits=4)
+    model, sizes = build(config, row)
+    linear = sum(each.weight.numel() for each in sizes.quantized)
+    assert linear == LAYERS * 12 * HIDDEN * HIDDEN  # c_attn 3, c_proj 1, feed-forward 4 and 4
+    others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
+    rest = sum(each.numel() * each.dtype.itemsize for each in others)
+    assert sizes.weights == pytest.approx(0.5625 * linear + rest, abs=1024)
+    in_16_bits = build(config, replace(row, bits=None))[1]
+    assert in_16_bits.weights - sizes.weights == pytest.approx((2 - 0.5625) * linear, abs=1024)
+    assert len(estimates.estimate(config, row)) == 4
+
+
+def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
+    config = BertConfig(
+        is_decoder=True,
+        hidden_size=HIDDEN,
+        intermediate_size=SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+    )
+    row = replace(ROW, length=TOKENS // 4)
+    found = estimates.estimate(config, row)
+    assert all(each.longest[16] > TOKENS for each in found)
+    growth = estimates.Growth.of(config, row, EAGER)
+    assert growth is not None
+    trace, _ = trace_step(config, replace(row, length=300), EAGER)
+    assert growth.peak(300) == pytest.approx(trace.peak()[0], rel=0.01)
+    message = rf"a step of {2 * TOKENS} tokens, as eager runs it, on .* 'bert', with 512 positions"
+    with pytest.raises(ValueError, match=message):
+        estimates.estimate(config, replace(row, length=2 * TOKENS))
+
+
+def test_what_fails_in_the_models_own_code_is_one_clear_error() -> None:
+    # ChameleonConfig() has no vocabulary_map
+    message = "can be built from its config on the meta device.* 'chameleon'.*: AttributeError: "
+    with pytest.raises(ValueError, match=message):
+        estimates.estimate(ChameleonConfig(), ROW)
 
 
 def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> None:

@@ -62,6 +62,8 @@ def test_json_and_a_picture_of_a_config_file(
         (["--double-quant"], "argument --double-quant: expected --bits 4 too"),
         (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
         (["--plot", "no/such/file.png"], "expected a file in an existing folder, got no/such"),
+        (["--plot", "memory.txt"], "--plot: expected a file whose name ends with one of ."),
+        (["--plot", "."], "--plot: expected a file whose name ends with one of ."),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -87,3 +89,16 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     assert "MODEL must be a model that generates text, got model_type 'vit'" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": "llama", "hidden_size": "wide"}', "[]", "no JSON", '{"a": 1}']
+)
+def test_a_config_that_is_none(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tmp_path)])
+    message = "MODEL must be a name in the local Hugging Face cache, a folder or a config.json"
+    assert message in capsys.readouterr().err
