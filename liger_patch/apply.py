@@ -46,8 +46,9 @@ def apply_patch(
     A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
     and ``outputs.logits`` are computed lazily. Where position ids that restart, ``cu_seq_lens_q``
     or ``seq_idx`` say that rows hold several sequences, no token predicts the first of the next
-    one. But for ``layers``, a call without labels is not touched. Patching a patched model again
-    replaces all options.
+    one. ``loss_weights`` (B, T) beside labels (B, T) weigh each token's loss: the mean is then the
+    weighted mean. But for ``layers``, a call without labels is not touched. Patching a patched
+    model again replaces all options.
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in

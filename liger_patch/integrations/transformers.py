@@ -1,5 +1,5 @@
 """Transformers' Trainer: a callback that patches its model, for scripts that only take callbacks,
-and a Trainer for means of sequences over several forward passes.
+and a Trainer for weights of tokens and for means of sequences over several forward passes.
 
     Trainer(model=model, callbacks=[LigerPatchCallback()], ...).train()
 
@@ -8,7 +8,8 @@ and a Trainer for means of sequences over several forward passes.
     Trainer(model=model, ...).train()
 
 Transformers' own Trainer tells a model how many tokens the forward passes of one optimizer step
-have, on all devices. This one also tells it how many sequences.
+have, on all devices. This one also tells it how many sequences, or the sum of the column
+``loss_weights`` of a data set.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 from liger_patch.apply import apply_patch, patch_status, transformers_model
+from liger_patch.integrations.loss_weights import WeightedTokens
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
     NUM_SEQUENCES,
@@ -28,14 +30,16 @@ from liger_patch.patch.packing import (
 )
 
 
-class Trainer(transformers.Trainer):
-    """``transformers.Trainer``, exact for ``apply_patch(model, loss_average="sequence")`` under
-    gradient accumulation and on several devices. With any other model it is Transformers'.
+class Trainer(WeightedTokens, transformers.Trainer):
+    """``transformers.Trainer``, exact for ``apply_patch(model, loss_average="sequence")`` and for
+    data sets with a column ``loss_weights``, one for each token, under gradient accumulation and on
+    several devices. With any other model and data it is Transformers'.
 
     Raises:
-        ValueError: such a model with a loss that is computed outside it
+        ValueError: such a model, or such data, with a loss that is computed outside the model
             (``label_smoothing_factor``, ``compute_loss_func``), several GPUs in one process
-            (``torch.nn.DataParallel``), or parallelism that splits sequences.
+            (``torch.nn.DataParallel``), or parallelism that splits sequences; such data with a
+            model that is not patched.
     """
 
     @property
@@ -51,7 +55,7 @@ class Trainer(transformers.Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, torch.Tensor | int | None]:
+    ) -> tuple[list, Any]:
         """Return the batches of a step, each with the number of sequences in all of them."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_items is not None and batches and self._averages_sequences():
@@ -70,7 +74,7 @@ class Trainer(transformers.Trainer):
         model: Any,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Compute Transformers' loss; in an evaluation, the mean over one batch's sequences."""
         if NUM_SEQUENCES not in inputs and self._averages_sequences():

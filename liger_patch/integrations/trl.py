@@ -29,9 +29,21 @@ from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.deferred.fuse import Parts, fused_log_probs
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.integrations.loss_weights import (
+    WeightedTokens,
+    joined,
+    separated,
+    with_means_of_one,
+)
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
+from liger_patch.patch.weights import (
+    LOSS_WEIGHTS,
+    WEIGHT_BITS,
+    take_weights,
+    weights_of_targets,
+)
 
 SUPPORTED = "trl 1.15 and 1.16"
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
@@ -64,14 +76,16 @@ class SFTConfig(trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
-class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
+class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on the kernels of liger_patch.
 
-    Without the flag it is TRL's to the last call. Takes the arguments of ``trl.SFTTrainer``.
+    Without the flag it is TRL's to the last call. Takes the arguments of ``trl.SFTTrainer``. With
+    the flag, a data set of tokens may have a column ``loss_weights``, one for each token.
 
     Raises:
         ValueError: the flag is set, and ``apply_patch`` gave the model options that TRL's loss does
-            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry.
+            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry;
+            or weights of data or a loss that cannot have them.
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
@@ -83,6 +97,46 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
             # nll weighs all tokens of a batch the same, dft does not
             same_gradient = args.loss_type == "nll"
             apply_trl_patch(patched, same_gradient=same_gradient, **kept)
+
+    @property
+    def takes_loss_weights(self) -> bool:
+        return getattr(self.args, "use_liger_patch", False)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *others: Any) -> Any:
+        columns = getattr(dataset, "column_names", None) or list(next(iter(dataset)))
+        is_weighted = getattr(args, "use_liger_patch", False) and LOSS_WEIGHTS in columns
+        if is_weighted:
+            dataset = _with_joined_labels(dataset, columns)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, *others)
+        return dataset.map(separated) if is_weighted else dataset
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss; with weights, their sum is the denominator."""
+        if WEIGHT_BITS in inputs:
+            if self.args.loss_type != "nll":
+                raise ValueError(
+                    f'{LOSS_WEIGHTS} are for loss_type="nll", got {self.args.loss_type!r}'
+                )
+            inputs = with_means_of_one(inputs, num_items_in_batch)
+            num_items_in_batch = None if num_items_in_batch is None else 1.0
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def _with_joined_labels(dataset: Any, columns: list[str]) -> Any:
+    """Return the data set with labels that carry their weights through TRL's preparation."""
+    masks = [name for name in ("completion_mask", "assistant_masks") if name in columns]
+    if "input_ids" not in columns or ("labels" not in columns and masks):
+        raise ValueError(
+            f"the column {LOSS_WEIGHTS!r} needs a data set of tokens, with the column 'input_ids', "
+            f"and with 'labels' where it has masks, got {columns}"
+        )
+
+    def join(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"labels": joined({"labels": sample["input_ids"], **sample})["labels"]}
+
+    return dataset.map(join, remove_columns=[LOSS_WEIGHTS])
 
 
 def apply_trl_patch(
@@ -208,6 +262,7 @@ class _LogProbsCall:
     ) -> Any:
         record = record_of(model)
         assert record is not None
+        weights = take_weights(kwargs)
         own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
@@ -217,11 +272,12 @@ class _LogProbsCall:
         elif self.left_to_trl is not None:
             record.fall_back(self.left_to_trl)
         else:
-            output = self._fused(model, record, forward, args, kwargs, own)
+            same_gradient = self.same_gradient and weights is None
+            output = self._fused(model, record, forward, args, kwargs, own, same_gradient)
             if output is not None:
-                return output
+                return _weighted(output, weights, own)
         assert record.replaced_forward is not None
-        return record.replaced_forward(*args, **kwargs)
+        return _weighted(record.replaced_forward(*args, **kwargs), weights, own)
 
     def _fused(
         self,
@@ -231,6 +287,7 @@ class _LogProbsCall:
         args: tuple,
         kwargs: dict[str, Any],
         own: dict[str, Any],
+        same_gradient: bool,
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
         others = {k: v for k, v in kwargs.items() if k not in own and k != "fused_lm_head"}
@@ -258,7 +315,7 @@ class _LogProbsCall:
             labels.reshape(-1),
             temperature=self.temperature,
             outputs=self.outputs,
-            same_gradient=self.same_gradient,
+            same_gradient=same_gradient,
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
@@ -277,6 +334,21 @@ class _LogProbsCall:
             config = model.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
+
+
+def _weighted(output: Any, weights: Tensor | None, own: dict[str, Any]) -> Any:
+    """Return TRL's output with log-probabilities times the weights (B, T) of their labels, of which
+    TRL's trainer computes its loss; the output's own loss is left out.
+    """
+    if weights is None:
+        return output
+    targets, is_shifted = own["shift_labels"], own["shift_labels"] is not None
+    targets = targets if is_shifted else own["labels"]
+    weights = weights_of_targets(weights, targets, shifted=is_shifted)
+    log_probs = output.log_probs
+    weights = weights[:, : log_probs.shape[1]].to(log_probs.device)
+    weighted = (log_probs * weights).to(log_probs.dtype)
+    return FusedCausalLMOutput(**{**output, "loss": None, "log_probs": weighted})
 
 
 def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,10 +33,18 @@ from liger_patch.patch.packing import (
 )
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.untested import TrialRecord, compare_losses
+from liger_patch.patch.weights import LOSS_WEIGHTS, take_weights
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+
+
+class OwnArguments(NamedTuple):
+    """The arguments of a call that are of this package and not of the model."""
+
+    num_sequences: Tensor | int | None = None
+    loss_weights: Tensor | None = None  # (B, T)
 
 
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
@@ -65,11 +73,11 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return other_call(self, inner, args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
-        num_sequences = _taken_number(record, kwargs)
+        own = OwnArguments(_taken_number(record, kwargs), take_weights(kwargs))
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
             return inner(*args, **kwargs)
-        return _forward_with_loss(self, record, inner, args, kwargs, named, num_sequences)
+        return _forward_with_loss(self, record, inner, args, kwargs, named, own)
 
     def with_checkpoints(self, record, args, kwargs):
         if record.offload is None or not _keeps_checkpoints():
@@ -168,13 +176,18 @@ def _forward_with_loss(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],
-    num_sequences: Tensor | int | None,
+    own: OwnArguments,
 ) -> Any:
     """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
+    if own.loss_weights is not None and record.settings.loss_average != "token":
+        raise ValueError(
+            f"{LOSS_WEIGHTS} weigh tokens, but apply_patch was given "
+            f"loss_average={record.settings.loss_average!r}"
+        )
     if _is_to_be_compared(model, record, named["labels"]):
 
         def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(model, trial, inner, args, kwargs)
+            return _deferred_forward(model, trial, inner, args, kwargs, None, OwnArguments())
 
         compare_losses(model, record, inner, fused, args, kwargs)
     starts = None
@@ -193,7 +206,7 @@ def _forward_with_loss(
             args = (*args[:place], labels, *args[place + 1 :])
         else:
             kwargs = {**kwargs, "labels": labels}
-    return _deferred_forward(model, record, inner, args, kwargs, starts, num_sequences)
+    return _deferred_forward(model, record, inner, args, kwargs, starts, own)
 
 
 def _deferred_forward(
@@ -202,12 +215,13 @@ def _deferred_forward(
     inner: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
-    starts: Tensor | None = None,
-    num_sequences: Tensor | int | None = None,
+    starts: Tensor | None,  # (B, T)
+    own: OwnArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with deferring(model, record) as forward_pass, ExitStack() as stack:
-        forward_pass.starts, forward_pass.num_sequences = starts, num_sequences
+        forward_pass.starts = starts
+        forward_pass.num_sequences, forward_pass.loss_weights = own
         if model.loss_function is ForCausalLMLoss and _why_not_followed() is None:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         outputs = inner(*args, **kwargs)
@@ -304,11 +318,12 @@ def _has_backward_hooks(head: nn.Module) -> bool:
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:
     """Record that the model has computed a loss of its own on real logits."""
     name = type(model).__name__
-    if record.settings.changes_loss:
-        options = forward_pass.unreached or record.settings.changed
+    if record.settings.changes_loss or forward_pass.loss_weights is not None:
+        options = forward_pass.unreached or record.settings.changed or LOSS_WEIGHTS
         raise ValueError(
             f"{options} cannot reach the loss that {name} computes, which is not "
-            "Transformers' ForCausalLMLoss: use the options of apply_patch with their defaults"
+            "Transformers' ForCausalLMLoss: use the options of apply_patch with their defaults, "
+            f"and no {LOSS_WEIGHTS}"
         )
     if flags.return_logits() is True:
         record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"

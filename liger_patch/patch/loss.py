@@ -30,6 +30,7 @@ from liger_patch.patch.packing import (
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.untested import SLICE, TrialRecord
 from liger_patch.patch.verify import disagreement, loss_rounding
+from liger_patch.patch.weights import LOSS_WEIGHTS, weights_of_targets
 
 
 @dataclass
@@ -42,6 +43,7 @@ class ForwardPass:
         unfused: why the logits of this forward pass are not deferred, None where they are.
         starts: (B, T) where sequences begin, None where each row is one.
         num_sequences: of the whole step; None for those of this call.
+        loss_weights: (B, T) of the labels; None where all tokens weigh the same.
         done: whether a loss was computed here.
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
@@ -53,6 +55,7 @@ class ForwardPass:
     unfused: str | None = None
     starts: Tensor | None = None
     num_sequences: Tensor | int | None = None
+    loss_weights: Tensor | None = None
     done: bool = False
     running: bool = True
     read_by: str | None = None
@@ -90,7 +93,8 @@ class ForwardPass:
             labels = within_sequences(labels, self.starts, ignore_index)
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
         # Transformers' mean of no supervised token is nan: the host reads the labels, only here
-        is_ordinary = self.record.is_ordinary and bool((targets != ignore_index).any())
+        is_ordinary = self.record.is_ordinary and self.loss_weights is None
+        is_ordinary = is_ordinary and bool((targets != ignore_index).any())
         is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits, DistributedLogits)
         if is_ordinary:
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
@@ -107,6 +111,10 @@ class ForwardPass:
                 **kwargs,
             )
         token_weight = None
+        if self.loss_weights is not None:
+            is_shifted = shift_labels is not None
+            of_labels = self.loss_weights.to(logits.device)
+            token_weight = weights_of_targets(of_labels, targets, shifted=is_shifted).reshape(-1)
         if self.record.settings.loss_average == "sequence":
             split = why_sequences_are_split()
             if split is not None:
@@ -164,6 +172,9 @@ class ForwardPass:
             if settings.loss_average != "token":
                 self.unreached = f"loss_average={settings.loss_average!r}"
                 return NotImplemented  # the sequences of the tokens are not known here
+            if self.loss_weights is not None:
+                self.unreached = LOSS_WEIGHTS
+                return NotImplemented  # nor their places in the labels
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
             if not self._trusts(parts, target, **options):
@@ -194,8 +205,10 @@ class ForwardPass:
 
     def _leave_to_transformers(self, kind: str) -> None:
         """Fall back for a tensor subclass, which only Transformers' own loss can take."""
-        if self.record.settings.changes_loss:
-            changed = self.record.settings.changed
+        changed = self.record.settings.changed
+        if self.loss_weights is not None:
+            changed = LOSS_WEIGHTS
+        if changed:
             raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
         self.record.fall_back(
             self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"

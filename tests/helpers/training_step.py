@@ -35,6 +35,8 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.float:
             return args[0] if args[0].dtype == torch.float64 else args[0].double()
+        if func is Tensor.view:  # the same bits as another dtype
+            return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(
             torch.dtype, lambda d: torch.float64 if d == torch.float32 else d, (args, kwargs or {})
         )

@@ -1,0 +1,121 @@
+"""``loss_weights`` in a call of a patched model: the truth is the loss by hand, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packed_samples import IGNORED, flattened, make_model, padded
+from torch import Tensor
+from torch.nn.functional import pad
+from training_step import call, gradients, patched
+from weighted_samples import truth_of, weighted_samples, weights_of
+
+from liger_patch import apply_patch, patch_status
+
+MODEL_TYPES = ["llama", "gemma2", "qwen3_moe"]
+
+
+def weights_beside(batch: dict[str, Tensor]) -> Tensor:
+    return torch.tensor([weights_of(row) for row in batch["input_ids"].tolist()])
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["fused", "LIGER_PATCH_RETURN_LOGITS=1"])
+@pytest.mark.parametrize("collate", [padded, flattened])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_loss_is_the_weighted_mean(
+    model_type: str, collate: Any, ordinary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, samples = make_model(model_type), weighted_samples(9, 4, 13)
+    model.config.output_router_logits = False
+    truth = truth_of(model, samples)
+    batch = collate([{k: v for k, v in s.items() if k != "loss_weights"} for s in samples])
+    if ordinary:
+        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    with patched(model):
+        loss = call(model, batch, loss_weights=weights_beside(batch)).loss
+        found = {"loss": loss.detach(), **gradients(model, loss)}
+        assert patch_status(model).fused is not ordinary
+    torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_gradient_accumulation_divides_by_the_sum_of_all_weights(model_type: str) -> None:
+    model, samples = make_model(model_type), weighted_samples(9, 4, 13, 6)
+    model.config.output_router_logits = False
+    truth = truth_of(model, samples)
+    batches = [padded(samples[:1]), padded(samples[1:])]
+    total = 0.0
+    for batch in batches:
+        weights = pad(weights_beside(batch)[:, 1:], (0, 1))
+        total += weights[pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) != IGNORED].sum().item()
+    with patched(model):
+        losses = [
+            call(model, each, loss_weights=weights_beside(each), num_items_in_batch=total).loss
+            for each in batches
+        ]
+    loss = torch.stack(losses).sum()
+    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
+def test_weights_beside_shift_labels_are_theirs() -> None:
+    model, samples = make_model(), weighted_samples(9, 4, 13)
+    truth, batch = truth_of(model, samples), padded(samples)
+    weights = pad(weights_beside(batch)[:, 1:], (0, 1))
+    targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    with patched(model):
+        loss = call(model, {**batch, "shift_labels": targets}, loss_weights=weights).loss
+    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
+def test_weights_of_one_change_nothing() -> None:
+    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4, 13))
+    ones = torch.ones(batch["labels"].shape)
+    with_weights = call(model, batch, loss_weights=ones).loss
+    torch.testing.assert_close(with_weights, call(model, batch).loss)
+
+
+def test_weights_of_zero_give_zero() -> None:
+    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
+    loss = call(model, batch, loss_weights=torch.zeros(batch["labels"].shape)).loss
+    assert loss == 0
+    assert not any(slope.any() for slope in gradients(model, loss).values() if slope is not None)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.ones(2, 8), r"the shape of the labels \(2, 9\), got \(2, 8\)"),
+        (torch.ones(9), r"the shape of the labels \(2, 9\), got \(9,\)"),
+        (torch.ones(2, 9, dtype=torch.int64), r"a floating-point tensor .*got torch\.int64"),
+        ([[1.0] * 9] * 2, "a floating-point tensor .*got list"),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error(weights: Any, message: str) -> None:
+    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
+    with pytest.raises(ValueError, match=f"loss_weights must (be|have) {message}"):
+        call(model, batch, loss_weights=weights)
+
+
+def test_weights_of_tokens_in_means_of_sequences_are_an_error() -> None:
+    model = apply_patch(make_model(), loss_average="sequence")
+    batch = padded(weighted_samples(9, 4))
+    with pytest.raises(ValueError, match=r"loss_weights weigh tokens.*loss_average='sequence'"):
+        call(model, batch, loss_weights=torch.ones(2, 9))
+
+
+def test_a_loss_of_the_models_own_takes_no_weights() -> None:
+    model = apply_patch(make_model())
+    model.loss_function = lambda logits, labels, **_: logits.float().mean()
+    batch = padded(weighted_samples(9, 4))
+    with pytest.raises(ValueError, match="loss_weights cannot reach the loss that LlamaForCausal"):
+        call(model, batch, loss_weights=torch.ones(2, 9))
+
+
+def test_a_call_without_labels_has_no_use_for_weights() -> None:
+    model, batch = make_model(), padded(weighted_samples(9, 4))
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    expected = call(model, inputs).logits
+    with patched(model):
+        assert torch.equal(call(model, inputs, loss_weights=torch.ones(2, 9)).logits, expected)
