@@ -16,7 +16,8 @@ QUICK_TRITON := -m "interpreter and not slow"
 # Runs the same code whatever the versions: CONTRIBUTING.md names it.
 LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli test_examples.py test_packaging.py)
 
-.PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci check bench clean
+.PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci check release-check bench
+.PHONY: clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +49,9 @@ check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+release-check: setup ## build sdist and wheel, install and run them in new environments
+	$(VENV)/bin/python tests/release_check.py $(ARGS)
 
 bench: setup ## time and memory beside peers (BENCH=training_step ARGS="--help")
 	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
