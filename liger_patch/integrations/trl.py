@@ -90,7 +90,7 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
         is_flagged = getattr(args, "use_liger_patch", False)
-        kept = _taken_back(model) if is_flagged and not isinstance(model, str) else {}
+        kept = taken_back(model) if is_flagged and not isinstance(model, str) else {}
         super().__init__(model, args, *others, **named)
         if is_flagged:
             patched: Any = self.model
@@ -205,7 +205,23 @@ def apply_trl_patch(
     return model
 
 
-def _taken_back(model: Any) -> dict[str, Any]:
+def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: Any) -> None:
+    """Let a model that TRL gives no fused head answer the same call, with these outputs, or with
+    None where its head cannot be fused.
+
+    Args:
+        model: a Transformers model, or a PEFT wrapper around one.
+        outputs: names of TRL's ``FusedCausalLMOutput``.
+        options: of ``apply_patch``.
+    """
+    target = transformers_model(model)
+    apply_patch(target, **options)
+    record = record_of(target)
+    assert record is not None
+    record.other_call = _LogProbsCall(1.0, False, outputs, same_gradient=False, has_own_head=False)
+
+
+def taken_back(model: Any) -> dict[str, Any]:
     """Revert ``apply_patch`` before TRL adds its head to the model; return what to keep of it."""
     target = transformers_model(model)
     record = record_of(target)
@@ -236,6 +252,7 @@ class _LogProbsCall:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
         same_gradient: see ``linear_log_probs``.
+        has_own_head: whether TRL has added a head to the model, which computes the rest.
         left_to_trl: why a head could not be fused, where only a forward pass could tell: from then
             on, TRL computes.
     """
@@ -244,6 +261,7 @@ class _LogProbsCall:
     cast_lm_head_to_fp32: bool
     outputs: tuple[str, ...]
     same_gradient: bool
+    has_own_head: bool = True
     left_to_trl: str | None = None
 
     @property
@@ -276,6 +294,8 @@ class _LogProbsCall:
             output = self._fused(model, record, forward, args, kwargs, own, same_gradient)
             if output is not None:
                 return _weighted(output, weights, own)
+        if not self.has_own_head:
+            return None
         assert record.replaced_forward is not None
         return _weighted(record.replaced_forward(*args, **kwargs), weights, own)
 
