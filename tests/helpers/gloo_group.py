@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
-SECONDS = 300  # of one run
+SECONDS = 600  # of one run, beside others
 # Imports are most of what a process on the CPU costs, so all are forked from one that has done
 # these. CUDA does not outlive a fork.
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")

@@ -55,7 +55,6 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
         "hsdp_head",
         "hsdp_replicated_head",
         "fsdp2_head --lora --evaluate",
-        'fsdp2_head --compiled --fallback "torch.compile traces"',
     )
 
 
@@ -69,6 +68,12 @@ def test_fsdp1(tmp_path: Path) -> None:
         "fsdp1_head --no-sync --late evaluation",
         "fsdp1_head --layers --lora --alone",
     )
+
+
+@pytest.mark.slow
+@fully_shard
+def test_fsdp2_of_a_compiled_model(tmp_path: Path) -> None:
+    steps(tmp_path, 'fsdp2_head --compiled --fallback "torch.compile traces"')
 
 
 @fully_shard
@@ -114,15 +119,24 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
     steps(
         tmp_path,
         "zero1 --late step",
-        "zero2 --late step",
         "zero3 --alone --evaluate --late step",
-        "zero3 --layers --labels none --metric",
         "zero3 --tied --labels uneven",
         "zero3_plain --late backward",
+        "zero3 --lora --evaluate",
+    )
+
+
+@pytest.mark.slow
+def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("peft")
+    steps(
+        tmp_path,
+        "zero2 --late step",
+        "zero3 --layers --labels none --metric",
         "zero3_plain --tied --evaluate --metric",
         "zero3_regathered",
         "zero3_offload --layers",
-        "zero3 --lora --evaluate",
         "zero3_plain --lora --layers --labels none",
     )
 
