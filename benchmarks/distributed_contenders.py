@@ -80,11 +80,11 @@ class Collectives(TorchDispatchMode):
         self.found: Counter[tuple[str, float]] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kind = func.name().partition("::")[2].partition(".")[0]
+        kind = func.name().partition("::")[2].partition(".")[0].strip("_")
         counts = func.namespace in ("c10d", "_c10d_functional")
         if counts and kind.partition("_")[0] not in ("wait", "wrap"):
             size = sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-            self.found[kind.strip("_"), round(size / MIB, 3)] += 1
+            self.found[kind, round(size / MIB, 3)] += 1
         return func(*args, **(kwargs or {}))
 
     def rows(self) -> list[dict]:

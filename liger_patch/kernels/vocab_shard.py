@@ -52,8 +52,15 @@ class VocabShard:
         """Return (R, ...) the numbers of all ranks, in their order."""
         ranks = distributed.get_world_size(self.group)
         gathered = numbers.new_empty(ranks, *numbers.shape)
-        distributed.all_gather(list(gathered.unbind()), numbers, group=self.group)
+        # into one tensor: to a list of them NCCL copies what it has gathered elsewhere
+        gather = getattr(distributed, "all_gather_single", None)  # its name from torch 2.13 on
+        gather = gather or distributed.all_gather_into_tensor
+        gather(gathered.flatten(0, 1), numbers, group=self.group)
         return gathered
+
+    def sum_(self, values: Tensor) -> None:
+        """Sum values over the ranks, in place."""
+        distributed.all_reduce(values, group=self.group)
 
     def start_sum_(self, values: Tensor) -> Any:
         """Start to sum values over the ranks, in place; wait() of the result ends it."""

@@ -25,6 +25,8 @@ from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+GATHER_AND_SUM = {GATHER: 1, "all_reduce": 0}  # argument that is this rank's own
 device = torch.device("cpu")
 
 
@@ -209,7 +211,7 @@ def check_errors() -> None:
 def collectives() -> Iterator[list[tuple[str, int]]]:
     """Name and bytes of each collective within this context."""
     found: list[tuple[str, int]] = []
-    originals = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
+    originals = {name: getattr(dist, name) for name in GATHER_AND_SUM}
 
     def counted(name: str, position: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -218,11 +220,13 @@ def collectives() -> Iterator[list[tuple[str, int]]]:
 
         return call
 
-    dist.all_gather, dist.all_reduce = counted("all_gather", 1), counted("all_reduce", 0)
+    for name, position in GATHER_AND_SUM.items():
+        setattr(dist, name, counted(name, position))
     try:
         yield found
     finally:
-        dist.all_gather, dist.all_reduce = originals["all_gather"], originals["all_reduce"]
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def check_collectives() -> None:
@@ -235,7 +239,7 @@ def check_collectives() -> None:
     own = {**inputs, "weight": inputs["weight"][start:stop]}
     how: dict[str, Any] = {"vocab_shard": VocabShard(None, start, vocab_size)}
     how["chunk_mib"] = 3 * 64 * 4 / MIB  # rows of a multiple of 64: on a GPU none has padding
-    gather, summed = ("all_gather", 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
+    gather, summed = (GATHER, 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
     with collectives() as found:
         linear_cross_entropy(**own, labels=labels, **how)
     assert found == [gather] * 2
