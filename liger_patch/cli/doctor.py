@@ -110,7 +110,7 @@ def _kernels(device: torch.device) -> str:
     if device.type == "cpu":
         return "Triton's interpreter (TRITON_INTERPRET=1)"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER:
-        from liger_patch.kernels.head.hopper import TensorDescriptor
+        from liger_patch.kernels.head.odds_inputs import TensorDescriptor
 
         if TensorDescriptor is not None:
             return "Triton: in bfloat16 one kernel for logits and softmax, else products and rows"

@@ -80,8 +80,9 @@ def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.triton.scale import ROW_BLOCK
 
-    # float32 products to gradients, and hidden states to scaled ones
-    for values, out, rows in (("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*bf16", "*bf16", 0)):
+    # float32 products to gradients, those of a shard too, and hidden states to scaled ones
+    of_products = ("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*fp32", "*fp32", 0)
+    for values, out, rows in (*of_products, ("*bf16", "*bf16", 0)):
         yield (
             f"{values[1:]}-{out[1:]}-{rows}",
             {
@@ -95,6 +96,7 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "label_gradients_ptr": "*fp32" if values == "*fp32" else None,
                 "weight_ptr": "*bf16" if values == "*fp32" else None,
                 "weight_stride": "i32" if values == "*fp32" else None,
+                "vocab_size": "i32" if values == "*fp32" else None,
                 "columns": "i32",
                 "BLOCK": ROW_BLOCK,
             },
@@ -186,13 +188,16 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.head import hopper as kernels
 
-    for softcap, class_weight, writes, statistics in itertools.product((0, 1), repeat=4):
+    flags = itertools.product((0, 1), repeat=5)
+    for softcap, class_weight, writes, statistics, shards in flags:
         if class_weight and statistics:  # losses have the one, log-probabilities the other
             continue
-        if target != FULL and {softcap, writes} != {statistics}:  # odds are not served there
+        if shards and softcap != writes:  # where the numbers come from is the same to both
+            continue
+        if target != FULL and {softcap, writes, shards} != {statistics}:  # not served there
             continue
         yield (
-            f"{softcap}{class_weight}{writes}{statistics}",
+            f"{softcap}{class_weight}{writes}{statistics}{shards}",
             {
                 "partial_ptr": "*fp32",
                 "labels_ptr": "*i64",
@@ -217,8 +222,34 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "z_loss": "fp32",
-                "TILE_V": kernels.TILE_V,
+                "SUMS": 3 if statistics else 2,
+                "TILE_V": None if shards else kernels.TILE_V,
                 **kernels.FINISHED,
+            },
+            4,
+        )
+
+
+def halves(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.head import hopper
+    from liger_patch.kernels.triton import shard_odds as kernels
+
+    for sums in (2, 3):
+        yield (
+            str(sums),
+            {
+                "partial_ptr": "*fp32",
+                "labels_ptr": "*i64",
+                "halves_ptr": "*fp32",
+                "overflow_ptr": "*i32",
+                "counts_ptr": "*i64",
+                "start": "i32",
+                "only_on_overflow": "i32",
+                "rows": "i32",
+                "v_tiles": "i32",
+                "SUMS": sums,
+                "TILE_V": hopper.TILE_V,
+                **kernels.BLOCKS,
             },
             4,
         )
@@ -260,6 +291,7 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
                 "dweight_ptr": dweight,
                 "dweight_stride": "i32",
                 "tokens": "i32",
+                "vocab_size": "i32",
                 "hidden_size": "i32",
                 **kernels.BLOCKS,
             },

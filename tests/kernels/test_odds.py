@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels.head import hopper
+from liger_patch.kernels.head import hopper, odds_inputs
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -45,7 +45,7 @@ STATISTICS = ("entropy", "lse", "is_top1")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [
-    pytest.mark.skipif(hopper.TensorDescriptor is None, reason="Triton < 3.4"),
+    pytest.mark.skipif(odds_inputs.TensorDescriptor is None, reason="Triton < 3.4"),
     # what overflows is computed again; the interpreter's numpy says so
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -62,7 +62,7 @@ pytestmark = [
 def odds(request, monkeypatch):
     """Device and dtype that odds are computed in; a test in which none are fails."""
     if INTERPRETED and request.param == "cpu":
-        monkeypatch.setattr(hopper, "serves_odds", lambda *_: True)
+        monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
     elif not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
     computed = []
@@ -441,9 +441,9 @@ def test_statistics_alone_are_those_with_gradients(odds):
     ids=str,
 )
 def test_which_statistics_are_served(statistics, served, monkeypatch):
-    monkeypatch.setattr(hopper, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(odds_inputs, "_is_hopper", lambda _: True)
     factors = HeadInputs(*(torch.zeros(n, 8, dtype=torch.bfloat16) for n in (5, 131)))
-    assert hopper.serves_odds(factors, LossOptions(), set(statistics)) is served
+    assert odds_inputs.serves_odds(factors, LossOptions(), set(statistics)) is served
 
 
 @pytest.mark.gpu
@@ -487,7 +487,7 @@ def test_what_is_served(change, served):
         states = states[:, 4:] if how["unaligned"] else states[:, :-4].contiguous()
         low_rank = states, states.clone()
     factors = HeadInputs(hidden_states, weight, bias, *low_rank)
-    assert hopper.serves_odds(factors, options, how["statistics"]) is served
+    assert odds_inputs.serves_odds(factors, options, how["statistics"]) is served
 
 
 @pytest.mark.gpu

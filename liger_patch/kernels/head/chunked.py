@@ -11,14 +11,14 @@ are dropped. For each chunk, where gradients are wanted:
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
 low-rank adapter on the head adds its own thin products to each of them; a quantised weight is
 dequantised a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
-multiplies by its own rows: see ``sharded``. Extra memory: the gradients themselves and C * V
-logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
+multiplies by its own rows: see ``sharded`` and ``sharded_odds``. Extra memory: the gradients
+themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,8 +184,7 @@ def run_chunks(
     has_gradients = any(wanted)
     scale = row_scale if has_gradients else None
     with without_autocast(inputs.hidden_states.device.type):
-        operands = inputs.to(config.dtype)
-        form = _form(config, operands, statistics, upstream)
+        form, operands = _form(config, inputs.to(config.dtype), statistics, upstream)
 
         def logits_memory(tokens: int) -> Tensor | None:
             if form.counts_on_device and not has_gradients:
@@ -235,18 +234,25 @@ def _form(
     operands: HeadInputs,
     statistics: Collection[str],
     upstream: UpstreamGradients | None,
-) -> "LogitsForm | OddsForm":
-    """Choose how losses and dlogits are computed. Reads nothing from the device."""
-    labels, options, has_statistics = config.labels, config.options, bool(statistics)
-    if config.shard is not None:
-        how = {"has_statistics": has_statistics, "upstream": upstream}
-        return ShardedForm(operands, labels, options, config.shard, **how)
+) -> tuple["LogitsForm | OddsForm", HeadInputs]:
+    """Choose how losses and dlogits are computed; return it with the operands that it takes. Reads
+    nothing from the device. Every rank of a distributed vocabulary chooses the same.
+    """
+    labels, options, shard = config.labels, config.options, config.shard
+    how: dict[str, Any] = {"has_statistics": bool(statistics)}
     if config.hopper_kernels and upstream is None and serves_triton_device(labels.labels):
-        from liger_patch.kernels.head.hopper import OddsForm, serves_odds
+        from liger_patch.kernels.head import hopper, odds_inputs, sharded_odds
 
-        if serves_odds(operands, options, statistics):
-            return OddsForm(operands, labels, options, has_statistics=has_statistics)
-    return LogitsForm(operands, labels, options, has_statistics=has_statistics, upstream=upstream)
+        if shard is not None and odds_inputs.suits_odds(operands, options, statistics):
+            operands = odds_inputs.fitting(operands)
+            form = sharded_odds.ShardedOddsForm(operands, labels, options, shard, **how)
+            return form, operands
+        if shard is None and odds_inputs.serves_odds(operands, options, statistics):
+            return hopper.OddsForm(operands, labels, options, **how), operands
+    how["upstream"] = upstream
+    if shard is not None:
+        return ShardedForm(operands, labels, options, shard, **how), operands
+    return LogitsForm(operands, labels, options, **how), operands
 
 
 def _aligned(elements: int, multiple: int) -> int:

@@ -23,7 +23,8 @@ SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run
 
 class OddsFactors(NamedTuple):
     """What makes odds the gradient of the logits: ``factors[:, None] * odds``, and at the labels,
-    where odds are 0, ``label_gradients``. Each of as many tokens as the odds.
+    where odds are 0, ``label_gradients``; no part of it where a label is another shard's, outside
+    [0, V_r). Each of as many tokens as the odds.
     """
 
     factors: Tensor  # float32
@@ -129,10 +130,10 @@ class _Product:
                 make = torch.empty_like if self._rows is None else torch.zeros_like
                 self._dstates = make(self._states, memory_format=torch.contiguous_format)
             if self._shard is not None:
+                self._end_sum()  # over since the last product: here it frees its memory
                 dtype = accumulation_dtype(x.dtype)  # rounded once, after the sum over the ranks
                 partial = x.new_empty(len(x), weight.shape[1], dtype=dtype)
                 _dstates_product(partial, None, odds, dlogits, weight)
-                self._end_sum()
                 self._running = self._shard.start_sum_(partial), partial, chunk
             elif self._rows is None:
                 _dstates_product(self._dstates[chunk], None, odds, dlogits, weight)

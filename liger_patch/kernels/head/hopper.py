@@ -1,11 +1,10 @@
 """The unnormalized softmax ("odds") of a chunk, written by the product itself (``triton/odds``) on
-Hopper: which inputs are served, and the launches.
+Hopper: the launches. ``odds_inputs`` says which inputs are served.
 
 C: tokens of a chunk, N: of the batch, H: hidden size, V: vocabulary.
 """
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ from liger_patch.kernels.backend import processors
 from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
+from liger_patch.kernels.head.odds_inputs import TensorDescriptor
 from liger_patch.kernels.head.statistics import TokenStatistics
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton < 3.4
-    TensorDescriptor = None
 
 TILE_ROWS, TILE_V, TILE_H = 128, 128, 64  # of a tile of odds, and of a step of its product
 # tiles of rows that share a tile of the weight: as many as keep about 4 MiB of the hidden states in
@@ -43,54 +38,7 @@ SMALL_RANK, WITH_SMALL_RANK = 16, {"PARTS": 4}
 WITH_LARGE_RANK, PROGRAMS_WITH_LARGE_RANK = {"num_stages": 5}, 1
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}
 DOT: dict[str, Any] = {"BLOCK_H": 1024}
-HOPPER = (9, 0)
-STATISTICS = frozenset({"entropy", "lse", "is_top1"})
-MAX_RANK = 64  # of an adapter: tiles of more would not fit beside the stages in shared memory
 ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that are less aligned
-
-
-def serves_odds(
-    operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
-) -> bool:
-    """Return True if this form serves such inputs: bf16 on Hopper, a plain weight, without bias and
-    label smoothing, an adapter's rank of up to MAX_RANK, all in rows that the tensor memory
-    accelerator takes; of the statistics, those in STATISTICS.
-
-    float16 could not hold odds, and other GPUs have the products and the rows' kernel.
-    """
-    x, weight, bias, low_rank, low_rank_weight = operands
-    return (
-        TensorDescriptor is not None
-        and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
-        and isinstance(weight, Tensor)
-        and bias is None
-        and options.label_smoothing == 0.0
-        and STATISTICS.issuperset(statistics)
-        and all(
-            _fits_descriptor(t) for t in (x, weight, low_rank, low_rank_weight) if t is not None
-        )
-        and (low_rank is None or low_rank.shape[1] <= MAX_RANK)
-    )
-
-
-def _fits_descriptor(matrix: Tensor) -> bool:
-    return (
-        matrix.shape[1] % 8 == 0
-        and matrix.stride(1) == 1
-        and matrix.stride(0) >= matrix.shape[1]
-        and matrix.stride(0) % 8 == 0
-        and matrix.data_ptr() % 16 == 0
-    )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == HOPPER
-    )
 
 
 class OddsForm:
@@ -99,6 +47,7 @@ class OddsForm:
     """
 
     counts_on_device = True
+    _finished_tile_v: int | None = TILE_V  # of the numbers that ``finish_kernel`` reads
 
     def __init__(
         self,
@@ -107,13 +56,15 @@ class OddsForm:
         options: LossOptions,
         *,
         has_statistics: bool = False,
+        own_labels: Tensor | None = None,  # (N,) from the weight's first row; None: the same
     ) -> None:
         x, weight, _, low_rank, low_rank_weight = operands
         assert isinstance(weight, Tensor)
         class_weight = options.class_weight
         count, device = len(labels.labels), x.device
         self._labels, self._options = labels, options
-        self._vocab_size = weight.shape[0]
+        self._own_labels = labels.labels if own_labels is None else own_labels
+        self._own_size, self._vocab_size = weight.shape[0], weight.shape[0]
         self._class_weight = class_weight if class_weight is None else class_weight.contiguous()
         self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
         self._low_rank_weight_tiles = None
@@ -123,6 +74,7 @@ class OddsForm:
         self._overflow = torch.zeros((), dtype=torch.int32, device=device)
         numbers = 8 if has_statistics else 6
         per_token = x.new_empty(numbers, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)
+        self._label_numbers = per_token[3:6]  # 0 for labels that are not the weight's
         self.losses, scales, label_gradients, *rest = per_token[:, :count].unbind()
         self._label_logits, self._label_z, self._reference, *rest = rest
         self.statistics: TokenStatistics | None = None
@@ -130,7 +82,7 @@ class OddsForm:
             entropy, lse = rest
             is_top1 = x.new_empty(count, dtype=torch.bool)
             self.statistics = TokenStatistics(entropy, lse, is_top1)
-        self.odds = OddsFactors(scales, labels.labels, label_gradients)
+        self.odds = OddsFactors(scales, self._own_labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
                 label_logit_kernel[(count,)](
@@ -143,7 +95,7 @@ class OddsForm:
                     None if low_rank is None else low_rank.stride(0),
                     low_rank_weight,
                     None if low_rank_weight is None else low_rank_weight.stride(0),
-                    labels.labels,
+                    self._own_labels,
                     labels.counts,
                     self._label_logits,
                     self._label_z,
@@ -170,14 +122,14 @@ class OddsForm:
         x, low_rank = operands.hidden_states, operands.low_rank
         rows, hidden_size = x.shape
         options = self._options
-        vocab_size, device = self._vocab_size, x.device
+        device = x.device
         chunk, counts = slice(start, start + rows), self._labels.counts
-        labels, reference = self._labels.labels[chunk], self._reference[chunk]
-        v_tiles = -(-vocab_size // TILE_V)
+        own_labels, reference = self._own_labels[chunk], self._reference[chunk]
+        v_tiles = -(-self._own_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
         statistics = None if self.statistics is None else self.statistics.of(chunk)
         sums = 2 if statistics is None else 3
-        partial = torch.empty(sums, v_tiles, rows, dtype=torch.float32, device=device)
+        partial = torch.empty(v_tiles, sums, rows, dtype=torch.float32, device=device)
         x_tiles = _tiles(x, TILE_ROWS, TILE_H)
         low_rank_tiles, rank, programs = None, 0, PROGRAMS
         if low_rank is not None:
@@ -190,29 +142,31 @@ class OddsForm:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
         with torch.cuda.device_of(x):
             for only_on_overflow in (0, 1):
-                odds_kernel[(min(tiles, programs * processors(device)),)](
-                    x_tiles,
-                    self._weight_tiles,
-                    low_rank_tiles,
-                    self._low_rank_weight_tiles,
-                    odds_tiles,
-                    labels,
-                    reference,
-                    partial,
-                    self._overflow,
-                    counts,
-                    start,
-                    only_on_overflow,
-                    rows,
-                    hidden_size,
-                    vocab_size,
-                    options.softcap,
-                    options.logit_scale,
-                    **constants,
-                )
+                if tiles:  # a shard may have none
+                    odds_kernel[(min(tiles, programs * processors(device)),)](
+                        x_tiles,
+                        self._weight_tiles,
+                        low_rank_tiles,
+                        self._low_rank_weight_tiles,
+                        odds_tiles,
+                        own_labels,
+                        reference,
+                        partial,
+                        self._overflow,
+                        counts,
+                        start,
+                        only_on_overflow,
+                        rows,
+                        hidden_size,
+                        self._own_size,
+                        options.softcap,
+                        options.logit_scale,
+                        **constants,
+                    )
+                numbers = self._numbers(partial, own_labels, start, only_on_overflow)
                 finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
-                    partial,
-                    labels,
+                    numbers,
+                    self._labels.labels[chunk],
                     self._label_logits[chunk],
                     self._label_z[chunk],
                     reference,
@@ -229,14 +183,25 @@ class OddsForm:
                     start,
                     only_on_overflow,
                     rows,
-                    v_tiles,
-                    vocab_size,
+                    len(numbers),
+                    self._vocab_size,
                     options.softcap,
                     options.logit_scale,
                     options.z_loss,
-                    TILE_V=TILE_V,  # pyright: ignore[reportArgumentType]
+                    SUMS=sums,  # pyright: ignore[reportArgumentType]
+                    TILE_V=self._finished_tile_v,  # pyright: ignore[reportArgumentType]
                     **FINISHED,
                 )
+
+    def _numbers(
+        self,
+        partial: Tensor,  # (T, SUMS, C)
+        own_labels: Tensor,  # (C,)
+        start: int,
+        only_on_overflow: int,
+    ) -> Tensor:
+        """Return the numbers of the whole vocabulary that ``finish_kernel`` reads."""
+        return partial
 
 
 def _rank_tile(low_rank: Tensor) -> int:
@@ -245,7 +210,9 @@ def _rank_tile(low_rank: Tensor) -> int:
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
-    """Return the descriptor of a matrix in tiles of a shape."""
+    """Return the descriptor of a matrix in tiles of a shape; None for that of an empty shard."""
+    if not matrix.numel():
+        return None
     return TensorDescriptor.from_tensor(matrix, [rows, columns])  # pyright: ignore[reportOptionalMemberAccess]
 
 

@@ -112,6 +112,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
     """Compute ``out = a @ b`` or ``out += a @ b``, also into a wider dtype (float32 from bf16): one
     call and one rounding where the device can.
     """
+    if not a.numel():  # of a shard without rows
+        return out if add else out.zero_()
     if out.dtype == a.dtype:
         return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     if _writes_float32(a) and out.dtype == torch.float32:

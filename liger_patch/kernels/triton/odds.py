@@ -73,7 +73,7 @@ def label_logit_kernel(
     low_rank_stride,
     low_rank_weight_ptr,  # (V, R) or None
     low_rank_weight_stride,
-    labels_ptr,  # (N,)
+    labels_ptr,  # (N,) from the weight's first row
     counts_ptr,  # (1,) supervised tokens
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
@@ -85,13 +85,18 @@ def label_logit_kernel(
     logit_scale,
     BLOCK_H: tl.constexpr,
 ):
-    """One program per token: its label's logit."""
+    """One program per token: its label's logit, 0 for a label that is not among the rows: another
+    shard's, or one that the host refuses later.
+    """
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(counts_ptr):
         return
     label = tl.load(labels_ptr + token)
-    # the host refuses a label outside later; until then, any class
-    label = tl.where((label >= 0) & (label < vocab_size), label, 0)
+    if (label < 0) | (label >= vocab_size):
+        tl.store(label_logit_ptr + token, 0.0)
+        tl.store(label_z_ptr + token, 0.0)
+        tl.store(reference_ptr + token, 0.0)
+        return
     row = tl.load(rows_ptr + token)
     products = _products(
         x_ptr + row * x_stride, weight_ptr + label * weight_stride, hidden_size, BLOCK_H
@@ -212,9 +217,9 @@ def odds_kernel(
     low_rank,  # descriptor of (C, R), all of R a tile; None for none
     low_rank_weight,  # descriptor of (V, R)
     odds,  # descriptor of (C, V); None: sums and maxima only
-    labels_ptr,  # (C,)
+    labels_ptr,  # (C,) from the weight's first row
     reference_ptr,  # (C,)
-    partial_ptr,  # (SUMS, T, C): of the tiles' odds sums, maxima of their z, see _write_odds
+    partial_ptr,  # (T, SUMS, C): of the tiles' odds sums, maxima of their z, see _write_odds
     overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
     counts_ptr,  # (1,) supervised tokens
     start,  # of them, where the chunk begins
@@ -274,18 +279,16 @@ def odds_kernel(
             SUMS,
             TILE_V // PARTS,
         )
-        offsets = v_tile.to(tl.int64) * rows + row
+        offsets = v_tile.to(tl.int64) * SUMS * rows + row
         tl.store(partial_ptr + offsets, sums, mask=is_row)
-        offsets += v_tiles.to(tl.int64) * rows
-        tl.store(partial_ptr + offsets, highest, mask=is_row)
+        tl.store(partial_ptr + offsets + rows, highest, mask=is_row)
         if SUMS == 3:
-            offsets += v_tiles.to(tl.int64) * rows
-            tl.store(partial_ptr + offsets, moments, mask=is_row)
+            tl.store(partial_ptr + offsets + 2 * rows, moments, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["start", "rows", "only_on_overflow"])
 def finish_kernel(
-    partial_ptr,  # (2, T, C), (3, T, C) for statistics
+    partial_ptr,  # (T, SUMS, C), of tiles or of halves of shards (``shard_odds``)
     labels_ptr,  # (C,)
     label_logit_ptr,  # (C,)
     label_z_ptr,  # (C,)
@@ -308,7 +311,8 @@ def finish_kernel(
     softcap,
     logit_scale,
     z_loss,
-    TILE_V: tl.constexpr,
+    SUMS: tl.constexpr,  # 3 for statistics
+    TILE_V: tl.constexpr,  # None: of each shard, a tile up to its label and one after it
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
@@ -324,7 +328,8 @@ def finish_kernel(
     for first in range(0, v_tiles, BLOCK_TILES):
         tile = (first + tl.arange(0, BLOCK_TILES)).to(tl.int64)
         mask = (tile[:, None] < v_tiles) & is_row[None, :]
-        sums = tl.load(partial_ptr + tile[:, None] * rows + row[None, :], mask=mask, other=0.0)
+        offsets = tile[:, None] * SUMS * rows + row[None, :]
+        sums = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
         others += tl.sum(sums, axis=0)
 
     label = tl.load(labels_ptr + row, mask=is_row, other=0)
@@ -338,9 +343,9 @@ def finish_kernel(
         if tl.max(overflows.to(tl.int32), axis=0) > 0:
             highest = z
             for first in range(0, v_tiles, BLOCK_TILES):
-                tile = (v_tiles + first + tl.arange(0, BLOCK_TILES)).to(tl.int64)
-                mask = (tile[:, None] < 2 * v_tiles) & is_row[None, :]
-                offsets = tile[:, None] * rows + row[None, :]
+                tile = (first + tl.arange(0, BLOCK_TILES)).to(tl.int64)
+                mask = (tile[:, None] < v_tiles) & is_row[None, :]
+                offsets = (tile[:, None] * SUMS + 1) * rows + row[None, :]
                 maxima = tl.load(partial_ptr + offsets, mask=mask, other=float("-inf"))
                 highest = tl.maximum(highest, tl.max(maxima, axis=0))
             tl.store(reference_ptr + row, tl.where(overflows, highest, reference), mask=is_row)
@@ -365,13 +370,16 @@ def finish_kernel(
         for first in range(0, v_tiles, BLOCK_TILES):
             tile = (first + tl.arange(0, BLOCK_TILES)).to(tl.int64)
             mask = (tile[:, None] < v_tiles) & is_row[None, :]
-            offsets = (v_tiles + tile[:, None]) * rows + row[None, :]
+            offsets = (tile[:, None] * SUMS + 1) * rows + row[None, :]
             maxima = tl.load(partial_ptr + offsets, mask=mask, other=float("-inf"))
-            is_after = tile[:, None] * TILE_V > label[None, :]
+            if TILE_V is None:
+                is_after = tile[:, None] % 2 == 1
+            else:
+                is_after = tile[:, None] * TILE_V > label[None, :]
             before = tl.maximum(before, tl.max(tl.where(is_after, float("-inf"), maxima), axis=0))
             after = tl.maximum(after, tl.max(tl.where(is_after, maxima, float("-inf")), axis=0))
-            offsets = (2 * v_tiles + tile[:, None]) * rows + row[None, :]
-            moment += tl.sum(tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+            moments = tl.load(partial_ptr + offsets + rows, mask=mask, other=0.0)
+            moment += tl.sum(moments, axis=0)
         tl.store(entropy_ptr + row, log_sum - moment / total * LN_2, mask=is_row)
         tl.store(lse_ptr + row, lse, mask=is_row)
         # of several largest the first; within the label's own tile, none is

@@ -75,6 +75,7 @@ def _scale_rows_kernel(
     label_gradients_ptr,  # (C,) or None
     weight_ptr,  # (V, H) or None
     weight_stride,
+    vocab_size,
     columns,
     BLOCK: tl.constexpr,
 ):
@@ -89,8 +90,10 @@ def _scale_rows_kernel(
     factor = tl.load(factors_ptr + row)
     scaled = values * factor
     if labels_ptr is not None:
-        weight_ptr += tl.load(labels_ptr + row) * weight_stride
-        label_row = tl.load(weight_ptr + column, mask=mask).to(tl.float32)
+        label = tl.load(labels_ptr + row)
+        is_own = mask & (label >= 0) & (label < vocab_size)
+        weight_ptr += label * weight_stride
+        label_row = tl.load(weight_ptr + column, mask=is_own, other=0.0).to(tl.float32)
         scaled += tl.load(label_gradients_ptr + row) * label_row
     tl.store(out_ptr + out_row * out_stride + column, scaled, mask=mask)
 
@@ -106,7 +109,7 @@ def scale_rows(
     """Write ``factors[:, None] * values`` to ``out[rows]``, or to its first C rows; round once.
 
     With ``label_part`` of labels, their gradients and a weight, plus
-    ``label_gradients[:, None] * weight[labels]``.
+    ``label_gradients[:, None] * weight[labels]``; labels outside [0, V) have no part.
     """
     labels, label_gradients, weight = label_part or (None, None, None)
     count, columns = values.shape
@@ -123,6 +126,7 @@ def scale_rows(
             label_gradients,
             weight,
             None if weight is None else weight.stride(0),
+            None if weight is None else weight.shape[0],
             columns,
             BLOCK=ROW_BLOCK,  # pyright: ignore[reportArgumentType]
         )
