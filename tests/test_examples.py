@@ -179,3 +179,30 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
     losses = logged["true"][:, 0]
     assert losses[0] == pytest.approx(math.log(1024), rel=0.05)  # uniform guessing
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
+    options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]
+    printed = run_example("qlora.py", *options, cwd=tmp_path)
+    loss, perplexity, accuracy, _ = (
+        [
+            float(value)
+            for value in re.findall(rf"held out {name} +([\d.]+) -> +([\d.]+)", printed)[0]
+        ]
+        for name in ("loss", "perplexity", "accuracy", "entropy")
+    )
+    assert loss[1] < loss[0]
+    assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
+    assert 0 <= accuracy[0] <= accuracy[1] <= 1
+    assert re.search(r"last loss +fused", printed)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
+def test_dpo_trains_fused(tmp_path: Path):
+    options = "--max_steps 4 --logging_steps 1 --conversations 60 --hidden_size 64 --max_length 48"
+    printed = run_example("dpo.py", *options.split(), "--vocab_size", "1024", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-3)  # model and reference are the same
+    assert losses[1] != losses[0]
+    assert re.search(r"last loss +fused", printed)

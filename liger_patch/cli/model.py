@@ -123,7 +123,8 @@ def _make_linear(model: nn.Module) -> None:
     """Replace the transposed linear layers of GPT-2, as bitsandbytes' quantizer does."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            linear = nn.Linear(*module.weight.shape, dtype=module.weight.dtype)
+            inputs, outputs = module.weight.shape
+            linear = nn.Linear(inputs, outputs, dtype=module.weight.dtype)
             model.set_submodule(name, linear)
 
 

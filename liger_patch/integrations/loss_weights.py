@@ -92,7 +92,8 @@ class WeightedTokens(TransformersTrainer):
             self._check_weights_reach_the_loss()
             if not isinstance(num_items_in_batch, float):  # of tokens, in an evaluation
                 num_items_in_batch = None
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        trainers: Any = super()
+        return trainers.compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check_weights_reach_the_loss(self) -> None:
         model: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

@@ -115,10 +115,9 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
     ) -> Any:
         """Compute TRL's loss; with weights, their sum is the denominator."""
         if WEIGHT_BITS in inputs:
-            if self.args.loss_type != "nll":
-                raise ValueError(
-                    f'{LOSS_WEIGHTS} are for loss_type="nll", got {self.args.loss_type!r}'
-                )
+            args: Any = self.args
+            if args.loss_type != "nll":
+                raise ValueError(f'{LOSS_WEIGHTS} are for loss_type="nll", got {args.loss_type!r}')
             inputs = with_means_of_one(inputs, num_items_in_batch)
             num_items_in_batch = None if num_items_in_batch is None else 1.0
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -64,9 +64,11 @@ class _WithoutLogits(TransformersTrainer):
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
         is_flagged = getattr(args, "use_liger_patch", False)
         kept = taken_back(model) if is_flagged and not isinstance(model, str) else {}
-        super().__init__(model, args, *others, **named)
+        trls: Any = super()
+        trls.__init__(model, args, *others, **named)
         if is_flagged and not self.is_encoder_decoder:
-            patch_for_log_probs(self.model, ("log_probs", "mean_logits"), **kept)
+            patched: Any = self.model
+            patch_for_log_probs(patched, ("log_probs", "mean_logits"), **kept)
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
         """Return TRL's numbers of the chosen and the rejected answers."""
@@ -114,7 +116,8 @@ class ORPOTrainer(_WithoutLogits, orpo.ORPOTrainer):
     """TRL's ``ORPOTrainer``; with ``ORPOConfig(use_liger_patch=True)``, without logits."""
 
     def _padding(self) -> int:
-        return self.padding_value
+        padding: Any = self.padding_value
+        return padding
 
     def _is_averaged(self) -> bool:
         return True
@@ -130,7 +133,8 @@ class CPOTrainer(_WithoutLogits, cpo.CPOTrainer):
     """TRL's ``CPOTrainer``; with ``CPOConfig(use_liger_patch=True)``, without logits."""
 
     def _padding(self) -> int:
-        return self.pad_token_id
+        padding: Any = self.pad_token_id
+        return padding
 
     def _is_averaged(self) -> bool:
         return self.loss_type in ("ipo", "simpo")
