@@ -11,9 +11,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 Function = TypeVar("Function", bound=Callable)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -24,6 +30,12 @@ GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph a
 LOSS_ADVICE = "Use torch.nn.functional.cross_entropy on logits of your own for that."
 LAYER_ADVICE = "Use apply_patch(model, layers=False) for that."
 _BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
+_TRACING_MODES = (
+    ProxyTorchDispatchMode,
+    FakeTensorMode,
+    checkpoint._CachingTorchDispatchMode,
+    checkpoint._CachedTorchDispatchMode,
+)
 _defined: dict[str, str] = {}  # names of operators -> files
 
 
@@ -125,6 +137,20 @@ def constant(number: float) -> float:
     return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
 
 
+def constants(*options: Any) -> tuple[Any, ...]:
+    """Return options with each number as an operator takes it, see ``constant``."""
+    return tuple(constant(each) if isinstance(each, float) else each for each in options)
+
+
+def as_tensor(number: Tensor | float | None) -> Tensor | None:
+    """Return a number as an operator takes it that is another one at each call: as a constant, it
+    would be another graph.
+    """
+    if number is None or isinstance(number, Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float64, device="cpu")
+
+
 def runs_eagerly(function: Function) -> Function:
     """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
     return cast(Function, torch.compiler.disable(function))
@@ -144,13 +170,8 @@ def operator(
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
-        file = function.__module__.rpartition(".")[2]
-        if _defined.get(name) != file:  # else it is imported again, by the link at the root
-            _defined[name] = file
-            schema = torch.library.infer_schema(function, mutates_args=mutates)
-            torch.library.define(f"liger_patch::{name}", schema)
-            torch.library.impl(f"liger_patch::{name}", DEVICES)(function)
-            torch.library.register_fake(f"liger_patch::{name}")(results)
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        define(name, schema, function, results)
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:
@@ -161,6 +182,39 @@ def operator(
         return cast(Function, call)
 
     return register
+
+
+def define(
+    name: str, schema: str, function: Callable[..., object], results: Callable[..., object]
+) -> bool:
+    """Define the operator ``liger_patch::name``; return False where it is defined already.
+
+    Args:
+        results: of the same arguments, without values.
+    """
+    file = function.__module__.rpartition(".")[2]
+    if _defined.get(name) == file:  # it is imported again, by the link at the root
+        return False
+    _defined[name] = file
+    torch.library.define(f"liger_patch::{name}", schema)
+    # a graph calls the operator of a backward pass with gradients enabled
+    torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
+    torch.library.register_fake(f"liger_patch::{name}")(results)
+    return True
+
+
+def is_traced() -> bool:
+    """Return True if a call becomes a part of a graph: where torch.compile, torch.export or
+    ``make_fx`` trace it, where it runs on no values (``FakeTensorMode``), and where selective
+    checkpointing chooses what is kept.
+
+    Other dispatch modes count floating-point operations or tensors: they see PyTorch's own.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(isinstance(mode, _TRACING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_watched(arguments: tuple[object, ...]) -> bool:

@@ -1,17 +1,23 @@
-"""Cross entropy of ready-made logits: the rows' kernel behind an autograd function.
+"""Cross entropy of ready-made logits: the rows' kernel behind an autograd function, and behind an
+operator of ``torch.library`` for calls that become a part of a graph.
 
 N: tokens, V: vocabulary.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import (
     accumulation_dtype,
+    as_tensor,
     check_backward,
     check_plain_tensors,
+    constants,
+    define,
+    is_traced,
     runs_eagerly,
 )
 from liger_patch.kernels.head.labels import (
@@ -51,7 +57,6 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
-@runs_eagerly
 def cross_entropy(
     logits: Tensor,  # (N, V)
     labels: Tensor,  # (N,)
@@ -67,6 +72,9 @@ def cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """Compute ``torch.nn.functional.cross_entropy`` in float32, without a float32 copy of logits.
+
+    Within ``torch.compile`` and the others that ``linear_cross_entropy`` names, it is the operator
+    ``liger_patch::cross_entropy``.
 
     Args:
         logits: (N, V), any floating dtype; left as they are. The backward pass allocates their
@@ -94,34 +102,137 @@ def cross_entropy(
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the
             vocabulary.
     """
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "class_weight": class_weight,
+    }
+    how: dict[str, Any] = {
+        "reduction": reduction,
+        "token_weight": token_weight,
+        "num_items_in_batch": num_items_in_batch,
+    }
+    if is_traced():
+        how["num_items_in_batch"] = as_tensor(num_items_in_batch)
+        operator = torch.ops.liger_patch.cross_entropy
+        return operator(logits, labels, *constants(*options.values()), *how.values())[0]
+    return _call(logits, labels, LossOptions(**options), **how)
+
+
+@runs_eagerly
+def _call(
+    logits: Tensor, labels: Tensor, options: LossOptions, *, reduction: str, **how: Any
+) -> Tensor:
+    _check(logits, labels, options, reduction=reduction, **how)
+    factors = _factors(logits, labels, options, reduction=reduction, **how)
+    return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)
+
+
+def _check(
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    *,
+    token_weight: Tensor | None,
+    **how: Any,
+) -> None:
+    """Raise ValueError for what does not fit. Reads no values."""
     check_plain_tensors(
-        logits=logits, labels=labels, class_weight=class_weight, token_weight=token_weight
+        logits=logits, labels=labels, class_weight=options.class_weight, token_weight=token_weight
     )
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
         raise ValueError(
             "logits must be a floating-point (N, V) tensor, got "
             f"{logits.dtype} {tuple(logits.shape)}"
         )
-    vocab_size = logits.shape[1]
-    options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
-    options.check(vocab_size, logits.device)
-    check_token_arguments(
-        labels,
-        len(logits),
-        logits.device,
-        reduction=reduction,
-        token_weight=token_weight,
-        num_items_in_batch=num_items_in_batch,
-    )
-    compacted = compact_labels(labels, vocab_size, ignore_index)
-    factors = token_factors(
-        labels,
-        compacted.counts[0],
-        options,
-        reduction=reduction,
-        token_weight=token_weight,
-        num_items_in_batch=num_items_in_batch,
-        dtype=accumulation_dtype(logits.dtype),
-    )
+    options.check(logits.shape[1], logits.device)
+    check_token_arguments(labels, logits.shape[0], logits.device, token_weight=token_weight, **how)
+
+
+def _factors(logits: Tensor, labels: Tensor, options: LossOptions, **how: Any) -> Tensor:
+    """Return (N,) the factors of the tokens' losses; raise ValueError for a label outside."""
+    compacted = compact_labels(labels, logits.shape[1], options.ignore_index)
+    dtype = accumulation_dtype(logits.dtype)
+    factors = token_factors(labels, compacted.counts[0], options, dtype=dtype, **how)
     compacted.read_count()  # for the check of the labels
-    return _CrossEntropy.apply(logits, labels.to(torch.int64), factors, options, reduction)
+    return factors
+
+
+_OPTIONS = (
+    "int ignore_index, float? softcap, float logit_scale, float label_smoothing, float z_loss, "
+    "Tensor? class_weight"
+)
+
+
+def _arguments(options: Any, how: Any) -> tuple[LossOptions, dict[str, Any]]:
+    names = "reduction", "token_weight", "num_items_in_batch"
+    return LossOptions(*options), dict(zip(names, how, strict=True))
+
+
+def _loss_results(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    options, how = _arguments(others[:6], others[6:])
+    _check(logits, labels, options, **how)
+    factors = logits.new_empty(labels.shape, dtype=accumulation_dtype(logits.dtype))
+    return factors.new_empty(labels.shape if how["reduction"] == "none" else ()), factors
+
+
+def _loss(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    options, how = _arguments(others[:6], others[6:])
+    _check(logits, labels, options, **how)
+    factors = _factors(logits, labels, options, **how).contiguous()
+    losses = cross_entropy_rows(_rows(logits), labels.to(torch.int64), options) * factors
+    return losses if how["reduction"] == "none" else losses.sum(), factors
+
+
+def _backward_results(
+    grad_output: Tensor, logits: Tensor, labels: Tensor, factors: Tensor, *options: Any
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _backward(
+    grad_output: Tensor, logits: Tensor, labels: Tensor, factors: Tensor, *options: Any
+) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    cross_entropy_rows(
+        _rows(logits),
+        labels.to(torch.int64),
+        LossOptions(*options),
+        dlogits=dlogits,
+        row_scale=factors * grad_output,
+    )
+    return dlogits
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, labels, *options, class_weight, _, _, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, labels, output[1], class_weight)
+    ctx.options = options
+
+
+def _gradients(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    check_backward("cross_entropy", grad_output)
+    logits, labels, factors, class_weight = ctx.saved_tensors
+    arguments = (logits, labels, factors, *ctx.options, class_weight)
+    dlogits = torch.ops.liger_patch.cross_entropy_backward(grad_output, *arguments)
+    return (dlogits, *[None] * 10)
+
+
+if define(
+    "cross_entropy",
+    f"(Tensor logits, Tensor labels, {_OPTIONS}, str reduction, Tensor? token_weight, "
+    "Tensor? num_items_in_batch) -> (Tensor loss, Tensor factors)",
+    _loss,
+    _loss_results,
+):
+    define(
+        "cross_entropy_backward",
+        f"(Tensor grad_output, Tensor logits, Tensor labels, Tensor factors, {_OPTIONS}) -> Tensor",
+        _backward,
+        _backward_results,
+    )
+    torch.library.register_autograd("liger_patch::cross_entropy", _gradients, setup_context=_save)

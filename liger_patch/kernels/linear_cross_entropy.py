@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import accumulation_dtype, check_backward, runs_eagerly
-from liger_patch.kernels.head.chunked import ChunkConfig, prepare_chunks, run_chunks
+from liger_patch.kernels.backend import check_backward, is_traced, runs_eagerly
+from liger_patch.kernels.head import operators
+from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
 from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
     QuantizedWeight,
-    Wanted,
     save_inputs,
     saved_inputs,
 )
-from liger_patch.kernels.head.labels import token_factors
+from liger_patch.kernels.head.losses import loss_and_gradients, loss_factors, loss_gradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.vocab_shard import VocabShard
 
@@ -41,14 +41,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduction: str,
         *inputs: Any,
     ) -> Tensor:
-        in_forward = config.has_gradients_in_forward(same_for_all=reduction != "none")
-        wanted = config.wanted if in_forward else Wanted()
-        result = run_chunks(config, HeadInputs(*inputs), factors, wanted)
-        losses = result.losses * factors[: len(result.losses)]
+        loss, ctx.gradients = loss_and_gradients(config, HeadInputs(*inputs), factors, reduction)
         ctx.config, ctx.factors, ctx.reduction = config, factors, reduction
-        ctx.gradients = result.gradients if in_forward else None
         save_inputs(ctx, inputs, config.options)
-        return config.labels.scatter(losses) if reduction == "none" else losses.sum()
+        return loss
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -58,11 +54,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # kept no longer: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            upstream = labels.gather(grad_output) if per_token else grad_output
-            row_scale = ctx.factors[: labels.read_count()] * upstream
             inputs, options = saved_inputs(ctx)
             config = replace(config, options=options)
-            gradients = run_chunks(config, inputs, row_scale, config.wanted).gradients
+            gradients = loss_gradients(config, inputs, ctx.factors, grad_output)
         elif per_token:
             labels.scale_rows_(gradients, labels.gather(grad_output))
         else:
@@ -70,7 +64,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-@runs_eagerly
 def linear_cross_entropy(
     hidden_states: Tensor,  # (N, H)
     weight: Tensor | QuantizedWeight,  # (V, H)
@@ -92,6 +85,10 @@ def linear_cross_entropy(
     hopper_kernels: bool = True,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
+
+    Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
+    checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``QuantizedWeight``
+    and a ``vocab_shard`` break the graph of ``torch.compile``.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of
@@ -135,28 +132,55 @@ def linear_cross_entropy(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    options = LossOptions(ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "class_weight": class_weight,
+    }
     how: dict[str, Any] = {
         "reduction": reduction,
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
-    config, inputs = prepare_chunks(
+    given = hidden_states, weight, bias, low_rank, labels
+    is_plain = isinstance(weight, Tensor) and vocab_shard is None and hopper_kernels
+    if is_traced() and is_plain:
+        return operators.linear_cross_entropy(*given, options=options, chunk_mib=chunk_mib, **how)
+    shard = vocab_shard
+    return _call(*given, LossOptions(**options), chunk_mib, shard, hopper_kernels, **how)
+
+
+@runs_eagerly
+def _call(
+    hidden_states: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    labels: Tensor,
+    options: LossOptions,
+    chunk_mib: float | None,
+    shard: VocabShard | None,
+    hopper_kernels: bool,
+    *,
+    reduction: str,
+    **how: Any,
+) -> Tensor:
+    inputs = check_arguments(
         hidden_states,
         weight,
         labels,
         bias,
         low_rank,
         options,
-        chunk_mib,
-        shard=vocab_shard,
-        hopper_kernels=hopper_kernels,
+        shard=shard,
+        reduction=reduction,
         **how,
     )
-    dtype = accumulation_dtype(config.dtype)
-    factors = token_factors(labels, config.labels.counts[0], options, dtype=dtype, **how)
-    if token_weight is None:
-        factors = factors.contiguous()
-    else:
-        factors = factors.index_select(0, config.labels.rows)
+    config = prepare_chunks(
+        inputs, labels, options, chunk_mib, shard, hopper_kernels=hopper_kernels
+    )
+    factors = loss_factors(config, labels, reduction=reduction, **how)
     return _LinearCrossEntropy.apply(config, factors, reduction, *inputs)

@@ -33,6 +33,7 @@ from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
     QuantizedWeight,
+    Surroundings,
     Wanted,
     checked_chunk_bytes,
     checked_inputs,
@@ -84,14 +85,8 @@ class ChunkConfig:
     hopper_kernels: bool = True
 
     def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
-        """Return True if gradients can be computed in the forward pass, for the backward pass to
-        scale: with ``same_for_all``, the upstream gradient is one for all tokens.
-
-        float16 would lose small gradients before a loss scale reaches them.
-        """
-        if not any(self.wanted) or self.dtype == torch.float16:
-            return False
-        return same_for_all or not self.wanted.sums
+        """Return what ``Wanted.in_forward`` says of this call."""
+        return self.wanted.in_forward(self.dtype, same_for_all=same_for_all)
 
 
 class ChunkedResult(NamedTuple):
@@ -108,23 +103,21 @@ class ChunkedResult(NamedTuple):
     gradients: list[Tensor | None]
 
 
-def prepare_chunks(
+def check_arguments(
     hidden_states: Tensor,  # (N, H)
     weight: Tensor | QuantizedWeight,  # (V, H)
     labels: Tensor,  # (N,)
     bias: Tensor | None,  # (V,)
     low_rank: tuple[Tensor, Tensor] | None,  # (N, R), (V, R)
     options: LossOptions,
-    chunk_mib: float | None,
     *,
     reduction: str = "none",
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
     shard: VocabShard | None = None,
-    hopper_kernels: bool = True,
-) -> tuple[ChunkConfig, HeadInputs]:
-    """Check the arguments of an operator on a head, raise ValueError for what does not fit, and
-    start to compact the labels.
+) -> HeadInputs:
+    """Return the inputs of an operator on a head; raise ValueError for what does not fit. Reads no
+    values.
     """
     check_plain_tensors(
         hidden_states=hidden_states,
@@ -134,23 +127,41 @@ def prepare_chunks(
         token_weight=token_weight,
     )
     inputs = checked_inputs(hidden_states, weight, bias, low_rank, shard)
-    wanted = Wanted.by(inputs)
-    chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
     vocab_size = weight.shape[0] if shard is None else shard.vocab_size
     device = hidden_states.device
     options.check(vocab_size, device)
     check_token_arguments(
         labels,
-        len(hidden_states),
+        hidden_states.shape[0],
         device,
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
     )
-    dtype = product_dtype(inputs)
+    return inputs
+
+
+def prepare_chunks(
+    inputs: HeadInputs,
+    labels: Tensor,  # (N,)
+    options: LossOptions,
+    chunk_mib: float | None,
+    shard: VocabShard | None = None,
+    surroundings: Surroundings | None = None,
+    *,
+    hopper_kernels: bool = True,
+) -> ChunkConfig:
+    """Configure the chunks of arguments that have been checked, and start to compact the labels.
+
+    Args:
+        surroundings: those of the call, where it runs below autograd and autocast now.
+    """
+    wanted, autocast = surroundings or Surroundings.by(inputs)
+    chunk_bytes = checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight)
+    vocab_size = inputs.weight.shape[0] if shard is None else shard.vocab_size
+    dtype = product_dtype(inputs, autocast)
     compacted = compact_labels(labels, vocab_size, options.ignore_index)
-    config = ChunkConfig(compacted, options, wanted, dtype, chunk_bytes, shard, hopper_kernels)
-    return config, inputs
+    return ChunkConfig(compacted, options, wanted, dtype, chunk_bytes, shard, hopper_kernels)
 
 
 def run_chunks(

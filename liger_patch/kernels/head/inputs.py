@@ -102,6 +102,16 @@ class Wanted(NamedTuple):
         """Return True if one of them sums over the tokens."""
         return self.weight or self.bias or self.low_rank_weight
 
+    def in_forward(self, dtype: torch.dtype, *, same_for_all: bool) -> bool:
+        """Return True if the gradients can be computed in the forward pass, for the backward pass
+        to scale: with ``same_for_all``, the upstream gradient is one for all tokens.
+
+        float16 would lose small gradients before a loss scale reaches them.
+        """
+        if not any(self) or dtype == torch.float16:
+            return False
+        return same_for_all or not self.sums
+
     def of_products(self) -> list[tuple[bool, bool]]:
         """Return (states, weight) of each product."""
         return [(self.hidden_states, self.weight), (self.low_rank, self.low_rank_weight)]
@@ -111,6 +121,23 @@ class Wanted(NamedTuple):
         """Return those that PyTorch would compute."""
         needed: list[Any] = [t is not None and t.requires_grad for t in inputs]
         return cls(*(torch.is_grad_enabled() and each for each in needed))
+
+
+class Surroundings(NamedTuple):
+    """What a call takes from autograd and autocast.
+
+    Attributes:
+        wanted: the gradients that the backward pass returns.
+        autocast: the dtype of products, None without autocast.
+    """
+
+    wanted: Wanted
+    autocast: torch.dtype | None
+
+    @classmethod
+    def by(cls, inputs: HeadInputs) -> Surroundings:
+        """Return those of a call now."""
+        return cls(Wanted.by(inputs), autocast_dtype(inputs.hidden_states.device.type))
 
 
 def checked_inputs(
@@ -136,7 +163,9 @@ def checked_inputs(
     vocab_size, device = weight.shape[0], hidden_states.device
     if bias is not None and tuple(bias.shape) != (vocab_size,):
         raise ValueError(f"bias must have shape ({vocab_size},), got {tuple(bias.shape)}")
-    low_rank_states, low_rank_weight = _checked_low_rank(low_rank, len(hidden_states), vocab_size)
+    low_rank_states, low_rank_weight = _checked_low_rank(
+        low_rank, hidden_states.shape[0], vocab_size
+    )
     inputs = HeadInputs(hidden_states, weight, bias, low_rank_states, low_rank_weight)
     for name, tensor in inputs._asdict().items():
         if isinstance(tensor, Tensor):
@@ -160,7 +189,7 @@ def _checked_low_rank(
     ):
         raise ValueError(f"low_rank must be two tensors, (N, R) and (V, R), got {low_rank!r:.80}")
     states, weight = low_rank
-    if states.dim() != 2 or len(states) != tokens or not states.shape[1]:
+    if states.dim() != 2 or states.shape[0] != tokens or not states.shape[1]:
         raise ValueError(f"low_rank[0] must have shape ({tokens}, R), got {tuple(states.shape)}")
     if tuple(weight.shape) != (vocab_size, states.shape[1]):
         raise ValueError(
@@ -173,17 +202,18 @@ def _checked_low_rank(
     return states, weight
 
 
-def product_dtype(inputs: HeadInputs) -> torch.dtype:
-    """Return the dtype that ``torch.nn.functional.linear`` would compute in, now."""
+def product_dtype(inputs: HeadInputs, autocast: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that ``torch.nn.functional.linear`` would compute in, under autocast to a
+    dtype or without.
+    """
     dtypes = {"hidden_states": inputs.hidden_states.dtype, "weight": inputs.weight.dtype}
     if inputs.bias is not None:
         dtypes["bias"] = inputs.bias.dtype
     for name, dtype in dtypes.items():
         if not dtype.is_floating_point:
             raise ValueError(f"{name} must be a floating-point tensor, got {dtype}")
-    dtype = autocast_dtype(inputs.hidden_states.device.type)
-    if dtype is not None and torch.float64 not in dtypes.values():
-        return dtype
+    if autocast is not None and torch.float64 not in dtypes.values():
+        return autocast
     if len(set(dtypes.values())) > 1:
         raise ValueError(
             f"hidden_states, weight and bias must share a dtype outside autocast, got {dtypes}"
