@@ -37,7 +37,11 @@ def _exp(x, IS_FLOAT32: tl.constexpr):
 
 
 @triton.jit
-def apply_activation(x, IS_SILU: tl.constexpr, IS_FLOAT32: tl.constexpr = False):
+def apply_activation(
+    x,
+    IS_SILU: tl.constexpr,
+    IS_FLOAT32: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
+):
     """Return silu or gelu of x."""
     if IS_SILU:
         y = x / (1.0 + _exp(-x, IS_FLOAT32))
@@ -47,7 +51,11 @@ def apply_activation(x, IS_SILU: tl.constexpr, IS_FLOAT32: tl.constexpr = False)
 
 
 @triton.jit
-def activation_slope(x, IS_SILU: tl.constexpr, IS_FLOAT32: tl.constexpr = False):
+def activation_slope(
+    x,
+    IS_SILU: tl.constexpr,
+    IS_FLOAT32: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
+):
     """Return the derivative of silu or gelu at x."""
     if IS_SILU:
         sigmoid = 1.0 / (1.0 + _exp(-x, IS_FLOAT32))
