@@ -145,10 +145,11 @@ def linear_cross_entropy(
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
-    given = hidden_states, weight, bias, low_rank, labels
-    is_plain = isinstance(weight, Tensor) and vocab_shard is None and hopper_kernels
-    if is_traced() and is_plain:
+    is_plain = vocab_shard is None and hopper_kernels
+    if is_traced() and isinstance(weight, Tensor) and is_plain:
+        given = hidden_states, weight, bias, low_rank, labels
         return operators.linear_cross_entropy(*given, options=options, chunk_mib=chunk_mib, **how)
+    given = hidden_states, weight, bias, low_rank, labels
     shard = vocab_shard
     return _call(*given, LossOptions(**options), chunk_mib, shard, hopper_kernels, **how)
 

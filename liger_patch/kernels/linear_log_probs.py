@@ -138,11 +138,12 @@ def linear_log_probs(
         "logit_scale": logit_scale / temperature,
     }
     asked = {*names, "log_probs"}
-    given = hidden_states, weight, bias, low_rank, labels
     if is_traced() and isinstance(weight, Tensor) and vocab_shard is None:
+        given = hidden_states, weight, bias, low_rank, labels
         options |= {"label_smoothing": 0.0, "z_loss": 0.0, "class_weight": None}
         how: dict[str, Any] = {"outputs": sorted(asked), "same_gradient": same_gradient}
         return operators.linear_log_probs(*given, options=options, chunk_mib=chunk_mib, **how)
+    given = hidden_states, weight, bias, low_rank, labels
     return _call(*given, LossOptions(**options), chunk_mib, vocab_shard, asked, same_gradient)
 
 

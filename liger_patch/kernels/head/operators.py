@@ -333,28 +333,39 @@ if define("linear_cross_entropy", f"({_LOSS}) -> {_RESULTS}", _loss, _loss_resul
 
 
 def linear_cross_entropy(
-    *inputs: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    labels: Tensor,
+    *,
     options: dict[str, Any],
     chunk_mib: float | None,
     reduction: str,
     token_weight: Tensor | None,
     num_items_in_batch: Tensor | float | None,
 ) -> Tensor:
-    """Call the operator; ``inputs``: hidden states, weight, bias, low rank, labels."""
-    head = _Head.of_call(*inputs, options, chunk_mib)
+    """Call the operator."""
+    head = _Head.of_call(hidden_states, weight, bias, low_rank, labels, options, chunk_mib)
     operator = torch.ops.liger_patch.linear_cross_entropy
     return operator(*head, reduction, token_weight, as_tensor(num_items_in_batch))[0]
 
 
 def linear_log_probs(
-    *inputs: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    labels: Tensor,
+    *,
     options: dict[str, Any],
     chunk_mib: float | None,
     outputs: list[str],
     same_gradient: bool,
 ) -> LogProbs:
-    """Call the operator; ``inputs``: hidden states, weight, bias, low rank, labels."""
-    head = _Head.of_call(*inputs, options, chunk_mib)
+    """Call the operator."""
+    head = _Head.of_call(hidden_states, weight, bias, low_rank, labels, options, chunk_mib)
     results = torch.ops.liger_patch.linear_log_probs(*head, outputs, same_gradient)
     named = zip(LogProbs._fields, results[:6], strict=True)
-    return LogProbs(*(result if name in outputs else None for name, result in named))
+    fields: Any = (result if name in outputs else None for name, result in named)
+    return LogProbs(*fields)
