@@ -282,12 +282,18 @@ def _fsdp2(model: Any, request: Request, device: torch.device) -> Step:
     return _step_of(prepared, _batch(request, device))
 
 
+def compile_no_collectives() -> None:
+    """Leave out DeepSpeed's collectives in shared memory, which gloo does without: no compiler."""
+    # the attribute deepspeed.comm.torch is torch itself
+    backend: Any = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+
+
 def _zero3(model: Any, request: Request, device: torch.device) -> Step:
     import deepspeed
 
-    if device.type == "cpu":  # no compiler for what gloo does without
-        # the attribute deepspeed.comm.torch is torch itself
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    if device.type == "cpu":
+        compile_no_collectives()
     config = {
         "train_micro_batch_size_per_gpu": request.model.sequences,
         "zero_optimization": {"stage": 3},

@@ -25,7 +25,7 @@ from examples.corpus import Corpus
 from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
-from .distributed_contenders import compile_nothing
+from .distributed_contenders import compile_no_collectives
 from .drift_report import ALONE, EAGER, OURS, ROUNDED
 from .measure import release_memory
 
@@ -137,7 +137,7 @@ def _fsdp2(model: nn.Module, settings: Settings) -> dict[str, Any]:
 
 def _zero3(model: nn.Module, settings: Settings) -> dict[str, Any]:
     if settings.device == "cpu":
-        compile_nothing()
+        compile_no_collectives()
     config = {
         # the least number of elements that is partitioned: by default, most of a small model is not
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

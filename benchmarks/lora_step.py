@@ -149,7 +149,7 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
             f"{before}from pathlib import Path; from benchmarks.lora_contenders import main; "
             f"main(Path({str(asked)!r}), Path({str(results)!r}))"
         )
-        ended = f"longer than {limit} s"
+        done = None
         with errors.open("wb") as stderr, suppress(subprocess.TimeoutExpired):  # no pipe: workers
             done = subprocess.run(  # of a compiler could keep it open
                 [sys.executable, "-c", code],
@@ -158,15 +158,16 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
                 stderr=stderr,
                 timeout=limit,
             )
-            ended = f"exit status {done.returncode}"
         said = errors.read_text(encoding="utf-8", errors="replace")
         print(said, file=sys.stderr, flush=True)
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     print(*lines, sep="\n", flush=True)  # a run that is cut short keeps them
     rows = [json.loads(line) for line in lines]
     *_, last = ["", *said.strip().splitlines()]
+    failure = f"takes longer than {limit} s"
+    if done is not None:
+        failure = f"does not run: exit status {done.returncode}: {last}"
     missing = request.settings[len({row["model"] for row in rows}) :]
-    failure = f"does not run: {ended}: {last}"
     return rows + _failed(replace(request, settings=missing), failure)
 
 

@@ -48,6 +48,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--even", action="store_true", help="shards of one size")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--untested", action="store_true", help="without a row")
@@ -123,6 +124,8 @@ def make(arguments: argparse.Namespace) -> Any:
     if arguments.tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
+    if arguments.even:
+        model.resize_token_embeddings(model.config.vocab_size // 2 * 2, mean_resizing=False)
     return model.to(device())
 
 

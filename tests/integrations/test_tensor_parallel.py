@@ -49,5 +49,6 @@ def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    cases = "gathered --layers", "sharded --model gemma2", "transformers"
+    # Transformers 5.17 has no shards of two sizes
+    cases = "gathered --layers", "sharded --model gemma2", "transformers --even"
     run(SCRIPT, str(tmp_path / "group"), "cuda", *cases)
