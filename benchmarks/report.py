@@ -115,8 +115,9 @@ def distributed_table(report: dict) -> str:
 
 def distributed_heads_table(report: dict) -> str:
     note = (
-        ": a vocabulary over all GPUs, time of the slowest rank, {command}. The matmul-only bound "
-        "is our operator on one shard, without communication."
+        ": a vocabulary over all GPUs, forward and backward; time of the slowest rank, peak memory "
+        "over the inputs, gradients included; {command}. The matmul-only bound is our operator on "
+        "one shard, without communication."
     )
     cells = _cells(TIME_AND_MEMORY, report["distributed_heads"], _model)
     return _document(report, cells, note)
@@ -338,7 +339,10 @@ def _document(report: dict, cells: list[list[str]], note: str) -> str:
     """Format cells, the first line as heading, and what was measured, where and how."""
     lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    measured = f"Measured on one {report['gpu']} on {report['date']} in bf16 with {versions}"
+    rows = [row for value in report.values() if isinstance(value, list) for row in value]
+    count = max((row.get("gpus", 1) for row in rows), default=1)
+    where = f"one {report['gpu']}" if count == 1 else f"{count} GPUs ({report['gpu']})"
+    measured = f"Measured on {where} on {report['date']} in bf16 with {versions}"
     note = note.replace("{command}", f"`{report['command']}`")
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
 

@@ -15,6 +15,7 @@ from sections import check_section
 from benchmarks.report import (
     RESULTS,
     convergence_table,
+    distributed_heads_table,
     headline,
     heads_table,
     layer_kernels_table,
@@ -74,6 +75,10 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "log_probs": (PERFORMANCE, of_results(log_probs_table, "log_probs.json")),
     "sft_steps": (PERFORMANCE, of_results(sft_steps_table, "sft_step.json")),
     "layer_kernels": (PERFORMANCE, of_results(layer_kernels_table, "layer_kernels.json")),
+    "distributed_heads": (
+        DOCS / "distributed.md",
+        of_results(distributed_heads_table, "distributed_heads.json"),
+    ),
     "lora_convergence": (
         DOCS / "lora.md",
         of_results(convergence_table, "convergence_adapters.json"),

@@ -99,5 +99,5 @@ def test_a_configuration_says_what_starts_it(path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_split_sequences_on_gpus(tmp_path: Path) -> None:
-    """Not PyTorch's ring attention: it has kernels for 16 bits alone, these models are in float32."""
+    """Without context parallelism: ring attention has no kernel for these models, in float32."""
     run("sequence_trainer.py", str(tmp_path), "cuda", "ulysses --layers")
