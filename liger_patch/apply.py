@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_patch import flags, registry
+from liger_patch import registry
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
+from liger_patch.patch import flags
 from liger_patch.patch.forward import (
     RECORD,
     class_name,

@@ -180,6 +180,7 @@ def test_a_copy_of_a_copy_survives_the_first(model: Any) -> None:
 
 
 READ_AGAIN = """
+import sys
 import torch
 model = torch.load(sys.argv[1], weights_only=False)
 batch = torch.load(sys.argv[2])
@@ -205,6 +206,7 @@ def test_a_saved_model_is_patched_in_another_process(model: Any, tmp_path: Path)
 
 
 IMPORT = """
+import sys
 from torch.optim import optimizer
 assert "liger_patch" not in sys.modules
 import liger_patch

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from liger_patch import flags
 from liger_patch.deferred.fuse import fused_log_probs, parts_of
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.patch import flags
 
 IGNORED = -100  # labels that are not supervised, and what Trainer pads predictions with
 STATISTICS = ("log_probs", "is_top1", "entropy")

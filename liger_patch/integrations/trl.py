@@ -24,7 +24,6 @@ import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_patch import flags
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.deferred.fuse import Parts, fused_log_probs
 from liger_patch.deferred.gradients import prepare_backward
@@ -35,6 +34,7 @@ from liger_patch.integrations.loss_weights import (
     separated,
     with_means_of_one,
 )
+from liger_patch.patch import flags
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord

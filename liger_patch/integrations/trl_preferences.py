@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_patch import flags
 from liger_patch.integrations.trl import patch_for_log_probs, taken_back
+from liger_patch.patch import flags
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL's, of all that is experimental

@@ -10,8 +10,9 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch import flags
 from liger_patch.deferred.capture import deferring_head
 from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.layers.lora import replace_new_adapters
+from liger_patch.patch import flags
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -40,7 +41,8 @@ RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
-class OwnArguments(NamedTuple):
+@dataclass(frozen=True)
+class OwnArguments:
     """The arguments of a call that are of this package and not of the model."""
 
     num_sequences: Tensor | int | None = None
@@ -221,7 +223,8 @@ def _deferred_forward(
     """Run the model's forward with deferred logits and the loss of this package."""
     with deferring(model, record) as forward_pass, ExitStack() as stack:
         forward_pass.starts = starts
-        forward_pass.num_sequences, forward_pass.loss_weights = own
+        forward_pass.num_sequences = own.num_sequences
+        forward_pass.loss_weights = own.loss_weights
         if model.loss_function is ForCausalLMLoss and _why_not_followed() is None:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         outputs = inner(*args, **kwargs)

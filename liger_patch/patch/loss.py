@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch import flags
 from liger_patch.deferred.distributed import DistributedLogits
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.patch import flags
 from liger_patch.patch.packing import (
     next_labels,
     sequence_weights,

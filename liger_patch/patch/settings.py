@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from liger_patch import flags
 from liger_patch.kernels.head.inputs import checked_chunk_bytes
 from liger_patch.kernels.options import LossOptions
+from liger_patch.patch import flags
 from liger_patch.patch.offload import CheckpointOffload
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from liger_patch.architectures import ARCHITECTURES, Architecture
+from liger_patch.registry.architectures import ARCHITECTURES, Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
