@@ -10,8 +10,8 @@ gradients. Time is that of the slowest rank, by CUDA events; memory the highest 
 its shards of the weights. Collectives of one step are counted on the first rank, by kind and MiB.
 A contender whose first loss is not eager's is wrong.
 
-The head alone, tensor parallel: PyTorch's loss_parallel, ours, and the bound: our operator on one
-shard as if it were the whole vocabulary, without communication.
+The head alone, tensor parallel: PyTorch's loss_parallel, ours, and our operator on one shard alone,
+as if it were the whole vocabulary, without communication.
 """
 
 from __future__ import annotations

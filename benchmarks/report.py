@@ -116,8 +116,8 @@ def distributed_table(report: dict) -> str:
 def distributed_heads_table(report: dict) -> str:
     note = (
         ": a vocabulary over all GPUs, forward and backward; time of the slowest rank, peak memory "
-        "over the inputs, gradients included; {command}. The matmul-only bound is our operator on "
-        "one shard, without communication."
+        "over the inputs, gradients included; {command}. One shard alone is the operator on a "
+        "rank's part as if it were the whole vocabulary, without communication."
     )
     cells = _cells(TIME_AND_MEMORY, report["distributed_heads"], _model)
     return _document(report, cells, note)
@@ -263,7 +263,7 @@ def lora_summary(report: dict) -> str:
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {first_steps(rows)}."
+        f"weights. The longest first step, kernels compiled: {first_steps(report['lora_steps'])}."
     )
     return _document(report, _cells("LoRA step, ms / GiB", rows, _model), note)
 

@@ -35,7 +35,8 @@ LABEL_MASK = IS_JOINED - 1
 
 class WeightedTokens(TransformersTrainer):
     """What a Trainer needs for data sets with a column ``loss_weights``; without, it changes
-    nothing. The denominator of a step's mean is the sum of the weights of its supervised tokens.
+    nothing. The denominator of a step's mean is the sum of the weights of its supervised tokens;
+    with a model class that takes no number of items, the passes of a step count the same.
     """
 
     @property
@@ -75,7 +76,13 @@ class WeightedTokens(TransformersTrainer):
     ) -> tuple[list, Any]:
         """Return the batches of a step, and the sum of their weights as the number of items."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if num_items is not None and any(WEIGHT_BITS in batch for batch in batches):
+        weighted = [WEIGHT_BITS in batch for batch in batches]
+        if any(weighted) and not all(weighted):
+            raise ValueError(
+                f"{sum(weighted)} of {len(weighted)} batches of a step have the column "
+                f"{LOSS_WEIGHTS!r}: give it to all samples"
+            )
+        if num_items is not None and any(weighted):
             total = torch.stack([sum_of_weights(batch).to(device) for batch in batches]).sum()
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 # as num_items_in_batch: devices that share a batch count it once
@@ -121,8 +128,14 @@ class WeightedCollator:
     collator: Callable[[list[Any]], Any]
 
     def __call__(self, samples: list[Any]) -> Any:
-        if not isinstance(samples[0], Mapping) or LOSS_WEIGHTS not in samples[0]:
+        weighted = [isinstance(sample, Mapping) and LOSS_WEIGHTS in sample for sample in samples]
+        if not any(weighted):
             return self.collator(samples)
+        if not all(weighted):
+            raise ValueError(
+                f"a batch has the column {LOSS_WEIGHTS!r} in {sum(weighted)} of {len(samples)} "
+                "samples: give it to all of them, 1.0 where a token weighs as any other"
+            )
         batch = self.collator([joined(sample) for sample in samples])
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or bool(((labels >= 0) & (labels < IS_JOINED)).any()):

@@ -33,7 +33,8 @@ from liger_patch.patch.packing import (
 class Trainer(WeightedTokens, transformers.Trainer):
     """``transformers.Trainer``, exact for ``apply_patch(model, loss_average="sequence")`` and for
     data sets with a column ``loss_weights``, one for each token, under gradient accumulation and on
-    several devices. With any other model and data it is Transformers'.
+    several devices. With any other model and data it is Transformers'. The passes of a step count
+    the same, whatever their weights, for a model class that takes no ``num_items_in_batch``.
 
     Raises:
         ValueError: such a model, or such data, with a loss that is computed outside the model

@@ -142,15 +142,6 @@ def constants(*options: Any) -> tuple[Any, ...]:
     return tuple(constant(each) if isinstance(each, float) else each for each in options)
 
 
-def as_tensor(number: Tensor | float | None) -> Tensor | None:
-    """Return a number as an operator takes it that is another one at each call: as a constant, it
-    would be another graph.
-    """
-    if number is None or isinstance(number, Tensor):
-        return number
-    return torch.full((), number, dtype=torch.float64, device="cpu")
-
-
 def runs_eagerly(function: Function) -> Function:
     """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
     return cast(Function, torch.compiler.disable(function))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import (
     accumulation_dtype,
-    as_tensor,
     check_backward,
     check_plain_tensors,
     constants,
@@ -24,6 +23,7 @@ from liger_patch.kernels.head.labels import (
     check_token_arguments,
     compact_labels,
     token_factors,
+    traced_items,
 )
 from liger_patch.kernels.head.logits import cross_entropy_rows
 from liger_patch.kernels.options import LossOptions
@@ -116,7 +116,7 @@ def cross_entropy(
         "num_items_in_batch": num_items_in_batch,
     }
     if is_traced():
-        how["num_items_in_batch"] = as_tensor(num_items_in_batch)
+        how["num_items_in_batch"] = traced_items(num_items_in_batch)
         operator = torch.ops.liger_patch.cross_entropy
         return operator(logits, labels, *constants(*options.values()), *how.values())[0]
     return _call(logits, labels, LossOptions(**options), **how)

@@ -87,8 +87,9 @@ def linear_cross_entropy(
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
     Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
-    checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``QuantizedWeight``
-    and a ``vocab_shard`` break the graph of ``torch.compile``.
+    checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``QuantizedWeight``,
+    a ``vocab_shard`` and ``hopper_kernels=False`` break the graph of ``torch.compile``, and are an
+    error within the others.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of

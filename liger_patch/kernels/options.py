@@ -8,6 +8,7 @@ with x a row of logits (V,), y its label, w the class weights (1 where there are
 smoothing.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -76,4 +77,6 @@ class LossOptions:
 
 def is_finite(value: float) -> bool:
     """Return True if a number is finite as a float: an int may be too large for one."""
-    return abs(value) <= sys.float_info.max  # not math.isfinite, which no graph takes a symbol of
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return -math.inf < value < math.inf  # not math.isfinite: a graph has symbols for numbers

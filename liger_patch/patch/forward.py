@@ -196,7 +196,7 @@ def _forward_with_loss(
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
-    if _says_where_sequences_begin(record, named["labels"]) and not is_plain:
+    if _says_where_sequences_begin(record, named["labels"], own) and not is_plain:
         starts = sequence_starts(named["labels"].shape, named)
     # models that are not tested may not shift their labels: see causal_lm_loss
     if starts is not None and record.tested and not is_shifted:
@@ -244,9 +244,10 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     return _why_not_deferred(model, model.get_output_embeddings()) is None
 
 
-def _says_where_sequences_begin(record: PatchRecord, labels: object) -> bool:
+def _says_where_sequences_begin(record: PatchRecord, labels: object, own: OwnArguments) -> bool:
     """Return whether arguments of the call may say so, and the loss depends on it."""
-    if not isinstance(labels, Tensor) or record.is_ordinary:
+    is_ordinary = record.is_ordinary and own.loss_weights is None
+    if not isinstance(labels, Tensor) or is_ordinary:
         return False
     return record.tested or labels.dim() == 2
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.distributed import DistributedLogits
+from liger_patch.deferred.distributed import DistributedLogits, is_distributed
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
@@ -273,8 +273,8 @@ class ForwardPass:
             try:
                 difference = disagreement(parts, labels, **options)
             except torch.OutOfMemoryError:
-                if flags.verify():
-                    raise
+                if flags.verify() or is_distributed(parts.weight):
+                    raise  # other ranks wait for this one
                 # nobody has asked for it, and the model may fit without
                 own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
                 compared = f"{own}, but no gradients" if has_own else "nothing"

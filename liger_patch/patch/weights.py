@@ -69,4 +69,7 @@ def sum_of_weights(batch: Mapping[str, Any]) -> Tensor:
         targets = next_labels(within_sequences(labels, starts, IGNORE_INDEX), IGNORE_INDEX)
     weights = batch[WEIGHT_BITS].view(torch.float32)
     weights = weights_of_targets(weights, targets, shifted=is_shifted)
-    return weights.masked_fill(targets == IGNORE_INDEX, 0.0).sum(dtype=torch.float64)
+    weights = weights.masked_fill(targets == IGNORE_INDEX, 0.0)
+    if weights.device.type == "mps":  # which has no float64
+        weights = weights.cpu()
+    return weights.sum(dtype=torch.float64)

@@ -262,7 +262,10 @@ def test_contenders_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
-    def measure(case: Case, contenders: list[str], *, rounds: int) -> list[dict]:
+    def measure(
+        case: Case, contenders: list[str], *, rounds: int, limit: float | None
+    ) -> list[dict]:
+        assert limit is None
         measured.append((case.model.name, len(case.settings), contenders, rounds))
         return made_up()
 

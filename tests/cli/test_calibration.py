@@ -13,6 +13,7 @@ import pytest
 import torch
 from slow_cases import slow_but
 
+from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from liger_patch.cli.contenders import (
     EAGER,
@@ -47,7 +48,8 @@ CONTENDERS = {
     "liger_patch, layers": OURS_THEN,
     "liger_patch, layers, compiled by layer": OURS_THEN,
 }
-LORA_CONTENDERS = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS}
+OFFLOADED = "liger_patch, offloaded"
+LORA_CONTENDERS = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
 QUICK_MODELS = ("Gemma-3-270M, 8 x 2048",)  # with every contender
 QUICK_CONTENDERS = ("liger_patch, layers",)  # of every model that is traced quickly
 NOT_ESTIMATED = {  # contenders, and why
@@ -109,15 +111,16 @@ def test_peaks_over_the_weights(
 
 def _lora_steps() -> list[Any]:
     rows = _rows("lora_step.json", "lora_steps")
-    return slow_but([row for row in rows if row["contender"] == "liger_patch"], rows)
+    quick = [row for row in rows if row["contender"] == "liger_patch" and "Llama" in row["model"]]
+    return slow_but(quick, rows)
 
 
 @pytest.mark.parametrize(
     "measured", _lora_steps(), ids=lambda row: f"{row['model']}, {row['contender']}"
 )
 def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
-    model, setting = MODELS[0], measured["model"]
-    assert setting.startswith(model.name)
+    setting = measured["model"]
+    (model,) = (case.model for case in CASES if setting.startswith(f"{case.model.name}, "))
     row = Row(
         batch=model.sequences,
         length=model.length,
@@ -125,13 +128,15 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
         bits=4 if "QLoRA" in setting else None,
         double_quant=True,
         checkpointing="checkpointing" in setting,
+        checkpoint_offload=measured["contender"] == OFFLOADED,
         supervised=SUPERVISED,
     )
     trace, sizes = trace_step(model.config, row, LORA_CONTENDERS[measured["contender"]])
     traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
-    # earlier settings of the process leave a workspace or two
-    assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.1 * WORKSPACES / MIB
+    # earlier settings of the process leave a workspace or two, the allocator rounds each tensor up
+    rounded = sizes.weights / MIB / 1000
+    assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.1 * WORKSPACES / MIB + rounded
 
 
 def test_every_contender_is_estimated_or_has_a_reason() -> None:

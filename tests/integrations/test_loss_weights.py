@@ -111,6 +111,14 @@ def test_a_batch_has_the_weight_of_each_label(collator: str) -> None:
     assert torch.equal(batch["labels"][supervised], batch["input_ids"][supervised])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_weights_of_some_samples_are_an_error(first: int) -> None:
+    samples = weighted_samples(9, 4)
+    del samples[first]["loss_weights"]
+    with pytest.raises(ValueError, match="'loss_weights' in 1 of 2 samples"):
+        WeightedCollator(flattened)(samples)
+
+
 def test_samples_without_weights_are_those_of_the_collator() -> None:
     samples = [{k: v for k, v in s.items() if k != "loss_weights"} for s in weighted_samples(9, 4)]
     torch.testing.assert_close(WeightedCollator(flattened)(samples), flattened(samples))

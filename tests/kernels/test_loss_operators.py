@@ -174,6 +174,12 @@ def test_a_number_of_items_that_changes_is_no_constant() -> None:
     assert len(graphs.linears) <= 2  # of one number, and of any
 
 
+def test_a_number_of_items_that_does_not_fit_is_an_error_in_a_graph_too() -> None:
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with pytest.raises(Exception, match="num_items_in_batch must be a finite number >= 0, got -3"):
+        compiled(*inputs(), num_items_in_batch=-3)
+
+
 def test_a_graph_may_run_backward_twice() -> None:
     given = inputs()
     for loss in (mean, log_probs):

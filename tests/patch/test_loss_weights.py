@@ -40,6 +40,20 @@ def test_the_loss_is_the_weighted_mean(
     torch.testing.assert_close(found, truth)
 
 
+def test_boundaries_weigh_nothing_with_ordinary_logits_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packed rows whose labels are not masked where a sequence begins."""
+    model = apply_patch(make_model())
+    tokens = torch.arange(8)[None]
+    weights = torch.tensor([[1.0, 2.0, 1.0, 2.0, 8.0, 1.0, 2.0, 1.0]])
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": tokens % 4}
+    fused = call(model, batch, loss_weights=weights, num_items_in_batch=6.0).loss
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    ordinary = call(model, batch, loss_weights=weights, num_items_in_batch=6.0).loss
+    torch.testing.assert_close(ordinary, fused)
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_gradient_accumulation_divides_by_the_sum_of_all_weights(model_type: str) -> None:
     model, samples = make_model(model_type), weighted_samples(9, 4, 13, 6)

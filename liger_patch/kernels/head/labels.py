@@ -6,6 +6,7 @@ N: tokens, n: supervised tokens, V: vocabulary.
 
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -206,11 +207,21 @@ def check_token_arguments(
             raise ValueError(
                 "num_items_in_batch must not require a gradient: none is computed for it"
             )
-    elif not (
-        isinstance(num_items_in_batch, Real)
-        and num_items_in_batch >= 0
-        and is_finite(num_items_in_batch)
-    ):
-        raise ValueError(
-            f"num_items_in_batch must be a finite number >= 0, got {num_items_in_batch!r}"
-        )
+    else:
+        check_number_of_items(num_items_in_batch)
+
+
+def traced_items(number: Tensor | float | None) -> Tensor | None:
+    """Return ``num_items_in_batch`` as an operator in a graph takes it. As a constant, each number
+    would be another graph.
+    """
+    if number is None or isinstance(number, Tensor):
+        return number
+    check_number_of_items(number)
+    return torch.full((), number, dtype=torch.float64, device="cpu")
+
+
+def check_number_of_items(number: Any) -> None:
+    """Raise ValueError unless ``num_items_in_batch``, as a number, is finite and >= 0."""
+    if not (isinstance(number, Real) and number >= 0 and is_finite(number)):
+        raise ValueError(f"num_items_in_batch must be a finite number >= 0, got {number!r}")

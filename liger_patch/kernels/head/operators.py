@@ -14,7 +14,6 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import (
     accumulation_dtype,
-    as_tensor,
     autocast_dtype,
     check_backward,
     constants,
@@ -22,6 +21,7 @@ from liger_patch.kernels.backend import (
 )
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
 from liger_patch.kernels.head.inputs import HeadInputs, Surroundings, Wanted, product_dtype
+from liger_patch.kernels.head.labels import traced_items
 from liger_patch.kernels.head.log_probs import (
     LogProbs,
     log_probs_and_gradients,
@@ -348,7 +348,7 @@ def linear_cross_entropy(
     """Call the operator."""
     head = _Head.of_call(hidden_states, weight, bias, low_rank, labels, options, chunk_mib)
     operator = torch.ops.liger_patch.linear_cross_entropy
-    return operator(*head, reduction, token_weight, as_tensor(num_items_in_batch))[0]
+    return operator(*head, reduction, token_weight, traced_items(num_items_in_batch))[0]
 
 
 def linear_log_probs(
