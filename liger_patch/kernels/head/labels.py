@@ -6,7 +6,6 @@ N: tokens, n: supervised tokens, V: vocabulary.
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -221,7 +220,7 @@ def traced_items(number: Tensor | float | None) -> Tensor | None:
     return torch.full((), number, dtype=torch.float64, device="cpu")
 
 
-def check_number_of_items(number: Any) -> None:
+def check_number_of_items(number: float) -> None:
     """Raise ValueError unless ``num_items_in_batch``, as a number, is finite and >= 0."""
     if not (isinstance(number, Real) and number >= 0 and is_finite(number)):
         raise ValueError(f"num_items_in_batch must be a finite number >= 0, got {number!r}")
