@@ -16,6 +16,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+MAX_FLOAT = sys.float_info.max
+
 
 @dataclass(frozen=True)
 class LossOptions:
@@ -78,5 +80,5 @@ class LossOptions:
 def is_finite(value: float) -> bool:
     """Return True if a number is finite as a float: an int may be too large for one."""
     if isinstance(value, int):
-        return abs(value) <= sys.float_info.max
+        return abs(value) <= MAX_FLOAT
     return -math.inf < value < math.inf  # not math.isfinite: a graph has symbols for numbers

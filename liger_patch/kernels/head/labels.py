@@ -4,6 +4,7 @@ weights become factors of their losses.
 N: tokens, n: supervised tokens, V: vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 
@@ -206,8 +207,14 @@ def check_token_arguments(
             raise ValueError(
                 "num_items_in_batch must not require a gradient: none is computed for it"
             )
-    else:
-        check_number_of_items(num_items_in_batch)
+    elif not (
+        isinstance(num_items_in_batch, Real)
+        and num_items_in_batch >= 0
+        and is_finite(num_items_in_batch)
+    ):
+        raise ValueError(
+            f"num_items_in_batch must be a finite number >= 0, got {num_items_in_batch!r}"
+        )
 
 
 def traced_items(number: Tensor | float | None) -> Tensor | None:
@@ -216,11 +223,6 @@ def traced_items(number: Tensor | float | None) -> Tensor | None:
     """
     if number is None or isinstance(number, Tensor):
         return number
-    check_number_of_items(number)
-    return torch.full((), number, dtype=torch.float64, device="cpu")
-
-
-def check_number_of_items(number: float) -> None:
-    """Raise ValueError unless ``num_items_in_batch``, as a number, is finite and >= 0."""
-    if not (isinstance(number, Real) and number >= 0 and is_finite(number)):
+    if not 0 <= number < math.inf:  # in comparisons that torch 2.6 traces
         raise ValueError(f"num_items_in_batch must be a finite number >= 0, got {number!r}")
+    return torch.full((), number, dtype=torch.float64, device="cpu")
