@@ -40,12 +40,12 @@ from liger_patch import apply_patch, patch_status
 
 from .benchmark import Benchmark, Cases
 from .convergence_report import judgement, terminal_convergence_table, verdicts
+from .lora_contenders import LORA
 from .measure import release_memory
 
 MODEL_TYPES = ("llama", "qwen3", "gemma2")  # plain; norms of heads; caps, 1 + weight, GELU
 WITH_ADAPTERS = ("llama", "qwen3")
 ADAPTERS = ("none", "LoRA", "QLoRA")
-LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 DIGITS = 5  # of a loss in nats; seeds differ in the second or third
 # Two seeds may agree by accident, four hardly. Of a qwen3 with 2 M parameters after 300 steps in
 # float32, seeds 0 and 2 were 0.003 nats apart, 0 and 3 0.13, and 0 and its weights rounded 0.017.
@@ -183,7 +183,7 @@ def _with_adapters(model: nn.Module, settings: Settings, device: str) -> Any:
             base = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, device_map={"": device}, quantization_config=in_4_bits
             )
-    return get_peft_model(base, LoraConfig(**LORA))
+    return get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM"))
 
 
 @torch.no_grad()

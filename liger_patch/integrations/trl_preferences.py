@@ -12,6 +12,7 @@ stay TRL's. B: pairs, T: tokens of the longest answer with its prompt.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class CPOConfig(cpo.CPOConfig):
     use_liger_patch: bool = field(default=False, metadata={"help": HELP})
 
 
-class _WithoutLogits(TransformersTrainer):
+class _WithoutLogits(ABC, TransformersTrainer):
     """What both trainers do with the flag. Without it they are TRL's to the last call."""
 
     is_encoder_decoder: bool
@@ -97,19 +98,21 @@ class _WithoutLogits(TransformersTrainer):
         found = log_p[:chosen], log_p[chosen:], means[:chosen], means[chosen:], likelihood
         return (*found, output.aux_loss) if trainer.aux_loss_enabled else found
 
+    @abstractmethod
     def _padding(self) -> int:
-        raise NotImplementedError
+        """Return the token that pads the batch."""
 
+    @abstractmethod
     def _is_averaged(self) -> bool:
-        raise NotImplementedError
+        """Return whether an answer counts by the mean of its log-probabilities, not their sum."""
 
+    @abstractmethod
     def _positions(self, tokens: int) -> int:
         """Return of how many positions TRL averages the logits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
         """Return TRL's negative log-likelihood of the chosen rows."""
-        raise NotImplementedError
 
 
 class ORPOTrainer(_WithoutLogits, orpo.ORPOTrainer):

@@ -134,7 +134,8 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     trace, sizes = trace_step(model.config, row, LORA_CONTENDERS[measured["contender"]])
     traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
-    # earlier settings of the process leave a workspace or two, the allocator rounds each tensor up
+    # earlier settings of the process leave a workspace or two, and the allocator leaves less than a
+    # MiB behind a large tensor unsplit: 2 MiB of 6 GiB in all
     rounded = sizes.weights / MIB / 1000
     assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.1 * WORKSPACES / MIB + rounded
 

@@ -99,5 +99,5 @@ def test_a_configuration_says_what_starts_it(path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_split_sequences_on_gpus(tmp_path: Path) -> None:
-    """Without context parallelism: ring attention has no kernel for these models, in float32."""
-    run("sequence_trainer.py", str(tmp_path), "cuda", "ulysses --layers")
+    """With PyTorch's ring attention, which has kernels for GPUs alone."""
+    run("sequence_trainer.py", str(tmp_path), "cuda", "context --layers", "ulysses --layers")

@@ -112,7 +112,7 @@ def test_any_number_of_batch_dimensions(way: str, shape: str, device: torch.devi
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
 
 
-@pytest.mark.parametrize("way", ["float64", "float16"])
+@pytest.mark.parametrize("way", ["float64", "float32", "float16"])
 def test_to_another_size(way: str, device: torch.device) -> None:
     x, (gate, up, down) = made(device, way)
     parts = [gate, up, down._replace(weight=down.weight[:9], b=down.b[:9])]
