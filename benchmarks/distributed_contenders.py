@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_patch import apply_patch, linear_cross_entropy, patch_status
 
-from .measure import MIB, measure
+from .measure import MIB, measure, release_memory
 from .models import Model
 
 Step = Callable[[], Tensor]  # forward and backward -> the loss of this rank
@@ -233,7 +234,8 @@ def _distributed(request: Request, folder: str) -> Any:
 
     place = Path(folder) / "model"
     if distributed.get_rank() == 0:
-        request.model.build("cpu").save_pretrained(place)
+        request.model.build(request.device).save_pretrained(place)
+        release_memory()
     distributed.barrier()
     config = DistributedConfig(tp_size=distributed.get_world_size())
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -265,7 +267,9 @@ def _ddp(model: Any, request: Request, device: torch.device) -> Step:
 
 
 def _fsdp2(model: Any, request: Request, device: torch.device) -> Step:
-    """As ``Accelerator.prepare`` sets it up."""
+    """As ``Accelerator.prepare`` sets it up: the unit that has the head keeps its weights from the
+    forward pass to the backward pass.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
@@ -289,7 +293,8 @@ def compile_no_collectives() -> None:
     backend.build_shm_op = lambda: None
 
 
-def _zero3(model: Any, request: Request, device: torch.device) -> Step:
+def _zero3(model: Any, request: Request, device: torch.device, *, keeps_head: bool = False) -> Step:
+    """``keeps_head``: as DeepSpeed keeps small parameters, to compare."""
     import deepspeed
 
     if device.type == "cpu":
@@ -307,6 +312,11 @@ def _zero3(model: Any, request: Request, device: torch.device) -> Step:
         config=config,
         dist_init_required=False,
     )
+    if keeps_head:
+        weight = model.get_output_embeddings().weight
+        weight.ds_persist = True
+        engine.optimizer.persistent_parameters.append(weight)
+        weight.all_gather()
     batch = _batch(request, device)
 
     def step() -> Tensor:
@@ -326,5 +336,6 @@ ENGINES: dict[str, Callable[[Any, Request, torch.device], Step]] = {
     "DDP": _ddp,
     "FSDP2": _fsdp2,
     "ZeRO-3": _zero3,
+    "ZeRO-3, head kept": partial(_zero3, keeps_head=True),
     TENSOR_PARALLEL: _tensor_parallel,
 }

@@ -185,7 +185,9 @@ def _styles(report: dict) -> dict[str, dict]:
     with the kernels of other GPUs, triangles.
     """
     rows = [
-        row for key in ("results", "sweep", "steps", "convergence") for row in report.get(key, ())
+        row
+        for key in ("results", "sweep", "steps", "distributed_steps", "convergence")
+        for row in report.get(key, ())
     ]
     styles, peers, own = {}, 0, 0
     for contender in dict.fromkeys(
