@@ -5,8 +5,9 @@ Exits with an error unless a patched model is trained and evaluated as an unpatc
 process on whole sequences; under Ulysses, by the same engine), fused, and without real logits.
 
 - context: accelerate's ``ParallelismConfig(cp_size=...)`` with FSDP2. PyTorch's ring attention has
-  kernels for GPUs alone: on CPUs, an attention over the gathered keys takes its place. All else,
-  the split of the batch among it, is PyTorch's, accelerate's and Transformers' own.
+  kernels for GPUs alone, and for grouped queries in 16 bits alone: so GPUs compute in bf16, and on
+  CPUs an attention over the gathered keys takes its place. All else, the split of the batch among
+  it, is PyTorch's, accelerate's and Transformers' own.
 - ulysses: ``ParallelismConfig(sp_size=...)`` with DeepSpeed's UlyssesSPAttentionHF and ZeRO-2.
 """
 
@@ -61,6 +62,7 @@ def main(folder: Path, device: str, *cases: str) -> None:
 
 def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
     ulysses = arguments.engine == "ulysses"
+    rounded = device == "cuda" and not ulysses
     if ulysses:  # Trainer and DeepSpeed scale its gradients in a way of their own
         plain = make_model(arguments)
         plain.loss_function = plain_loss
@@ -69,19 +71,24 @@ def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
     else:
         expected, evaluation = train_alone(arguments, device)
     model = make_model(arguments)
+    first = weights_of(model)
     apply_patch(model, layers=arguments.layers)
     with count_logits() as computed:
         trainer = make_trainer(model, folder, device, **options(arguments.engine, device))
         trainer.train()
         if not ulysses:  # DeepSpeed does not split sequences in evaluation
             loss = trainer.evaluate()["eval_loss"]
-            assert loss == pytest.approx(evaluation, rel=1e-5)
+            assert loss == pytest.approx(evaluation, rel=1e-2 if rounded else 1e-5)
     status = patch_status(model)
     assert status.fused, status.reason
     assert not computed, f"real logits were computed {len(computed)} times"
     found = weights_of(model)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+        # in bf16, of the largest step that a weight of this tensor has made
+        close = (
+            {"rtol": 0, "atol": 0.05 * (value - first[name]).abs().max().item()} if rounded else {}
+        )
+        torch.testing.assert_close(found[name], value, **close, msg=lambda m, n=name: f"{n}: {m}")
     check_sequence_averages(model, trainer)
 
 
@@ -106,7 +113,7 @@ def options(engine: str, device: str) -> dict[str, Any]:
             shard_on_cpus()
             ALL_ATTENTION_FUNCTIONS["sdpa"] = gathered_attention
         plugin = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        how = {"fsdp": True, "fsdp_config": plugin}
+        how = {"fsdp": True, "fsdp_config": plugin, "bf16": device == "cuda"}
         return {"parallelism_config": ParallelismConfig(cp_size=size), **how}
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
