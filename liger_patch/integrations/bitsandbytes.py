@@ -10,7 +10,6 @@ scale, and with double quantisation each block of 256 scales is itself 8-bit num
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -86,30 +85,31 @@ class _Weight4bit(LayerWeight):
         state: QuantState,
         dtype: torch.dtype,
     ) -> None:
-        self._packed = packed
-        # bitsandbytes moves and packs a state in place
-        self._state: Any = copy.copy(state)
-        self._nested: Any = copy.copy(state.state2) if state.nested else None
-        self._blocksize: int = self._state.blocksize
-        shape = self._state.shape
-        row_multiple = self._blocksize // math.gcd(shape[1], self._blocksize)
-        super().__init__(layer, shape, dtype, row_multiple)
+        # its tensors, not the state, which bitsandbytes moves and packs in place
+        self._packed, self._absmax, self._code = packed, state.absmax, state.code
+        self._blocksize, self._quant_type = state.blocksize, state.quant_type
+        self._nested: dict[str, Any] | None = None
+        if state.nested:
+            nested: Any = state.state2
+            self._nested = {
+                "absmax": nested.absmax,
+                "code": nested.code,
+                "blocksize": nested.blocksize,
+            }
+            self._offset = state.offset
+        row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
+        super().__init__(layer, state.shape, dtype, row_multiple)
 
     def _dequantised(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
-        if stop - start == self.shape[0]:  # all of them: bitsandbytes finds their scales itself
-            state = copy.copy(self._state)
-            state.shape, state.dtype = torch.Size([2 * len(self._packed)]), self.dtype
-            numbers = functional.dequantize_4bit(self._packed, state).view(-1)
-            return numbers[: stop * width].view(-1, width)
         first, last = start * width // blocksize, -(-stop * width // blocksize)
         packed = self._packed[first * blocksize // 2 : last * blocksize // 2]
         state = QuantState(
             absmax=self._scales(first, last),
             shape=torch.Size([2 * len(packed)]),
-            code=self._state.code,
+            code=self._code,
             blocksize=blocksize,
-            quant_type=self._state.quant_type,
+            quant_type=self._quant_type,
             dtype=self.dtype,
         )
         numbers = functional.dequantize_4bit(packed, state).view(-1)
@@ -118,18 +118,17 @@ class _Weight4bit(LayerWeight):
 
     def _scales(self, first: int, last: int) -> Tensor:
         """Return the scales of the blocks ``first`` to ``last``, float32."""
-        scales, nested = self._state.absmax, self._nested
+        nested = self._nested
         if nested is None:
-            return scales[first:last]
-        nested_first, nested_last = first // nested.blocksize, -(-last // nested.blocksize)
-        cut = nested_first * nested.blocksize
+            return self._absmax[first:last]
+        blocksize = nested["blocksize"]
+        nested_first, nested_last = first // blocksize, -(-last // blocksize)
+        cut = nested_first * blocksize
+        absmax = nested["absmax"][nested_first:nested_last]
         scales = functional.dequantize_blockwise(
-            scales[cut:last],
-            absmax=nested.absmax[nested_first:nested_last],
-            code=nested.code,
-            blocksize=nested.blocksize,
+            self._absmax[cut:last], **nested | {"absmax": absmax}
         )
-        return scales[first - cut :].add_(self._state.offset)
+        return scales[first - cut :].add_(self._offset)
 
 
 class _Weight8bit(LayerWeight):
