@@ -2,7 +2,8 @@
 process, with one argument for each case ("context --layers").
 
 Exits with an error unless a patched model is trained and evaluated as an unpatched one is (in one
-process on whole sequences; under Ulysses, by the same engine), fused, and without real logits.
+process on whole sequences; under Ulysses and on GPUs, by the same engine), fused, and without real
+logits.
 
 - context: accelerate's ``ParallelismConfig(cp_size=...)`` with FSDP2. PyTorch's ring attention has
   kernels for GPUs alone, and for grouped queries in 16 bits alone: so GPUs compute in bf16, and on
@@ -63,10 +64,12 @@ def main(folder: Path, device: str, *cases: str) -> None:
 def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
     ulysses = arguments.engine == "ulysses"
     rounded = device == "cuda" and not ulysses
-    if ulysses:  # Trainer and DeepSpeed scale its gradients in a way of their own
+    if ulysses or rounded:  # Trainer and DeepSpeed scale gradients in a way of their own
         plain = make_model(arguments)
         plain.loss_function = plain_loss
-        make_trainer(plain, folder, device, **options("ulysses", device)).train()
+        trainer = make_trainer(plain, folder, device, **options(arguments.engine, device))
+        trainer.train()
+        evaluation = None if ulysses else trainer.evaluate()["eval_loss"]
         expected = weights_of(plain)
     else:
         expected, evaluation = train_alone(arguments, device)
@@ -202,12 +205,19 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def plain_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor, **_: Any
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    shift_labels: Tensor,
+    num_items_in_batch: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """PyTorch's, 0 for no label: Transformers' is nan, and so is the gradient of all ranks."""
     flat = shift_labels.flatten()
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocab_size), flat, reduction="sum")
-    return loss / (flat != -100).sum().clamp(min=1)
+    rows = logits.reshape(-1, vocab_size).float()
+    loss = torch.nn.functional.cross_entropy(rows, flat, reduction="sum")
+    count = (flat != -100).sum().clamp(min=1)
+    return loss / (count if num_items_in_batch is None else num_items_in_batch)
 
 
 def gathered_attention(
