@@ -82,7 +82,7 @@ class _Weight4bit(LayerWeight):
         self,
         layer: Linear4bit,
         packed: Tensor,  # (ceil(V * H / 2),) uint8
-        state: QuantState,
+        state: Any,  # QuantState, whose fields are typed as optional
         dtype: torch.dtype,
     ) -> None:
         # its tensors, not the state, which bitsandbytes moves and packs in place
@@ -90,7 +90,7 @@ class _Weight4bit(LayerWeight):
         self._blocksize, self._quant_type = state.blocksize, state.quant_type
         self._nested: dict[str, Any] | None = None
         if state.nested:
-            nested: Any = state.state2
+            nested = state.state2
             self._nested = {
                 "absmax": nested.absmax,
                 "code": nested.code,
