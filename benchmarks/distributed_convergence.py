@@ -38,7 +38,10 @@ def run_all(settings: Settings, ranks: int) -> list[dict]:
     """Train in a process a GPU."""
     corpus = build_corpus(settings.vocab_size, settings.length)
     few = corpus.train[: settings.steps * settings.batch_size]
-    rows = _in_processes(settings, replace(corpus, train=few), ranks)
+    rows = [
+        row | {"gpus": 1 if row["engine"] == ALONE else ranks}
+        for row in _in_processes(settings, replace(corpus, train=few), ranks)
+    ]
     return sorted(rows, key=lambda row: (ORDER.index(row["engine"]), row["contender"]))
 
 

@@ -105,11 +105,14 @@ def terminal_distributed_table(rows: list[Row]) -> str:
 
 
 def distributed_table(report: dict) -> str:
+    rows = report["distributed_steps"]
+    differ = [f"{row['model']}, {row['contender']}" for row in _with_other_collectives(rows)]
+    said = f"not those of eager: {'; '.join(differ)}" if differ else "those of eager in every row"
     note = (
         ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
-        "of the weights, {command}."
+        f"of the weights, {{command}}. Collectives, by kind, size and number: {said}."
     )
-    cells = _cells("training step, ms / GiB a GPU", report["distributed_steps"], _model)
+    cells = _cells("training step, ms / GiB a GPU", rows, _model)
     return _document(report, cells, note)
 
 
@@ -121,6 +124,21 @@ def distributed_heads_table(report: dict) -> str:
     )
     cells = _cells(TIME_AND_MEMORY, report["distributed_heads"], _model)
     return _document(report, cells, note)
+
+
+def _with_other_collectives(rows: list[Row]) -> list[Row]:
+    """Return the rows whose collectives are not those of eager in the same step."""
+    measured = [row for row in rows if "collectives" in row]
+    eager = {row["model"]: row for row in measured if row["contender"] == "eager"}
+    return [
+        row
+        for row in measured
+        if _kinds_and_sizes(row) != _kinds_and_sizes(eager.get(row["model"], row))
+    ]
+
+
+def _kinds_and_sizes(row: Row) -> list[tuple]:
+    return sorted((each["kind"], each["mib"], each["calls"]) for each in row["collectives"])
 
 
 def _collectives(row: Row) -> str:
@@ -286,7 +304,8 @@ def drift_table(report: dict) -> str:
     said = ", ".join(f"{v.engine} {v}" for v in verdicts(report["distributed_convergence"]))
     note = (
         f", {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
-        f"half an eps at most. The patched runs: {said}, times {FACTOR:g}. {{command}}."
+        f"half an eps at most. A patched run may drift {FACTOR:g} times as far as eager's own runs "
+        f"do: {said}. {{command}}."
     )
     return _document(report, drifts(report), note)
 

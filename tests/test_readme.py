@@ -16,6 +16,8 @@ from benchmarks.report import (
     RESULTS,
     convergence_table,
     distributed_heads_table,
+    distributed_table,
+    drift_table,
     headline,
     heads_table,
     layer_kernels_table,
@@ -58,7 +60,7 @@ def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
 
 
 README = Path(__file__).parents[1] / "README.md"
-PERFORMANCE = DOCS / "performance.md"
+PERFORMANCE, DISTRIBUTED = DOCS / "performance.md", DOCS / "distributed.md"
 STEPS, COMPILED = "training_step.json", "training_step_compiled.json"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "headline": (README, of_results(headline, STEPS)),
@@ -76,8 +78,13 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "sft_steps": (PERFORMANCE, of_results(sft_steps_table, "sft_step.json")),
     "layer_kernels": (PERFORMANCE, of_results(layer_kernels_table, "layer_kernels.json")),
     "distributed_heads": (
-        DOCS / "distributed.md",
+        DISTRIBUTED,
         of_results(distributed_heads_table, "distributed_heads.json"),
+    ),
+    "distributed_steps": (DISTRIBUTED, of_results(distributed_table, "distributed_step.json")),
+    "distributed_convergence": (
+        DISTRIBUTED,
+        of_results(drift_table, "distributed_convergence.json"),
     ),
     "lora_convergence": (
         DOCS / "lora.md",

@@ -28,6 +28,7 @@ def test_every_engine_trains_as_one_process_does():
         "ZeRO-3": "DeepSpeedEngine",
     }
     assert all(len(row["training"]) == TINY.steps for row in rows)
+    assert [row["gpus"] for row in rows] == [1] * 3 + [2] * 4
     assert rows[0]["training"][-1] < rows[0]["training"][0] - 0.01
     assert all(verdict.holds for verdict in verdicts(rows)), terminal_drift_table(rows)
 
