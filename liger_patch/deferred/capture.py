@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.distributed import (
@@ -24,9 +25,11 @@ from liger_patch.deferred.record import Step
 from liger_patch.deferred.sharding import Hold, keeping_weight
 from liger_patch.deferred.stored import in_process_group, is_partitioned
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
+MISSING = object()
 
 
 class _DeferLinear(TorchFunctionMode):
@@ -52,6 +55,8 @@ class _DeferLinear(TorchFunctionMode):
                     call = distributed_call(hidden_states, *self._held(*parameters), self.head)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
+                    if torch.compiler.is_dynamo_compiling():
+                        return TracedLogits.of_product(hidden_states, weight, bias, self.head)
                     weight, bias = self._held(weight, bias)
                     call = HeadCall.of(hidden_states, weight, bias, self.head)
                     return DeferredLogits.of_head(call)
@@ -73,6 +78,9 @@ class _DeferLinear(TorchFunctionMode):
         if is_partitioned(weight):  # to read PEFT's module.weight gathers that of its base
             return weight is module._parameters.get("weight")
         return weight is getattr(module, "weight", None)
+
+
+skip_code(_DeferLinear.__torch_function__.__code__)  # compiled as a part of graphs alone
 
 
 def _linear_arguments(
@@ -113,6 +121,10 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
         owner: the forward pass.
     """
     head = Head(model, module, owner)
+    if torch.compiler.is_dynamo_compiling() and owner.fits_graph and _is_traced(module):
+        with _DeferLinear(head, None):  # Dynamo cannot undo that forward is replaced
+            yield
+        return
     with ExitStack() as stack:
         hold = None
         if in_process_group() and not torch.compiler.is_compiling():  # then nothing is freed
@@ -136,11 +148,15 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
         yield
 
 
+def _is_traced(module: nn.Module) -> bool:
+    """Return whether a graph of torch.compile may hold this head's product: a plain layer's."""
+    return TRACES_LOGITS and type(module).forward is FORWARD and not _quantized_layers(module)
+
+
 @contextmanager
 def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of this one module for calls of this thread, within this context."""
-    missing = object()
-    before = vars(module).get("forward", missing)
+    before = vars(module).get("forward", MISSING)
     original = module.forward
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
@@ -154,7 +170,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is missing:
+        if before is MISSING:
             del module.forward
         else:
             module.forward = before

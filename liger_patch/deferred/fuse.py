@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_patch.deferred.distributed import is_distributed, own_rows
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
@@ -61,7 +62,7 @@ class _Term(NamedTuple):
     differentiable: bool
 
 
-def parts_of(logits: DeferredLogits) -> Parts | None:
+def parts_of(logits: DeferredLogits | TracedLogits) -> Parts | None:
     """Return what a fused loss needs; None where the steps are not sums, a scale and a softcap."""
     chain = logits.recorded_steps()
     if chain is None:
@@ -125,7 +126,7 @@ def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
         }
 
 
-def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
+def _terms(logits: DeferredLogits | TracedLogits, chain: list[Step]) -> list[_Term] | None:
     """Return the products after these steps; None where they are no sum of products, or where the
     sum has more digits than its products.
     """
@@ -147,7 +148,7 @@ def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
             terms = [term._replace(scale=term.scale * step.factor) for term in terms]
         elif step.kind == "rows":
             terms = _chosen(terms, step)
-        elif isinstance(step.other, DeferredLogits):
+        elif isinstance(step.other, (DeferredLogits, TracedLogits)):
             others_chain = step.other.recorded_steps()
             others = None if others_chain is None else _terms(step.other, others_chain)
             if others is None:

@@ -23,7 +23,18 @@ from liger_patch.kernels.head.inputs import QuantizedWeight
 
 
 class Owner(Protocol):
-    """The forward pass that deferred logits belong to."""
+    """The forward pass that deferred logits belong to.
+
+    Attributes:
+        loss_of_graph: the fused loss that a graph of torch.compile has computed, if any.
+    """
+
+    loss_of_graph: Tensor | None
+
+    @property
+    def fits_graph(self) -> bool:
+        """Return whether its loss may be a part of a graph of torch.compile."""
+        ...
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient."""

@@ -23,17 +23,41 @@ from liger_patch.deferred.record import Recordable, Step
 CALLERS = 5  # frames from here to a function that calls a torch function, in a generator too
 
 
+def _times(number: float, tensor: Tensor) -> Tensor:
+    return tensor * number
+
+
+def _divided_by(number: float, tensor: Tensor) -> Tensor:
+    return tensor / number
+
+
+def _to_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype)
+
+
+def _to_device(device: torch.device, how: dict[str, Any], tensor: Tensor) -> Tensor:
+    return tensor.to(device, **how)
+
+
+def _chosen(index: tuple[Any, ...], tensor: Tensor) -> Tensor:
+    return tensor[index]
+
+
+def _with_leading(sizes: tuple[int, ...], tensor: Tensor) -> Tensor:
+    return tensor.reshape(*sizes, tensor.shape[-1])
+
+
 def _scale(a: Any, b: Any) -> Tensor:
     deferred, number = (a, b) if isinstance(a, Recordable) else (b, a)
     if not _is_number(number) or not isinstance(deferred, Recordable):
         return NotImplemented
-    return deferred.then(Step("scale", lambda t: t * number, float(number)))
+    return deferred.then(Step("scale", _times, (number,), float(number)))
 
 
 def _divide(a: Any, b: Any) -> Tensor:
     if not isinstance(a, Recordable) or not _is_number(b) or b == 0:
         return NotImplemented
-    return a.then(Step("scale", lambda t: t / b, 1.0 / b))
+    return a.then(Step("scale", _divided_by, (b,), 1.0 / b))
 
 
 def _add(*summands: Any) -> Tensor:
@@ -62,7 +86,7 @@ def _cast(logits: Recordable, dtype: torch.dtype) -> Tensor:
         return logits
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return NotImplemented
-    return logits.then(Step("cast", lambda t: t.to(dtype)), dtype=dtype)
+    return logits.then(Step("cast", _to_dtype, (dtype,)), dtype=dtype)
 
 
 def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -81,11 +105,11 @@ def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
     device = torch.empty(0, device=target).device  # with its index
     if device == logits.device:
         return logits
-    return logits.then(Step("move", lambda t: t.to(device, **how)), device=device)
+    return logits.then(Step("move", _to_device, (device, how)), device=device)
 
 
-def _rows(logits: Recordable, apply: Callable[[Tensor], Tensor]) -> Tensor:
-    return logits.then(Step("rows", apply))
+def _rows(logits: Recordable, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return logits.then(Step("rows", function, arguments))
 
 
 def _getitem(logits: Any, index: Any) -> Tensor:
@@ -111,7 +135,7 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
     kept = tuple(_kept(item) for item in items)
-    return _rows(logits, lambda t: t[kept])
+    return _rows(logits, _chosen, kept)
 
 
 def _kept(item: Any) -> Any:
@@ -136,7 +160,7 @@ def _reshape(logits: Any, *shape: Any) -> Tensor:
     if sizes[-1] != logits.shape[-1]:
         return NotImplemented
     leading = tuple(sizes[:-1])
-    return _rows(logits, lambda t: t.reshape(*leading, t.shape[-1]))
+    return _rows(logits, _with_leading, leading)
 
 
 def _view(logits: Any, *shape: Any) -> Tensor:
@@ -153,7 +177,8 @@ def _contiguous(logits: Recordable) -> Tensor:
 def _clone(logits: Recordable) -> Tensor:
     # a clone is how a user keeps values; but DistributedDataParallel clones every output that needs
     # a gradient, in an autograd function of its own
-    if torch.is_grad_enabled() or not _is_called_by_ddp():
+    is_traced = torch.compiler.is_compiling()  # no frames there
+    if is_traced or torch.is_grad_enabled() or not _is_called_by_ddp():
         return NotImplemented
     return logits.then(Step("clone", Tensor.clone))
 

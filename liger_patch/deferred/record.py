@@ -17,8 +17,10 @@ class Step(NamedTuple):
     Attributes:
         kind: "scale", "add", "tanh", "cast", "move", "rows", "detach", "clone" or "layout" (on
             the ranks of a group).
-        apply: the operation on real logits; for "rows" also on hidden states, as it leaves the last
-            dimension whole. "add" takes the real values of ``other`` beside them.
+        function: the operation, of ``arguments`` and then of real logits; for "rows" also of hidden
+            states, as it leaves the last dimension whole. "add" takes the real values of ``other``
+            behind them.
+        arguments: kept beside the function, as torch.compile cannot rebuild a closure.
         factor: what "scale" multiplies by.
         other: what "add" adds.
         grad_enabled: while it was recorded.
@@ -26,11 +28,15 @@ class Step(NamedTuple):
     """
 
     kind: str
-    apply: Callable[..., Tensor]
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...] = ()
     factor: float = 1.0
     other: Recordable | None = None
     grad_enabled: bool = True
     dtype: torch.dtype | None = None
+
+    def apply(self, *tensors: Tensor) -> Tensor:
+        return self.function(*self.arguments, *tensors)
 
 
 class Recordable(Tensor):

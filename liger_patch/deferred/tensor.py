@@ -141,6 +141,10 @@ class DeferredLogits(Recordable):
         return self.value is not None
 
     @property
+    def wants_gradient(self) -> bool:
+        return self.requires_grad
+
+    @property
     def is_outdated(self) -> bool:
         """Return whether it is too late to compute them."""
         if self.value is not None:

@@ -1,6 +1,19 @@
 """The environment variables, read at every forward pass; LIGER_PATCH_STRICT by ``apply_patch``."""
 
 import os
+from typing import Any
+
+# of os.environ: torch.compile compiles anew where what it read from a dict has changed
+_VARIABLES: Any = vars(os.environ).get("_data", os.environ)
+_KEYS = {
+    name: os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in (
+        "LIGER_PATCH_RETURN_LOGITS",
+        "LIGER_PATCH_VERIFY",
+        "LIGER_PATCH_STRICT",
+        "LIGER_PATCH_CHUNK_MIB",
+    )
+}
 
 
 def return_logits() -> bool | None:
@@ -23,7 +36,7 @@ def strict() -> bool:
 def chunk_mib() -> float | None:
     """Return LIGER_PATCH_CHUNK_MIB: MiB of logits held at once, None where unset."""
     name = "LIGER_PATCH_CHUNK_MIB"
-    text = os.environ.get(name, "")
+    text = _text(name)
     if not text:
         return None
     try:
@@ -36,7 +49,13 @@ def chunk_mib() -> float | None:
 
 
 def _switch(name: str) -> bool | None:
-    text = os.environ.get(name, "")
+    text = _text(name)
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0, 1 or unset, got {text!r}")
     return None if text == "" else text == "1"
+
+
+def _text(name: str) -> str:
+    key = _KEYS[name]
+    value = _VARIABLES.get(key, "")
+    return value if isinstance(value, str) else value.decode()  # bytes, but on Windows

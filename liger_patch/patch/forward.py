@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.capture import deferring_head
+from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.layers.lora import replace_new_adapters
@@ -107,7 +107,20 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    return derived_class(original, patched_class, forward=forward)
+    own: Any = original.loss_function  # a property of Transformers
+    get_own, set_own = own.fget, own.fset
+
+    def loss_function(self) -> Any:
+        record = record_of(self)
+        of_graph = None if record is None else record.loss_of_graph
+        return get_own(self) if of_graph is None else of_graph
+
+    return derived_class(
+        original,
+        patched_class,
+        forward=forward,
+        loss_function=property(loss_function, set_own),
+    )
 
 
 def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
@@ -340,13 +353,20 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
 @contextmanager
 def _loss_function(model: PreTrainedModel, loss_function: Callable[..., Any]) -> Iterator[None]:
     """Set ``model.loss_function``, a property of Transformers, within this context."""
-    missing = object()
-    before = vars(model).get("_loss_function", missing)
+    record = record_of(model)
+    if torch.compiler.is_dynamo_compiling() and record is not None:
+        record.loss_of_graph = loss_function  # Dynamo cannot undo that an attribute is set
+        try:
+            yield
+        finally:
+            record.loss_of_graph = None
+        return
+    before = vars(model).get("_loss_function", MISSING)
     model.loss_function = loss_function
     try:
         yield
     finally:
-        if before is missing:
+        if before is MISSING:
             del model._loss_function
         else:
             model.loss_function = before

@@ -6,18 +6,22 @@ Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.distributed import DistributedLogits, is_distributed
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.patch import flags
@@ -31,6 +35,30 @@ from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.untested import SLICE, TrialRecord
 from liger_patch.patch.verify import disagreement, loss_rounding
 from liger_patch.patch.weights import LOSS_WEIGHTS, weights_of_targets
+
+Deferred = DeferredLogits | TracedLogits
+PLAIN = (Tensor, nn.Parameter, DeferredLogits, TracedLogits, DistributedLogits)
+Method = TypeVar("Method", bound=Callable[..., Tensor])
+
+
+def _in_graph_of_logits(method: Method) -> Method:
+    """Decorate a loss: of logits that were deferred in a graph of torch.compile, and with
+    LIGER_PATCH_RETURN_LOGITS=1, it is a part of that graph; of any others, it runs between two.
+    """
+    between_graphs = runs_eagerly(method)
+
+    @functools.wraps(method)
+    def compute(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        in_graph = torch.compiler.is_dynamo_compiling()
+        if in_graph and (isinstance(logits, TracedLogits) or flags.return_logits()):
+            return method(self, logits, *args, **kwargs)
+        if isinstance(logits, TracedLogits):
+            logits = logits.deferred  # the model breaks the graph behind its head
+        return between_graphs(self, logits, *args, **kwargs)
+
+    whole: Any = compute
+    skip_code(whole.__code__)  # compiled as a part of a graph alone
+    return whole
 
 
 @dataclass
@@ -48,6 +76,7 @@ class ForwardPass:
         running: False once the forward pass has returned its outputs.
         read_by: the operation that first needed the values of the logits.
         unreached: the option that does not apply to a loss of the model's own.
+        loss_of_graph: a fused loss that a graph of torch.compile has computed.
     """
 
     record: PatchRecord
@@ -60,6 +89,12 @@ class ForwardPass:
     running: bool = True
     read_by: str | None = None
     unreached: str | None = None
+    loss_of_graph: Tensor | None = None
+
+    @property
+    def fits_graph(self) -> bool:
+        """Return whether the loss may be a part of a graph: nothing is left to be compared."""
+        return self.record.verified or (self.record.tested and not flags.verify())
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient: a loss
@@ -67,16 +102,18 @@ class ForwardPass:
         """
         self.read_by = self.read_by or operation
 
-    def _fused_loss(
-        self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
-    ) -> Tensor:
+    def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
-        loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
+            loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+        if isinstance(logits, TracedLogits):
+            self.loss_of_graph = loss
+            return loss
         leave_gradient_out(loss, logits)
         prepare_backward(loss, logits)
         return logits.result(loss)
 
-    @runs_eagerly
+    @_in_graph_of_logits
     def causal_lm_loss(
         self,
         logits: Tensor,  # (B, T, V)
@@ -92,10 +129,16 @@ class ForwardPass:
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
         targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
-        # Transformers' mean of no supervised token is nan: the host reads the labels, only here
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
-        is_ordinary = is_ordinary and bool((targets != ignore_index).any())
-        is_plain = type(logits) in (Tensor, nn.Parameter, DeferredLogits, DistributedLogits)
+        if is_ordinary:
+            # Transformers' mean of no supervised token is nan
+            supervised = targets != ignore_index
+            if torch.compiler.is_dynamo_compiling():
+                count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
+                num_items_in_batch = count + (count == 0)
+            else:
+                is_ordinary = bool(supervised.any())  # the host reads the labels, only here
+        is_plain = type(logits) in PLAIN
         if is_ordinary:
             self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
         elif not is_plain:
@@ -137,7 +180,7 @@ class ForwardPass:
             token_weight=token_weight,
         )
 
-    @runs_eagerly
+    @_in_graph_of_logits
     def cross_entropy(
         self,
         input: Any,  # (N, V), else NotImplemented
@@ -152,7 +195,7 @@ class ForwardPass:
         """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, for a model or a user
         that calls it; or return NotImplemented.
         """
-        if not isinstance(input, DeferredLogits) or input.dim() != 2 or input.is_computed:
+        if not isinstance(input, Deferred) or input.dim() != 2 or input.is_computed:
             return NotImplemented
         if target.dim() != 1 or target.is_floating_point():
             return NotImplemented
@@ -182,8 +225,7 @@ class ForwardPass:
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
             self.record.fused, self.record.reason = True, None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-            loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
+        loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
         # autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -218,12 +260,11 @@ class ForwardPass:
         parts = self.fusable(logits, labels, vocab_size, **options)
         if parts is not None:
             self.record.fused, self.record.reason = True, None
-            with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-                return self._fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
+            return self._fused_loss(cast(Deferred, logits), parts, labels, **options)
         if isinstance(logits, DistributedLogits):
             loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
             return logits.result(loss)
-        if isinstance(logits, DeferredLogits):
+        if isinstance(logits, Deferred):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
 
@@ -245,7 +286,7 @@ class ForwardPass:
                 "loss"
             )
             return None
-        if not isinstance(logits, DeferredLogits):
+        if not isinstance(logits, Deferred):
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
             return None
         parts = parts_of(logits)

@@ -49,7 +49,13 @@ class LossSettings:
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss differs from that of Transformers."""
-        return bool(self.changed)
+        usual = LossSettings
+        return (
+            self.label_smoothing != usual.label_smoothing
+            or self.z_loss != usual.z_loss
+            or self.reduction != usual.reduction
+            or self.loss_average != usual.loss_average
+        )
 
     @property
     def changed(self) -> str:
@@ -101,6 +107,7 @@ class PatchRecord:
         layers: as ``apply_patch`` was given them.
         adapters: the model's ``peft_config`` whose layers are on kernels, and a copy of that time.
         offload: holds checkpoints on the host, None where they stay on the device.
+        loss_of_graph: the model's loss function while torch.compile traces its forward pass.
     """
 
     settings: LossSettings
@@ -118,6 +125,7 @@ class PatchRecord:
     layers: bool | frozenset[str] = False
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     offload: CheckpointOffload | None = None
+    loss_of_graph: Callable[..., Any] | None = None
 
     @property
     def wants_lora(self) -> bool:
@@ -131,8 +139,9 @@ class PatchRecord:
 
     @property
     def is_ordinary(self) -> bool:
-        """Return whether the loss is Transformers' own, bit for bit, where a token is supervised:
-        with LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it.
+        """Return whether the loss is Transformers' own where a token is supervised: with
+        LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it. It is so bit for
+        bit, but in a graph of torch.compile, where the mean is a sum over the number of tokens.
         """
         return flags.return_logits() is True and not self.settings.changes_loss
 

@@ -30,7 +30,7 @@ class Graphs:
     def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.linears.append(
             sum(
-                "linear" in str(node.target)
+                "linear" in str(node.target) and "liger_patch" not in str(node.target)
                 for part in graph.modules()
                 if isinstance(part, GraphModule)
                 for node in part.graph.nodes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from exactness import assert_no_worse
 from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from trainers import QUIET
 from training_step import joined, step, tell_apart
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
 
 ROWS = {row.model_type: row for row in registry.available()}
 pytestmark = MARKS
@@ -42,6 +45,12 @@ def batch_of(model: nn.Module, seed: int = 0, ignored: float = 0.3) -> Batch:
 def assert_same_step(ours: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> None:
     truth, ours = tell_apart(truth, ours)
     assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def is_deferred(logits: Tensor) -> bool:
+    """Return whether logits that have left a graph, or were in none, have no values yet."""
+    deferred = logits.deferred if isinstance(logits, TracedLogits) else logits
+    return isinstance(deferred, DeferredLogits) and not deferred.is_computed
 
 
 def run(
@@ -97,8 +106,7 @@ def test_the_backbone_is_in_one_graph_and_the_head_in_none(model_type: str) -> N
     batch = batch_of(model)
     for _ in range(2):
         logits = compiled(**batch).logits
-        assert isinstance(logits, DeferredLogits)
-        assert not logits.is_computed
+        assert is_deferred(logits)
     layers = sum(type(module) is nn.Linear for module in model.modules())
     assert [count for count in graphs.linears if count] == [layers - 1]
     expected = make_model(model_type)(**batch).logits
@@ -117,7 +125,7 @@ def test_calls_with_and_without_labels_alternate() -> None:
         batch.pop("labels")
         outputs, expected = compiled(**batch), uncompiled(**batch)
         assert outputs.loss is None
-        assert not isinstance(outputs.logits, DeferredLogits)
+        assert not is_deferred(outputs.logits)
         torch.testing.assert_close(outputs.logits, expected.logits)
         counts.append(len(graphs.linears))
     assert len(set(counts)) == 1, "compiled again for a kind of call that was compiled before"
@@ -136,7 +144,7 @@ def test_the_flag_is_read_at_every_compiled_call(monkeypatch: pytest.MonkeyPatch
                 monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS", raising=False)
             else:
                 monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", flag)
-            assert isinstance(compiled(**batch).logits, DeferredLogits) is deferred
+            assert is_deferred(compiled(**batch).logits) is deferred
             assert patch_status(model).fused is deferred
             assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
         counts.append(len(graphs.linears))
@@ -237,3 +245,284 @@ def test_a_head_that_is_compiled_on_its_own(when: str) -> None:
     torch.testing.assert_close(ours, truth)
     logits = model(**batch).logits
     torch.testing.assert_close(logits, revert_patch(model)(**batch).logits)
+
+
+GRAPH = pytest.mark.skipif(not TRACES_LOGITS, reason="needs torch 2.11: TRACES_LOGITS")
+
+
+class Counted:
+    """A compiled function, and the products in each graph that has run."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.graphs, self.ran = Graphs("aot_eager"), set()
+        self.call = torch.compile(function, backend=self.backend, fullgraph=True, **options)
+
+    def backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        run_graph, number = self.graphs(graph, inputs), len(self.graphs.linears)
+
+        def run_and_note(*args: Any) -> Any:
+            self.ran.add(number)  # where a float turns out to be a constant, it compiles twice
+            return run_graph(*args)
+
+        return run_and_note
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    @property
+    def count(self) -> int:
+        return len(self.ran)
+
+
+@GRAPH
+@pytest.mark.parametrize(
+    "model_type",
+    slow_but(["gemma2"], ["llama", "gemma2", "gemma3_text", "qwen3", "cohere", "granite"]),
+)
+def test_loss_and_backbone_are_one_graph(model_type: str) -> None:
+    model, uncompiled = make_model(model_type), make_model(model_type)
+    compiled = Counted(model)
+    for seed, ignored in enumerate(IGNORED):
+        batch = batch_of(model, seed, ignored)
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        assert patch_status(model).fused
+    assert compiled.count == 1, "compiled again for another number of ignored labels"
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert set(compiled.graphs.linears) == {layers - 1}, "the graph has a product of the head"
+    logits = compiled(**batch).logits
+    assert is_deferred(logits)
+    with torch.no_grad():
+        torch.testing.assert_close(logits + 0, uncompiled(**batch).logits + 0)
+
+
+@GRAPH
+@pytest.mark.slow
+def test_one_graph_serves_every_length() -> None:
+    model, uncompiled = make_model(), make_model()
+    compiled = Counted(model, dynamic=True)
+    for length in (9, 12, 17):
+        batch = tiny_batch(model, length=length, ignored=0.3)
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+    assert compiled.count == 1
+
+
+@GRAPH
+@pytest.mark.parametrize(
+    "options",
+    slow_but(
+        [],
+        [
+            {"label_smoothing": 0.1, "z_loss": 1e-3},
+            {"reduction": "sum"},
+            {"chunk_mib": 0.01},
+            {"loss_average": "sequence"},
+        ],
+    ),
+)
+def test_options_reach_the_loss_of_a_graph(options: dict[str, Any]) -> None:
+    model, uncompiled = (apply_patch(make_model(patch=False), **options) for _ in range(2))
+    batch = batch_of(model)
+    compiled = Counted(model)
+    assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+    assert patch_status(model).fused
+
+
+@GRAPH
+@pytest.mark.parametrize("kind", slow_but(["packed"], ["items", "weights", "packed"]))
+def test_arguments_of_a_loss_reach_it_in_a_graph(kind: str) -> None:
+    model, uncompiled = make_model(), make_model()
+    batch: dict[str, Any] = dict(batch_of(model))
+    rows, length = batch["labels"].shape
+    if kind == "items":
+        batch["num_items_in_batch"] = torch.tensor(37)
+    elif kind == "weights":
+        batch["loss_weights"] = torch.rand(rows, length, dtype=torch.float64)
+    else:
+        batch["position_ids"] = torch.arange(length).remainder(5).expand(rows, length)
+    compiled = Counted(model)
+    for _ in range(2):
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+    assert compiled.count == 1
+    assert patch_status(model).fused
+    if kind == "items":
+        batch["num_items_in_batch"] = torch.tensor(11)
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        assert compiled.count == 1, "compiled again for another number of items"
+
+
+@GRAPH
+@pytest.mark.slow
+def test_accumulated_steps_are_one_graph() -> None:
+    model, uncompiled = make_model(), make_model()
+    compiled = Counted(model)
+    for call in (compiled, uncompiled):
+        for seed in range(3):
+            batch = batch_of(model, seed)
+            call(**batch, num_items_in_batch=torch.tensor(40)).loss.backward()
+    ours, truth = ({n: p.grad for n, p in m.named_parameters()} for m in (model, uncompiled))
+    assert_same_step(ours, truth)
+    assert compiled.count == 1
+
+
+@GRAPH
+def test_lora_trains_in_one_graph() -> None:
+    peft = pytest.importorskip("peft")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        models.append(apply_patch(peft.get_peft_model(make_model(patch=False), config)))
+    model, uncompiled = models
+    compiled = Counted(model)
+    batch = batch_of(model)
+    ours, truth = run(model, batch, compiled), run(uncompiled, batch)
+    assert sum(value is not None for value in ours.values()) > 10
+    assert_same_step(ours, truth)
+    assert compiled.count == 1
+    assert patch_status(model).fused
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**batch).logits.float()
+    labels = batch["labels"][:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels)
+
+
+def loss_and_values(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    return outputs.loss + outputs.logits.logsumexp(-1).mean()
+
+
+def written_logits(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    copy, part = outputs.logits * 1.0, outputs.logits[:, :2]
+    part.mul_(2.0)
+    return outputs.loss + outputs.logits.square().mean() + copy.mean()
+
+
+def sizes_alone(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    logits = outputs.logits
+    return outputs.loss * logits.shape[-1] * logits.dim() / logits.element_size()
+
+
+def values_behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    torch._dynamo.graph_break()
+    return outputs.loss + outputs.logits.logsumexp(-1).mean()
+
+
+@GRAPH
+@pytest.mark.parametrize(
+    ("of_user", "products", "fullgraph"),
+    slow_but(
+        [(own_loss, 0, True), (values_behind_a_break, 1, False)],
+        [
+            (own_loss, 0, True),
+            (loss_and_values, 1, True),
+            (written_logits, 2, True),
+            (sizes_alone, 0, True),
+            (values_behind_a_break, 1, False),
+        ],
+    ),
+)
+def test_logits_within_a_graph_are_those_of_eager(
+    of_user: Callable[..., Tensor], products: int, fullgraph: bool
+) -> None:
+    """Nobody reads them: no product; somebody reads them: the values of an uncompiled call."""
+    model, uncompiled = make_model("gemma2"), make_model("gemma2")
+    batch, graphs = batch_of(model), Graphs()
+    compiled = torch.compile(partial(of_user, model), backend=graphs, fullgraph=fullgraph)
+    results = []
+    for each, call in ((model, compiled), (uncompiled, partial(of_user, uncompiled))):
+        loss = call(batch)
+        loss.backward()
+        gradients = {name: p.grad for name, p in each.named_parameters()}
+        results.append({"loss": loss.detach(), **gradients})
+    assert_same_step(*results)
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert sum(graphs.linears) == layers - 1 + products
+    assert patch_status(model).fused
+
+
+@GRAPH
+class TestLogitsThatLeftAGraph:
+    @pytest.fixture
+    def model(self) -> PreTrainedModel:
+        return make_model("gemma2")
+
+    @pytest.fixture
+    def outputs(self, model: PreTrainedModel) -> Any:
+        return Counted(model)(**batch_of(model))
+
+    def test_values_and_gradients(self, model: PreTrainedModel, outputs: Any) -> None:
+        outputs.logits.square().mean().backward()
+        uncompiled = make_model("gemma2")
+        uncompiled(**batch_of(model)).logits.square().mean().backward()
+        ours, truth = ({n: p.grad for n, p in m.named_parameters()} for m in (model, uncompiled))
+        assert_same_step(ours, truth)
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_after_a_step_they_are_an_error(
+        self, model: PreTrainedModel, outputs: Any, fused: bool
+    ) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        outputs.loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="weight changed since the forward pass"):
+            outputs.logits.sum()
+
+    def test_a_gradient_that_the_loss_leaves_out_is_an_error(self, outputs: Any) -> None:
+        outputs.logits.retain_grad()
+        with pytest.raises(RuntimeError, match=r"retain_grad of outputs\.logits"):
+            outputs.loss.backward()
+
+    def test_the_gradient_of_another_loss(self, outputs: Any) -> None:
+        outputs.logits.retain_grad()
+        outputs.logits.sum().backward()
+        assert torch.equal(outputs.logits.grad, torch.ones_like(outputs.logits))
+
+    def test_another_autograd_function(self, outputs: Any) -> None:
+        class Doubled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Tensor:
+                return grads[0] * 2
+
+        with pytest.raises(RuntimeError, match=r"give it outputs\.logits\.clone\(\)"):
+            cast(Tensor, Doubled.apply(outputs.logits)).sum().backward()
+        cast(Tensor, Doubled.apply(outputs.logits.clone())).sum().backward()
+
+    def test_past_python_they_are_nan(self, outputs: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            assert outputs.logits.isnan().all()
+            assert outputs.logits.untyped_storage().nbytes() == 8
+
+
+@GRAPH
+@pytest.mark.slow
+def test_ordinary_logits_are_one_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    model, uncompiled = make_model(), make_model()
+    compiled = Counted(model)
+    for seed, ignored in enumerate(IGNORED):
+        batch = batch_of(model, seed, ignored)
+        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        assert not patch_status(model).fused
+    assert compiled.count == 1
+    assert not is_deferred(compiled(**batch).logits)
+
+
+@GRAPH
+def test_evaluation_is_one_graph() -> None:
+    model, uncompiled = make_model().eval(), make_model().eval()
+    compiled, batch = Counted(model), batch_of(model)
+    with torch.no_grad():
+        ours, expected = compiled(**batch), uncompiled(**batch)
+    torch.testing.assert_close(ours.loss, expected.loss)
+    assert is_deferred(ours.logits)
+    torch.testing.assert_close(ours.logits + 0, expected.logits + 0)
+    assert not ours.logits.requires_grad

@@ -419,7 +419,7 @@ class TestCompiled:
         torch._dynamo.reset()
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == first - 1
+        assert len(again.linears) == 1 < first
 
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:

@@ -1,0 +1,213 @@
+"""Deferred logits within a graph of ``torch.compile``, which makes no tensor of its own class.
+
+There the logits are a placeholder: a tensor of one number, of a class whose ``__torch_function__``
+is traced. It records the steps that ``DeferredLogits`` record; any other operation computes the
+values as a part of the graph. A placeholder that nobody returns leaves nothing in the graph. For
+one that leaves it, see ``left_graph``.
+"""
+
+# pyright: reportIncompatibleVariableOverride=false
+# (properties for attributes: each attribute of a placeholder would leave the graph)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch._guards import TracingContext
+from torch.utils._pytree import tree_map_only
+
+from liger_patch.deferred.head_call import Head, HeadCall, Owner
+from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
+from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
+from liger_patch.deferred.record import Step
+from liger_patch.deferred.tensor import DeferredLogits
+
+TRACES_LOGITS = torch.__version__ >= "2.11"  # before, Dynamo cannot make such a placeholder
+_NEED_GRADIENTS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")
+)  # a placeholder has none
+
+
+class TracedCall(NamedTuple):
+    """One product of the head within a graph: what ``Head`` and ``HeadCall`` say of it."""
+
+    hidden_states: Tensor  # (..., H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    model: nn.Module
+    module: nn.Module
+    owner: Owner
+    dtype: torch.dtype  # of the logits
+    autocast_dtype: torch.dtype | None
+    grad_enabled: bool
+
+    def logits(self) -> Tensor:
+        """Compute the real logits, in the grad mode and the autocast state of the call."""
+        with torch.set_grad_enabled(self.grad_enabled), self._autocast():
+            return nn.functional.linear(self.hidden_states, self.weight, self.bias)
+
+    def outside(self) -> DeferredLogits:
+        """Return deferred logits of the same product outside of graphs."""
+        head = Head(self.model, self.module, self.owner)
+        with torch.set_grad_enabled(self.grad_enabled), self._autocast():
+            call = HeadCall.of(self.hidden_states, self.weight, self.bias, head)
+            return DeferredLogits.of_head(call)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.autocast_dtype is not None
+        return torch.autocast(self.weight.device.type, dtype=self.autocast_dtype, enabled=enabled)
+
+
+class TracedLogits(PlaceholderLogits):
+    """The logits (..., V) within a graph, with the methods of ``DeferredLogits``."""
+
+    @classmethod
+    def of_product(
+        cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Head
+    ) -> TracedLogits:
+        device, autocast = weight.device, None
+        if torch.is_autocast_enabled(device.type):
+            autocast = torch.get_autocast_dtype(device.type)
+        dtype = hidden_states.dtype if autocast is None else autocast
+        named = head.model, head.module, head.owner
+        grad_enabled = torch.is_grad_enabled()
+        call = TracedCall(hidden_states, weight, bias, *named, dtype, autocast, grad_enabled)
+        shape = (*hidden_states.shape[:-1], len(weight))
+        return _placeholder(shape, dtype, device, (call, None, None))
+
+    def then(
+        self,
+        step: Step,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return these logits after one more operation: recorded, or computed where these logits
+        have been read, and may have been written to.
+        """
+        if self.is_computed or (step.other is not None and step.other.value is not None):
+            others = () if step.other is None else (step.other.real_logits(),)
+            return step.apply(self.real_logits(), *others)
+        dtype, device = dtype or self.dtype, device or self.device
+        kind, function, arguments, factor, other, *_ = step
+        # anew: torch.compile cannot rebuild what _replace makes (torch 2.11)
+        step = Step(kind, function, arguments, factor, other, torch.is_grad_enabled(), dtype)
+        shape = self.shape
+        if step.kind == "rows":
+            shape = (*step.apply(self.rows).shape[:-1], shape[-1])
+        return _placeholder(shape, dtype, device, (None, self, step))
+
+    @property
+    def parent(self) -> TracedLogits | None:
+        return self.origin[1]
+
+    @property
+    def step(self) -> Step | None:
+        return self.origin[2]
+
+    @property
+    def head_call(self) -> TracedCall:
+        call, parent, _ = self.origin
+        return call if parent is None else parent.head_call
+
+    @property
+    def rows(self) -> Tensor:
+        call, parent, step = self.origin
+        if parent is None:
+            return call.hidden_states
+        return step.apply(parent.rows) if step.kind == "rows" else parent.rows
+
+    @property
+    def is_computed(self) -> bool:
+        return self.value is not None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether eager's result of the last step would share its input's memory."""
+        return self.step is not None and self.step.kind in ("rows", "detach")
+
+    @property
+    def wants_gradient(self) -> bool:
+        call, step = self.head_call, self.step
+        if step is not None and (step.kind == "detach" or not step.grad_enabled):
+            return False
+        if self.parent is not None:
+            return self.parent.wants_gradient
+        tensors = (call.hidden_states, call.weight, call.bias)
+        return call.grad_enabled and any(t is not None and t.requires_grad for t in tensors)
+
+    def recorded_steps(self) -> list[Step] | None:
+        """Return the steps from the head on; None where they are not all that has happened."""
+        if self.is_computed:
+            return None
+        if self.parent is None:
+            return []
+        before = self.parent.recorded_steps()
+        return None if before is None or self.step is None else [*before, self.step]
+
+    def real_logits(self) -> Tensor:
+        """Return the real logits, computed at the first call."""
+        if not torch.compiler.is_compiling():
+            return self.deferred.real_logits()
+        if self.value is None:
+            self.value = _compute(self, TracedLogits.real_logits)
+        return self.value
+
+    def result(self, value: Tensor) -> Tensor:
+        """Return what a fused operator has computed of these logits, as eager would."""
+        return value
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not torch.compiler.is_dynamo_compiling():
+            if TracingContext.try_get() is not None:  # torch.compile looks at an input of a graph
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            return call_outside(func, args, kwargs)
+        recorded = RECORDED.get(func)
+        if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
+            result = recorded(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in METADATA and func not in _NEED_GRADIENTS and not args[0].is_computed:
+            logits, *others = args
+            return func(logits.form, *others, **kwargs)
+        args, kwargs = tree_map_only(
+            TracedLogits, lambda logits: logits.read("torch.compile"), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+# torch.compile would compile calls between two graphs as if they were within one
+skip_code(TracedLogits.__torch_function__.__func__.__code__)
+
+
+def _placeholder(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: tuple
+) -> TracedLogits:
+    form = torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
+    logits = form.as_subclass(TracedLogits)
+    logits.form, logits.value = form, None
+    logits.origin = origin
+    return logits
+
+
+def _compute(logits: TracedLogits, of_view: Callable[[TracedLogits], Tensor]) -> Tensor:
+    """Compute the values within the graph; ``of_view``: those of the logits whose memory they
+    share. See ``materialize``.
+    """
+    parent, step = logits.parent, logits.step
+    if parent is None or step is None:
+        return logits.head_call.logits()
+    before = of_view(parent) if logits.shares_memory else _compute_untouched(parent)
+    others = () if step.other is None else (_compute_untouched(cast(TracedLogits, step.other)),)
+    with torch.set_grad_enabled(step.grad_enabled):
+        return step.apply(before, *others)
+
+
+def _compute_untouched(logits: TracedLogits) -> Tensor:
+    return _compute(logits, _compute_untouched)
