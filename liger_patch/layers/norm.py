@@ -28,17 +28,23 @@ class Norm(NamedTuple):
     eps: str = "variance_epsilon"  # the name of the attribute
     offset: float = 0.0  # added to the weight
     promotes: bool = False  # the result has the promoted dtype of input and weight
+    narrows: bool = False  # the result has the dtype of the weight where that has 16 bits
+    scales: bool = True  # False: the weight is not used
 
 
 PROBED = 8  # features of a probe's input
+PROBED_DTYPES = torch.float32, torch.bfloat16  # of inputs and of weights
 LLAMA_NORM = Norm(promotes=True)
 GEMMA_NORM = Norm("eps", offset=1.0)
 UNSHIFTED_GEMMA_NORM = Norm("eps")
 OLMO_NORM = Norm()
+T5_NORM = Norm(promotes=True, narrows=True)
 NORMS = {  # of the classes that are not like Llama's
     "AfmoeRMSNorm": OLMO_NORM,
     "BeamRMSNorm": OLMO_NORM,
     "DeepseekV4RMSNorm": OLMO_NORM,
+    "DeepseekV4UnweightedRMSNorm": Norm("eps"),
+    "FalconMambaWeightlessRMSNorm": Norm("eps", scales=False),
     "FlexOlmoRMSNorm": OLMO_NORM,
     "Gemma2RMSNorm": GEMMA_NORM,
     "Gemma3RMSNorm": GEMMA_NORM,
@@ -48,24 +54,33 @@ NORMS = {  # of the classes that are not like Llama's
     "GemmaRMSNorm": GEMMA_NORM,
     "GptOssRMSNorm": OLMO_NORM,
     "HeliumRMSNorm": OLMO_NORM,
+    "HYV4UnweightedRMSNorm": Norm("eps"),
     "HrmTextRMSNorm": Norm("eps"),
+    "Kosmos2_5LayerNorm": T5_NORM,
     "Llama4TextL2Norm": Norm("eps"),
     "Llama4TextRMSNorm": Norm("eps", promotes=True),
+    "LongT5LayerNorm": T5_NORM,
+    "MT5LayerNorm": T5_NORM,
     "MiniMaxM3VLRMSNorm": GEMMA_NORM,
     "MoshiRMSNorm": UNSHIFTED_GEMMA_NORM,
     "MuseGlimmerRMSNorm": UNSHIFTED_GEMMA_NORM,
+    "MuseGlimmerTextCenteredRMSNorm": GEMMA_NORM,
     "NanoChatRMSNorm": Norm("eps"),
     "NemotronHRMSNorm": OLMO_NORM,
     "Olmo2RMSNorm": OLMO_NORM,
     "Olmo3RMSNorm": OLMO_NORM,
     "OlmoHybridRMSNorm": OLMO_NORM,
+    "Pop2PianoLayerNorm": T5_NORM,
     "Qwen3NextRMSNorm": GEMMA_NORM,
     "Qwen3_5MoeRMSNorm": GEMMA_NORM,
     "Qwen3_5RMSNorm": GEMMA_NORM,
     "Qwen4ExpTextRMSNorm": GEMMA_NORM,
     "RecurrentGemmaRMSNorm": GEMMA_NORM,
+    "SwitchTransformersLayerNorm": T5_NORM,
     "T5Gemma2RMSNorm": GEMMA_NORM,
     "T5GemmaRMSNorm": GEMMA_NORM,
+    "T5LayerNorm": T5_NORM,
+    "UMT5LayerNorm": T5_NORM,
     "VaultGemmaRMSNorm": GEMMA_NORM,
 }
 
@@ -94,17 +109,17 @@ def _agree(module: Any, replacement: Any) -> bool:
     """Return whether both classes compute the same from a small input."""
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
-        probe = _with_few_features(module)
+        probes = [_with_few_features(module, dtype) for dtype in PROBED_DTYPES]
         # so small that epsilon matters
         x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
-        return [forward(probe, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+        return [forward(probe, x.to(dtype)) for probe in probes for dtype in PROBED_DTYPES]
 
     return results_match(
         lambda: results(type(module).forward), lambda: results(replacement.forward)
     )
 
 
-def _with_few_features(module: Any) -> Any:
+def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
     """Return a copy with a weight of few features. FSDP holds the weight as a plain attribute."""
     probe = copy.copy(module)
     probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
@@ -114,24 +129,25 @@ def _with_few_features(module: Any) -> Any:
         weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
         if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
             weight = torch.ones((), dtype=torch.float32)
-        probe.register_parameter("weight", nn.Parameter(weight))
+        probe.register_parameter("weight", nn.Parameter(weight.to(dtype)))
     return probe
 
 
 @once_for_each_class
 def norm(original: Any) -> type[nn.Module]:
     """Derive the class of a norm whose forward is one call of the kernel."""
-    eps, offset, promotes = NORMS.get(original.__name__, LLAMA_NORM)
+    eps, offset, promotes, narrows, scales = NORMS.get(original.__name__, LLAMA_NORM)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, dtype = getattr(self, "weight", None), x.dtype
         if needs_own_code(x, weight):
             return original.forward(self, x)
         # __dict__: most have no with_scale, and nn.Module's own lookup would take longer
-        if not self.__dict__.get("with_scale", True):
+        if not scales or not self.__dict__.get("with_scale", True):
             weight = None  # where Transformers 5.0 has 1.0
         if weight is not None and promotes:
-            dtype = torch.promote_types(dtype, weight.dtype)
+            is_narrow = narrows and weight.dtype in (torch.float16, torch.bfloat16)
+            dtype = weight.dtype if is_narrow else torch.promote_types(dtype, weight.dtype)
         return rms_norm(x, weight, getattr(self, eps), offset=offset, dtype=dtype)
 
     return derived_class(original, norm, forward=forward, _liger_patch_layer="rms_norm")

@@ -40,8 +40,12 @@ CONFIGURATIONS: dict[str, Callable[[Any], Hashable]] = {
 }
 LAYER_NAME = "_liger_patch_layer"  # attribute of the classes that are made here
 ENDINGS = {  # of the classes' names, after what the registry says
+    "CenteredRMSNorm": "rms_norm",
     "L2Norm": "rms_norm",
+    "LayerNorm": "rms_norm",
     "RMSNorm": "rms_norm",
+    "UnweightedRMSNorm": "rms_norm",
+    "WeightlessRMSNorm": "rms_norm",
     "Attention": "rotary",
     "SelfAttention": "rotary",
     "MLP": "gated",
