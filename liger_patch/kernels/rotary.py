@@ -5,8 +5,8 @@ Of the first R of D features of each attention head, x1 and x2 the first and the
 
     y1 = x1 cos1 - x2 sin1          y2 = x2 cos2 + x1 sin2
 
-in float32 (float64 for float64), rounded once; features beyond R are copied. cos and sin hold the
-angles of each token, whatever its position: any order, restarts, packed rows. B: sequences, T:
+in float32 (float64 for float64), rounded once; features beyond R are copied. Interleaved pairs stay
+so, or become halves: all y1, then all y2 (DeepSeek V3). cos and sin hold the angles of each token, whatever its position: any order, restarts, packed rows. B: sequences, T:
 tokens. Saved for the backward pass: cos and sin, which most models' layers share; no bytes a token
 beside.
 """
@@ -30,6 +30,7 @@ def _rotary_results(
     sin: Tensor,
     dtype: torch.dtype,
     interleaved: bool,
+    grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like(q, dtype), _like(k, dtype)
@@ -43,17 +44,18 @@ def _rotary(
     sin: Tensor,
     dtype: torch.dtype,
     interleaved: bool,
+    grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
     outputs = _like(q, dtype), _like(k, dtype)
     if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels.triton import rotary as rotary_triton
 
-        how = {"interleaved": interleaved, "backward": backward}
+        how = {"interleaved": interleaved, "grouped": grouped, "backward": backward}
         rotary_triton.rotary((q, k), cos, sin, outputs, **how)
     else:
         for x, out in zip((q, k), outputs, strict=True):
-            _rotated(x, cos[:, None], sin[:, None], out, interleaved, backward)
+            _rotated(x, cos[:, None], sin[:, None], out, interleaved, grouped, backward)
     return outputs
 
 
@@ -67,14 +69,20 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool, backward: bool
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    interleaved: bool,
+    grouped: bool,
+    backward: bool,
 ) -> None:
     dtype = accumulation_dtype(out.dtype)
     turned = _turned(cos, interleaved)
     cos1, cos2 = _of_pairs(cos.to(dtype), interleaved)
     sin1, sin2 = _of_pairs(sin.to(dtype), interleaved)
-    x1, x2 = _pairs(x[..., :turned].to(dtype), interleaved)
-    y1, y2 = _pairs(out[..., :turned], interleaved)
+    x1, x2 = _pairs(x[..., :turned].to(dtype), interleaved and not (grouped and backward))
+    y1, y2 = _pairs(out[..., :turned], interleaved and (backward or not grouped))
     if backward:
         y1.copy_(x1 * cos1 + x2 * sin2)
         y2.copy_(x2 * cos2 - x1 * sin1)
@@ -102,17 +110,19 @@ def _of_pairs(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype, interleaved: bool):
+    def forward(
+        ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype, interleaved: bool, grouped: bool
+    ):
         ctx.save_for_backward(cos, sin)
-        ctx.dtype, ctx.interleaved = q.dtype, interleaved
-        return _rotary(q, k, cos, sin, dtype, interleaved, False)
+        ctx.dtype, ctx.pairs = q.dtype, (interleaved, grouped)
+        return _rotary(q, k, cos, sin, dtype, interleaved, grouped, False)
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
         check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
-        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, ctx.interleaved, True)
-        return *turned_back, None, None, None, None
+        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, *ctx.pairs, True)
+        return *turned_back, None, None, None, None, None
 
 
 def rotary(
@@ -122,6 +132,7 @@ def rotary(
     sin: Tensor,  # (B or 1, T, R)
     *,
     interleaved: bool = False,
+    grouped: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by the angles of their tokens' positions.
@@ -132,6 +143,8 @@ def rotary(
         cos, sin: (B or 1, T, R), R even and at most D; no gradient is computed for them. Of
             interleaved pairs (B or 1, T, R / 2): one angle for each. Of any strides.
         interleaved: whether a feature's pair is the one beside it, not R / 2 behind it.
+        grouped: whether the results of interleaved pairs hold the first feature of each pair, then
+            the second one of each.
         dtype: of the results; by default the one that ``q * cos`` has.
 
     Returns:
@@ -171,5 +184,7 @@ def rotary(
             raise ValueError(f"{name} must not require a gradient: none is computed for it")
         if table.device != q.device:
             raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
+    if grouped and not interleaved:
+        raise ValueError("grouped must be False where interleaved is, got True")
     dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
-    return _Rotary.apply(q, k, cos, sin, dtype, interleaved)
+    return _Rotary.apply(q, k, cos, sin, dtype, interleaved, grouped)

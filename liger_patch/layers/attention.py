@@ -39,6 +39,28 @@ def _rotate_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Te
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
+def _rotate_heads_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, num_heads, T, D) by angles cos + i sin (DeepSeek V2)."""
+    return rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
+
+
+def _rotate_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (T, num_heads, D), the patches of all images, by tables (T, D) (Qwen2-VL)."""
+    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+    q, k = rotary(q, k, cos[None], sin[None], dtype=q.dtype)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+def _rotate_pairs_to_halves(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate features in pairs; the results hold halves (DeepSeek V3)."""
+    half = cos.shape[-1] // 2
+    table = {"cos": cos[..., :half], "sin": sin[..., :half]}
+    rotated = rotary(q, k, **table, interleaved=True, grouped=True)
+    return rotated[0], None if k is None else rotated[1]
+
+
 def _rotate_in_own_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate by tables of any dtype; results have the dtype of q and k (OLMo 2)."""
     return rotary(q, k, cos, sin, dtype=q.dtype)
@@ -69,6 +91,13 @@ def _rotate_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[
     return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True, dtype=q.dtype)
 
 
+def _rotate_neighbours_in_promoted_dtype(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate as ``_rotate_neighbours``; results have the dtype of q * cos (GLM-4.1V)."""
+    return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
+
+
 def _rotate_by_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate by tables (B, T, D / 2), which hold each angle once (gpt-oss)."""
     return rotary(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
@@ -83,20 +112,26 @@ ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that
     "apply_multimodal_rotary_pos_emb": _rotate_by_sections,
     "apply_rotary_emb": _rotate_by_complex,
     "apply_rotary_pos_emb": rotary,
+    "apply_rotary_pos_emb_interleave": _rotate_pairs_to_halves,
+    "apply_rotary_pos_emb_vision": _rotate_patches,
 }
-ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose function of that name rotates in another way
+ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose only function rotates in another way
     "BeamAttention": _rotate_in_own_dtype,
     "Cohere2Attention": _rotate_neighbours,
     "Cohere2MoeAttention": _rotate_neighbours,
     "CohereAttention": _rotate_neighbours,
+    "DeepseekV2Attention": _rotate_heads_by_complex,
     "Ernie4_5Attention": _rotate_pairs_in_own_dtype,
     "Ernie4_5_MoeAttention": _rotate_pairs_in_own_dtype,
+    "EvollaAttention": _rotate_in_own_dtype,
     "FlexOlmoAttention": _rotate_in_own_dtype,
     "Gemma3nTextAttention": _rotate_one,
     "Gemma4TextAttention": _rotate_one,
     "Gemma4UnifiedTextAttention": _rotate_one,
     "Glm4Attention": _rotate_pairs,
+    "Glm4vTextAttention": _rotate_neighbours_in_promoted_dtype,
     "GlmAttention": _rotate_pairs,
+    "GlmOcrTextAttention": _rotate_neighbours_in_promoted_dtype,
     "GptOssAttention": _rotate_by_halves,
     "HeliumAttention": _rotate_pairs,
     "Lfm3Attention": _rotate_in_own_dtype,
@@ -116,18 +151,26 @@ def attention_class(module: Any) -> Any:
     It is None where the attention has no rotary embedding, where that computes something else than
     the tables say, and where its code is not Transformers' own.
     """
-    names = names_of(type(module)) & ROTATIONS.keys()
-    if len(names) != 1 or not is_transformers(type(module).forward):
+    rotations = _rotations(type(module))
+    if not rotations or not is_transformers(type(module).forward):
         return None
-    (name,) = names
-    own = type(module).forward.__globals__.get(name)
-    if own is None or not is_transformers(own):
-        return None
-    if not _agree(own, name, ATTENTIONS.get(type(module).__name__, ROTATIONS[name])):
-        return None
+    for name, rotate in rotations.items():
+        own = type(module).forward.__globals__.get(name)
+        if own is None or not is_transformers(own) or not _agree(own, name, rotate):
+            return None
     replacement: Any = rotary_attention(type(module))
     replacement.forward.look_up()  # for torch.compile, whose calls do not look up
     return replacement
+
+
+def _rotations(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Return what the kernel has for each rotary function that an attention's forward names: one,
+    or two between which its configuration chooses (DeepSeek V3).
+    """
+    names = sorted(names_of(cls) & ROTATIONS.keys())
+    if len(names) == 1 and cls.__name__ in ATTENTIONS:
+        return {names[0]: ATTENTIONS[cls.__name__]}
+    return {name: ROTATIONS[name] for name in names}
 
 
 def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bool:
@@ -160,13 +203,21 @@ def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
         k = q[:, 1:3].flip(1)
         if name == "apply_rotary_emb":
             half = angles[0, ..., : PROBED // 2]
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            if rotate is _rotate_by_complex:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
             yield q, k, torch.polar(torch.ones_like(half), half)
+            continue
+        if name == "apply_rotary_pos_emb_vision":
+            q, k, table = q[0].transpose(0, 1), k[0].transpose(0, 1), angles[0, 0]
+            yield q, k, table.cos(), table.sin()
             continue
         for width in (PROBED, PROBED // 2):
             table = angles[..., :width]
-            if rotate is _rotate_neighbours:  # the only form that its models have
+            # the only forms that their models have
+            if rotate in (_rotate_neighbours, _rotate_neighbours_in_promoted_dtype):
                 table = table[..., ::2].repeat_interleave(2, -1)
+            elif rotate is _rotate_pairs_to_halves:
+                table = torch.cat((angles[..., : PROBED // 2],) * 2, -1)
             if name == "apply_multimodal_rotary_pos_emb":
                 yield q, k, table.cos(), table.sin(), [1, 1, width // 2 - 2]
             elif rotate is _rotate_one:
@@ -178,10 +229,14 @@ def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
 @once_for_each_class
 def rotary_attention(original: Any) -> type[nn.Module]:
     """Derive the class of an attention whose forward calls the kernel for its rotary embedding."""
-    (name,) = names_of(original) & ROTATIONS.keys()
-    own = original.forward.__globals__[name]
-    rotate = ATTENTIONS.get(original.__name__, ROTATIONS[name])
+    module = original.forward.__globals__
+    others = {name: _known(module[name], name, f) for name, f in _rotations(original).items()}
+    forward = _with_globals(original.forward, others)
+    return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 
+
+def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``rotate`` with the arguments that it takes, else ``own``."""
     with probing():
         number = len(next(_trials(name, rotate)))  # of the arguments that are known here
     takes_options = rotate is _rotate_one
@@ -191,30 +246,30 @@ def rotary_attention(original: Any) -> type[nn.Module]:
         function = rotate if is_known and not needs_own_code(*arguments) else own
         return function(*arguments, **options)
 
-    forward = _with_global(original.forward, name, rotated)
-    return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
+    return rotated
 
 
-def _with_global(function: Any, name: str, value: object) -> Any:
-    """Return a function of the same code, for which the global ``name`` is ``value``.
+def _with_globals(function: Any, values: dict[str, Any]) -> Any:
+    """Return a function of the same code, which has these values for the globals of these names.
 
     Each call looks up all other globals in the function's module, and uses the function that it
-    finds there under ``name`` if that was replaced since.
+    finds there under a name of these if that was replaced since.
     """
     module = function.__globals__
-    own = module[name]
-    found = {**module, name: value}
+    own = {name: module[name] for name in values}
+    found = {**module, **values}
     # with a __name__, Dynamo would look globals up in that module
     found.pop("__name__", None)
     other = types.FunctionType(
         function.__code__, found, function.__name__, function.__defaults__, function.__closure__
     )
     other.__kwdefaults__ = function.__kwdefaults__
-    others = [each for each in _names_in(function.__code__) if each in module and each != name]
+    others = [e for e in _names_in(function.__code__) if e in module and e not in values]
 
     def look_up() -> None:
-        current = module.get(name)
-        found[name] = value if current is own else current
+        for name, value in values.items():
+            current = module.get(name)
+            found[name] = value if current is own[name] else current
         for each in others:
             if each in module:
                 found[each] = module[each]

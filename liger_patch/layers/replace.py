@@ -47,6 +47,7 @@ ENDINGS = {  # of the classes' names, after what the registry says
     "UnweightedRMSNorm": "rms_norm",
     "WeightlessRMSNorm": "rms_norm",
     "Attention": "rotary",
+    "MLA": "rotary",
     "SelfAttention": "rotary",
     "MLP": "gated",
     "Mlp": "gated",

@@ -51,7 +51,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("cohere2_moe", "Cohere2MoeForCausalLM", "Others", "Cohere2Moe"),
     Architecture("cohere2_vision", "Cohere2VisionForConditionalGeneration", "Others", "Cohere2"),
     Architecture("cosmos3_edge", "Cosmos3EdgeForConditionalGeneration", "Others", "Cosmos3Edge"),
-    Architecture("cosmos3_omni", "Cosmos3OmniForConditionalGeneration", "Others", "Qwen3VL"),
+    Architecture(
+        "cosmos3_omni", "Cosmos3OmniForConditionalGeneration", "Others", "Qwen3VL Qwen3VLVision"
+    ),
     Architecture("ctrl", "CTRLLMHeadModel", "Others"),
     Architecture("cwm", "CwmForCausalLM", "Others", "Cwm"),
     Architecture("data2vec-text", "Data2VecTextForCausalLM", "Others"),
@@ -73,7 +75,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Others", "Ernie4_5_Moe"),
     Architecture("evolla", "EvollaForProteinText2Text", "Others", "Evolla"),
     Architecture("exaone4", "Exaone4ForCausalLM", "Others", "Exaone4"),
-    Architecture("exaone4_5", "Exaone4_5_ForConditionalGeneration", "Others", "Exaone4 Exaone4_5_"),
+    Architecture(
+        "exaone4_5",
+        "Exaone4_5_ForConditionalGeneration",
+        "Others",
+        "Exaone4 Exaone4_5_ Exaone4_5_Vision",
+    ),
     Architecture("exaone_moe", "ExaoneMoeForCausalLM", "Others", "ExaoneMoe"),
     Architecture("falcon", "FalconForCausalLM", "Others", "Falcon"),
     Architecture("falcon_h1", "FalconH1ForCausalLM", "Others", "FalconH1"),
@@ -94,12 +101,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "Gemma", "Gemma4Unified"),
     Architecture("glm", "GlmForCausalLM", "Others", "Glm"),
     Architecture("glm4", "Glm4ForCausalLM", "Others", "Glm4"),
-    Architecture("glm46v", "Glm46VForConditionalGeneration", "Others", "Glm4Vision Glm4v"),
+    Architecture(
+        "glm46v", "Glm46VForConditionalGeneration", "Others", "Glm4Vision Glm4v Glm4vVision"
+    ),
     Architecture("glm4_moe", "Glm4MoeForCausalLM", "Others", "Glm4Moe"),
     Architecture("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "Others", "Glm4MoeLite"),
-    Architecture("glm4v", "Glm4vForConditionalGeneration", "Others", "Glm4Vision Glm4v"),
     Architecture(
-        "glm4v_moe", "Glm4vMoeForConditionalGeneration", "Others", "Glm4vMoe Glm4vMoeision"
+        "glm4v", "Glm4vForConditionalGeneration", "Others", "Glm4Vision Glm4v Glm4vVision"
+    ),
+    Architecture(
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        "Others",
+        "Glm4vMoe Glm4vMoeision Glm4vMoeVision",
     ),
     Architecture("glm_moe_dsa", "GlmMoeDsaForCausalLM", "Others", "GlmMoeDsa"),
     Architecture("glm_ocr", "GlmOcrForConditionalGeneration", "Others", "GlmOcr GlmOcrVision"),
@@ -132,7 +146,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "hyperclovax_vision_v2",
         "HyperCLOVAXVisionV2ForConditionalGeneration",
         "Others",
-        "HyperCLOVAX Qwen2_5_VL",
+        "HyperCLOVAX Qwen2_5_VL Qwen2_5_VLVision",
     ),
     Architecture("idefics2", "Idefics2ForConditionalGeneration", "Others", "Idefics2 Mistral"),
     Architecture("idefics3", "Idefics3ForConditionalGeneration", "Others", "Llama"),
@@ -141,7 +155,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("jais2", "Jais2ForCausalLM", "Others", "Jais2"),
     Architecture("jamba", "JambaForCausalLM", "Others", "Jamba"),
     Architecture("jetmoe", "JetMoeForCausalLM", "Others", "JetMoe"),
-    Architecture("kimi_k25", "Kimi_K25ForConditionalGeneration", "Others", "DeepseekV3"),
+    Architecture(
+        "kimi_k25", "Kimi_K25ForConditionalGeneration", "Others", "DeepseekV3 Kimi_K25Vision"
+    ),
     Architecture("kimi_linear", "KimiLinearForCausalLM", "Others", "KimiLinear"),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Others", "Kolibri1"),
     Architecture("kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "Others", "Kosmos2_5"),
@@ -207,7 +223,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("mpt", "MptForCausalLM", "Others"),
     Architecture("mt5", "MT5ForConditionalGeneration", "Others", "MT5"),
-    Architecture("muse_glimmer", "MuseGlimmerForConditionalGeneration", "Others", "MuseGlimmer"),
+    Architecture(
+        "muse_glimmer",
+        "MuseGlimmerForConditionalGeneration",
+        "Others",
+        "MuseGlimmer MuseGlimmerVision",
+    ),
     Architecture("musicflamingo", "MusicFlamingoForConditionalGeneration", "Others", "Qwen2"),
     Architecture("nanochat", "NanoChatForCausalLM", "Others", "NanoChat"),
     Architecture("nemotron", "NemotronForCausalLM", "Others", "Nemotron"),
@@ -220,7 +241,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("openai-gpt", "OpenAIGPTLMHeadModel", "Others"),
     Architecture("opt", "OPTForCausalLM", "Others"),
     Architecture("ovis2", "Ovis2ForConditionalGeneration", "Others", "Ovis2 Qwen2"),
-    Architecture("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", "Others", "PaddleOCR"),
+    Architecture(
+        "paddleocr_vl", "PaddleOCRVLForConditionalGeneration", "Others", "PaddleOCR PaddleOCRVision"
+    ),
     Architecture("paligemma", "PaliGemmaForConditionalGeneration", "Gemma", "Gemma2 Gemma"),
     Architecture("pegasus_x", "PegasusXForConditionalGeneration", "Others"),
     Architecture("persimmon", "PersimmonForCausalLM", "Others", "Persimmon"),
@@ -235,15 +258,22 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "qwen2_5_omni_thinker",
         "Qwen2_5OmniThinkerForConditionalGeneration",
         "Qwen",
-        "Qwen2_5Omni Qwen2",
+        "Qwen2_5Omni Qwen2 Qwen2_5OmniVision",
     ),
-    Architecture("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen", "Qwen2_5_VL Qwen2"),
+    Architecture(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen",
+        "Qwen2_5_VL Qwen2 Qwen2_5_VLVision",
+    ),
     Architecture("qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen", "Qwen2"),
     Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen", "Qwen2Moe"),
-    Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen", "Qwen2VL Qwen2"),
+    Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen", "Qwen2VL Qwen2 Vision"),
     Architecture("qwen3", "Qwen3ForCausalLM", "Qwen", "Qwen3"),
-    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen", "Qwen3_5"),
-    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", "Qwen3_5Moe"),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen", "Qwen3_5 Qwen3_5Vision"),
+    Architecture(
+        "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", "Qwen3_5Moe Qwen3_5MoeVision"
+    ),
     Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen", "Qwen3_5Moe"),
     Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen", "Qwen3_5"),
     Architecture("qwen3_asr", "Qwen3ASRForConditionalGeneration", "Qwen", "Qwen3"),
@@ -253,11 +283,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "qwen3_omni_moe_thinker",
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         "Qwen",
-        "Qwen3OmniMoe Qwen3OmniMoeThinker",
+        "Qwen3OmniMoe Qwen3OmniMoeThinker Qwen3OmniMoeVision",
     ),
-    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen", "Qwen3VL"),
-    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", "Qwen3VLMoe"),
-    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", "Qwen4Exp"),
+    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen", "Qwen3VL Qwen3VLVision"),
+    Architecture(
+        "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", "Qwen3VLMoe Qwen3VLMoeVision"
+    ),
+    Architecture(
+        "qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", "Qwen4Exp Qwen4ExpVision"
+    ),
     Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", "Qwen4Exp"),
     Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "Gemma", "RecurrentGemma"),
     Architecture("rembert", "RemBertForCausalLM", "Others"),
@@ -272,7 +306,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("solar_open", "SolarOpenForCausalLM", "Others", "SolarOpen"),
     Architecture("stablelm", "StableLmForCausalLM", "Others", "StableLm"),
     Architecture("starcoder2", "Starcoder2ForCausalLM", "Others", "Starcoder2"),
-    Architecture("switch_transformers", "SwitchTransformersForConditionalGeneration", "Others", "SwitchTransformers"),
+    Architecture(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "Others",
+        "SwitchTransformers",
+    ),
     Architecture("t5", "T5ForConditionalGeneration", "Others", "T5"),
     Architecture("t5gemma", "T5GemmaForConditionalGeneration", "Others", "T5Gemma"),
     Architecture(
@@ -281,7 +320,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("umt5", "UMT5ForConditionalGeneration", "Others", "UMT5"),
     Architecture("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", "Others", "UnlimitedOcr"),
     Architecture("vaultgemma", "VaultGemmaForCausalLM", "Gemma", "VaultGemma"),
-    Architecture("video_llama_3", "VideoLlama3ForConditionalGeneration", "Others", "Qwen2"),
+    Architecture(
+        "video_llama_3", "VideoLlama3ForConditionalGeneration", "Others", "Qwen2 VideoLlama3Vision"
+    ),
     Architecture("video_llava", "VideoLlavaForConditionalGeneration", "Others", "Llama"),
     Architecture("vipllava", "VipLlavaForConditionalGeneration", "Others", "Llama"),
     Architecture("voxtral", "VoxtralForConditionalGeneration", "Others", "Llama"),

@@ -124,15 +124,19 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.triton import rotary as kernels
 
     cases = (
-        ("*bf16", "*bf16", True, False, 2, 0),
-        ("*bf16", "*fp32", True, False, 2, 0),
-        ("*fp16", "*fp16", False, False, 1, 64),
-        ("*fp32", "*fp32", True, False, 0, 8),
-        ("*bf16", "*bf16", False, True, 2, 64),
-        ("*bf16", "*fp32", False, True, 2, 0),
-        ("*fp32", "*fp32", True, True, 8, 0),
+        ("*bf16", "*bf16", True, "halves", 2, 0),
+        ("*bf16", "*fp32", True, "halves", 2, 0),
+        ("*fp16", "*fp16", False, "halves", 1, 64),
+        ("*fp32", "*fp32", True, "halves", 0, 8),
+        ("*bf16", "*bf16", False, "pairs", 2, 64),
+        ("*bf16", "*fp32", False, "pairs", 2, 0),
+        ("*fp32", "*fp32", True, "pairs", 8, 0),
+        ("*bf16", "*bf16", False, "grouped", 1, 0),
+        ("*bf16", "*bf16", True, "grouped", 1, 0),
+        ("*fp32", "*fp32", True, "grouped", 0, 8),
     )
-    for dtype, table, backward, interleaved, k_heads, rest in cases:
+    for dtype, table, backward, layout, k_heads, rest in cases:
+        interleaved = layout != "halves"
         blocks, warps = kernels.tile(32, k_heads, 128 + rest, 128)
         pointers = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), dtype)
         pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), table)
@@ -144,10 +148,11 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         constants = {
             "BACKWARD": backward,
             "INTERLEAVED": interleaved,
+            "GROUPED": layout == "grouped",
             **blocks,
         }
         arguments = pointers | dict.fromkeys(sizes, "i32")
-        name = f"{dtype[1:]}-{table[1:]}-{backward}-{interleaved}-{k_heads}-{rest}"
+        name = f"{dtype[1:]}-{table[1:]}-{backward}-{layout}-{k_heads}-{rest}"
         yield name, arguments | strides | constants, warps
 
 

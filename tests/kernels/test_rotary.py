@@ -89,6 +89,35 @@ def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
     check(ours, eager, inputs)
 
 
+def rotated_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As DeepSeek V3's models do it: neighbours become halves."""
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    cos, sin, first, second = cos[:, None], sin[:, None], turned[..., ::2], turned[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+@pytest.mark.parametrize("kind", ["any order", "shared"])
+@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
+def test_rotary_of_pairs_that_become_halves(kind, turned, dtype, device):
+    inputs = {"q": torch.randn(2, 5, 9, 20), "k": torch.randn(2, 5, 1, 20)}
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    cos, sin = (t.to(device, dtype)[..., : turned // 2] for t in tables((2, 5, turned), kind))
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos.to(q.dtype), sin.to(q.dtype)
+        q, k = (x.transpose(1, 2)[..., 4:] for x in (q, k))
+        return rotated_to_halves(q, c, s), rotated_to_halves(k, c, s)
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (x.transpose(1, 2)[..., 4:] for x in (q, k))
+        return rotary(q, k, cos, sin, interleaved=True, grouped=True)
+
+    check(ours, eager, inputs)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str

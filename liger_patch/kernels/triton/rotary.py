@@ -34,6 +34,7 @@ def _turn(
     turned,
     BACKWARD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -46,6 +47,15 @@ def _turn(
     else:
         first, second = pair, turned // 2 + pair
         angle2 = second
+    # of the side that has halves: the results, and in the backward pass what is turned back
+    if GROUPED:
+        half1, half2 = pair, turned // 2 + pair
+    else:
+        half1, half2 = first, second
+    if BACKWARD:
+        first, second, out1, out2 = half1, half2, first, second
+    else:
+        out1, out2 = half1, half2
     token_mask = token < tokens
     has_angle = token_mask[:, None] & (pair < turned // 2)[None, :]
     cos_ptr += token[:, None] * cos_token_stride
@@ -68,8 +78,8 @@ def _turn(
         x2 = tl.load(x_row[:, :, None] + second[None, None, :], mask=mask, other=0.0).to(tl.float32)
         y1 = x1 * cos1[:, None, :] + x2 * across1[:, None, :]
         y2 = x2 * cos2[:, None, :] + x1 * across2[:, None, :]
-        tl.store(out_row[:, :, None] + first[None, None, :], y1, mask=mask)
-        tl.store(out_row[:, :, None] + second[None, None, :], y2, mask=mask)
+        tl.store(out_row[:, :, None] + out1[None, None, :], y1, mask=mask)
+        tl.store(out_row[:, :, None] + out2[None, None, :], y2, mask=mask)
         if BLOCK_REST > 0:
             rest = turned + tl.arange(0, BLOCK_REST)
             mask = is_inside[:, :, None] & (rest < size)[None, None, :]
@@ -104,6 +114,7 @@ def _rotary_kernel(
     turned,
     BACKWARD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_Q_HEADS: tl.constexpr,
     BLOCK_K_HEADS: tl.constexpr,  # 0 where there are no keys
@@ -134,6 +145,7 @@ def _rotary_kernel(
         turned,
         BACKWARD,
         INTERLEAVED,
+        GROUPED,
         BLOCK_Q_HEADS,
         BLOCK_PAIRS,
         BLOCK_REST,
@@ -157,6 +169,7 @@ def _rotary_kernel(
             turned,
             BACKWARD,
             INTERLEAVED,
+            GROUPED,
             BLOCK_K_HEADS,
             BLOCK_PAIRS,
             BLOCK_REST,
@@ -170,9 +183,12 @@ def rotary(
     outputs: tuple[Tensor, Tensor],  # of the inputs' shapes, (B, T, num_heads, D) in memory
     *,
     interleaved: bool,
+    grouped: bool,
     backward: bool,
 ) -> None:
-    """Write the turned queries and keys; ``backward``: turned back."""
+    """Write the turned queries and keys; ``backward``: turned back; ``grouped``: of interleaved
+    pairs, to halves.
+    """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
     batch, q_num_heads, tokens, size = q.shape
     turned = cos.shape[-1] * (2 if interleaved else 1)
@@ -206,6 +222,7 @@ def rotary(
             turned,
             BACKWARD=backward,
             INTERLEAVED=interleaved,
+            GROUPED=grouped,
             **blocks,
             num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         )
