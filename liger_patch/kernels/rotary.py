@@ -6,9 +6,9 @@ Of the first R of D features of each attention head, x1 and x2 the first and the
     y1 = x1 cos1 - x2 sin1          y2 = x2 cos2 + x1 sin2
 
 in float32 (float64 for float64), rounded once; features beyond R are copied. Interleaved pairs stay
-so, or become halves: all y1, then all y2 (DeepSeek V3). cos and sin hold the angles of each token, whatever its position: any order, restarts, packed rows. B: sequences, T:
-tokens. Saved for the backward pass: cos and sin, which most models' layers share; no bytes a token
-beside.
+so, or become halves: all y1, then all y2 (DeepSeek V3). cos and sin hold the angles of each token,
+whatever its position: any order, restarts, packed rows. B: sequences, T: tokens. Saved for the
+backward pass: cos and sin, which most models' layers share; no bytes a token beside.
 """
 
 import torch
@@ -121,7 +121,8 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx, dq: Tensor, dk: Tensor):
         check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
-        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, *ctx.pairs, True)
+        interleaved, grouped = ctx.pairs
+        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, True)
         return *turned_back, None, None, None, None, None
 
 

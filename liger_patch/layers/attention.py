@@ -56,8 +56,7 @@ def _rotate_pairs_to_halves(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate features in pairs; the results hold halves (DeepSeek V3)."""
     half = cos.shape[-1] // 2
-    table = {"cos": cos[..., :half], "sin": sin[..., :half]}
-    rotated = rotary(q, k, **table, interleaved=True, grouped=True)
+    rotated = rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True, grouped=True)
     return rotated[0], None if k is None else rotated[1]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.layers.checks import is_transformers, needs_own_code
+from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
@@ -54,7 +55,6 @@ NORMS = {  # of the classes that are not like Llama's
     "GemmaRMSNorm": GEMMA_NORM,
     "GptOssRMSNorm": OLMO_NORM,
     "HeliumRMSNorm": OLMO_NORM,
-    "HYV4UnweightedRMSNorm": Norm("eps"),
     "HrmTextRMSNorm": Norm("eps"),
     "Kosmos2_5LayerNorm": T5_NORM,
     "Llama4TextL2Norm": Norm("eps"),
@@ -91,6 +91,8 @@ def norm_class(module: Any) -> Any:
     It is None where the norm works on groups of features, where it computes something else than
     NORMS says, and where its code is not Transformers' own.
     """
+    if type(module).__name__ in GATED_NORMS:
+        return gated_norm_class(module)
     norms_groups = getattr(module, "group_size", None) is not None
     if norms_groups or not is_transformers(type(module).forward):
         return None

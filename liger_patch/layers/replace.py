@@ -44,6 +44,7 @@ ENDINGS = {  # of the classes' names, after what the registry says
     "L2Norm": "rms_norm",
     "LayerNorm": "rms_norm",
     "RMSNorm": "rms_norm",
+    "RMSNormGated": "rms_norm",
     "UnweightedRMSNorm": "rms_norm",
     "WeightlessRMSNorm": "rms_norm",
     "Attention": "rotary",

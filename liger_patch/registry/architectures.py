@@ -181,7 +181,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("longt5", "LongT5ForConditionalGeneration", "Others", "LongT5"),
     Architecture("m2m_100", "M2M100ForConditionalGeneration", "Others"),
     Architecture("mamba", "MambaForCausalLM", "Others", "Mamba"),
-    Architecture("mamba2", "Mamba2ForCausalLM", "Others", "Mamba2"),
+    Architecture("mamba2", "Mamba2ForCausalLM", "Others", "Mamba2 Mamba"),
     Architecture("megatron-bert", "MegatronBertForCausalLM", "Others"),
     Architecture("mellum", "MellumForCausalLM", "Others", "Mellum"),
     Architecture("mimo_v2_flash", "MiMoV2FlashForCausalLM", "Others", "MiMoV2Flash"),

@@ -78,6 +78,48 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
         )
 
 
+GATED_NORMS = (  # dtype, weight's, G, whether it is silu, whether the gate is first
+    ("*bf16", "*bf16", 128, True, False),
+    ("*bf16", "*fp32", 128, False, False),
+    ("*bf16", "*bf16", 8192, True, True),
+    ("*fp16", "*fp16", 2048, True, True),
+    ("*fp32", "*fp32", 33, False, False),
+    ("*fp32", "*fp32", 8192, True, True),
+)
+
+
+def gated_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    for name, pointers, others, warps in _gated_norms():
+        dtype, weight = pointers
+        y = weight if others["GATE_FIRST"] else dtype
+        strides = dict.fromkeys(("x_stride", "gate_stride"), "i32")
+        tensors = {"x_ptr": dtype, "gate_ptr": dtype, "weight_ptr": weight, "y_ptr": y}
+        yield name, {**tensors, "rstd_ptr": "*fp32", "eps": "fp32", **strides, **others}, warps
+
+
+def gated_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    for name, pointers, others, warps in _gated_norms():
+        dtype, weight = pointers
+        dy = weight if others["GATE_FIRST"] else dtype
+        strides = dict.fromkeys(("dy_stride", "x_stride", "gate_stride"), "i32")
+        tensors = dict.fromkeys(("x_ptr", "gate_ptr", "dx_ptr", "dgate_ptr"), dtype)
+        tensors |= {"dy_ptr": dy, "weight_ptr": weight, "rstd_ptr": "*fp32"}
+        for dweight in ("*fp32", None):
+            arguments = {**tensors, "dweight_ptr": dweight, **strides, **others}
+            yield f"{name}-{dweight}", arguments, warps
+
+
+def _gated_norms() -> Iterator[tuple[str, tuple[str, str], dict[str, Any], int]]:
+    from liger_patch.kernels.triton.gated_norm import tile
+
+    for dtype, weight, group_size, is_silu, gate_first in GATED_NORMS:
+        blocks, warps = tile(group_size)
+        sizes = {"rows": "i32", "group_size": "i32" if group_size % 16 else MULTIPLE}
+        flags = {"IS_SILU": is_silu, "GATE_FIRST": gate_first}
+        name = f"{dtype[1:]}-{weight[1:]}-{group_size}-{is_silu}-{gate_first}"
+        yield name, (dtype, weight), {**sizes, **flags, **blocks}, warps
+
+
 def sum_parts(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.triton import rms_norm as kernels
 

@@ -48,6 +48,8 @@ KERNELS = {
     "_gated_kernel": layer.gated,
     "_gated_lora_backward_kernel": layer.gated_lora_backward,
     "_gated_lora_kernel": layer.gated_lora,
+    "_gated_norm_backward_kernel": layer.gated_norm_backward,
+    "_gated_norm_kernel": layer.gated_norm,
     "_halves_kernel": loss.halves,
     "label_logit_kernel": loss.label_logit,
     "_log_probs_gradient_kernel": loss.log_probs_gradient,

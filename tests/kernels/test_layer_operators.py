@@ -17,19 +17,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
 EPS = 1e-5
+OPERATORS = ["rms_norm", "gated", "gated_norm", "halves", "gated_mlp", "rotary"]
 
 
 def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
-    for name in ("rms_norm", "gated", "rotary"):
+    for name in ("rms_norm", "gated", "gated_norm", "rotary"):
         monkeypatch.setitem(sys.modules, f"liger_patch.kernels.triton.{name}", None)
     monkeypatch.setattr("liger_patch.kernels.backend.HAS_TRITON", False)
     x = torch.randn(1, 2, 3, 4, requires_grad=True)
     turned = rotary(x, x, *torch.randn(2, 1, 3, 4))[0]
-    (rms_norm(x, None, EPS) + gated(x, x) + turned).sum().backward()
+    y = rms_norm(x, None, EPS) + gated(x, x) + turned + gated_norm(x, x, x[0, 0, 0], EPS)
+    y.sum().backward()
     assert x.grad is not None
 
 
@@ -46,7 +49,7 @@ def test_a_second_derivative_is_refused(operator, device):
 
 
 @pytest.mark.parametrize("made", ["as products leave it", "with gaps"])
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "halves", "gated_mlp", "rotary"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_results_may_be_written_to(operator, made, device):
     x = torch.randn(2, 5, 3, 16, device=device)
     x = (x[..., :8] if made == "with gaps" else x).transpose(1, 2).requires_grad_()
@@ -55,6 +58,7 @@ def test_results_may_be_written_to(operator, made, device):
     call = {
         "rms_norm": lambda: rms_norm(x, weight[0], EPS),
         "gated": lambda: gated(x, 2 * x),
+        "gated_norm": lambda: gated_norm(x, 2 * x, weight[0], EPS, group_size=4),
         "halves": lambda: gated(x),
         "gated_mlp": lambda: gated_mlp(x, weight, weight, weight),
         "rotary": lambda: rotary(x, x[:, :2], *tables)[0],
@@ -66,7 +70,7 @@ def test_results_may_be_written_to(operator, made, device):
 
 
 @pytest.mark.parametrize("strides", ["contiguous", "the other way round"])
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "halves", "gated_mlp", "rotary"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_hooks_may_give_saved_tensors_other_strides(operator, strides, device):
     """As those that offload them do."""
 
@@ -86,6 +90,7 @@ def test_hooks_may_give_saved_tensors_other_strides(operator, strides, device):
             y = {
                 "rms_norm": lambda: rms_norm(x, weights[0][0], EPS),
                 "gated": lambda: gated(x, 2 * x),
+                "gated_norm": lambda: gated_norm(x, 2 * x, weights[0][0], EPS, group_size=4),
                 "halves": lambda: gated(x),
                 "gated_mlp": lambda: gated_mlp(x, *weights),
                 "rotary": lambda: rotary(x, x, *tables)[0],
@@ -99,6 +104,10 @@ X = torch.zeros(2, 8)
 Q = torch.zeros(2, 3, 5, 8)
 C = torch.zeros(1, 5, 8)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "grouped": (
+        lambda: rotary(Q, Q, C, C, grouped=True),
+        "grouped must be False where interleaved is, got True",
+    ),
     "x of integers": (lambda: rms_norm(X.long(), None, EPS), r"x must be floating point"),
     "dtype": (lambda: rms_norm(X, None, EPS, dtype=torch.int32), r"dtype .* got torch.int32"),
     "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
@@ -148,7 +157,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(call, message):
         call()
 
 
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "gated_norm", "rotary"])
 def test_traces_hold_operators_with_their_gradients(operator, device):
     """Not what a kernel's launcher does around a launch, which no trace sees."""
     x, other = torch.randn(2, 2, 3, 5, 8, device=device)
@@ -159,6 +168,7 @@ def test_traces_hold_operators_with_their_gradients(operator, device):
         y = {
             "rms_norm": lambda: rms_norm(leaf, None, EPS),
             "gated": lambda: gated(leaf, leaf),
+            "gated_norm": lambda: gated_norm(leaf, leaf, tables[0, 0, 0], EPS),
             "rotary": lambda: rotary(leaf, leaf, *tables)[0],
         }[operator]()
         return torch.autograd.grad(y.square().sum(), leaf)[0]
@@ -171,6 +181,7 @@ def test_traces_hold_operators_with_their_gradients(operator, device):
 FORWARD = {
     "rms_norm": lambda x: rms_norm(x, None, EPS),
     "gated": lambda x: gated(x, x),
+    "gated_norm": lambda x: gated_norm(x, x, x[0, 0, 0], EPS, group_size=4, gate_first=True),
     "halves": lambda x: gated(x),
     "rotary": lambda x: rotary(x, x, x[:, 0], x[:, 1])[0],
 }
@@ -208,11 +219,12 @@ def test_operators_run_on_tensors_without_values(operator, device):
     assert (y.shape, y.stride(), y.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "gated_norm", "rotary"])
 def test_operators_are_what_torch_says_an_operator_is(operator, device):
     x, weight = torch.randn(2, 3, 5, 8, device=device), torch.randn(8, device=device)
     cos, sin = torch.randn(2, 1, 5, 8, device=device)
-    rstd = torch.rand(x.shape[:-1], device=device)
+    rstd, pairs = torch.rand(x.shape[:-1], device=device), cos[..., ::2]
+    each = rstd[..., None].repeat(1, 1, 1, 2)
     calls = {
         "rms_norm": [
             ("rms_norm", (x.transpose(1, 2), weight, EPS, 0.0, torch.float32)),
@@ -225,9 +237,15 @@ def test_operators_are_what_torch_says_an_operator_is(operator, device):
             ("gated_backward", (x, x, x, "gelu_tanh")),
             ("gated_backward", (x[..., :4], x, None, "gelu_tanh")),
         ],
+        "gated_norm": [
+            ("gated_norm", (x, x, weight, EPS, 4, "silu", False, torch.float32)),
+            ("gated_norm_backward", (x, x, x, weight, each, "sigmoid", True, True)),
+            ("gated_norm_backward", (x, x, x, weight, each, "silu", False, False)),
+        ],
         "rotary": [
-            ("rotary", (x, x[:, :2], cos, sin, torch.float32, False, True)),
-            ("rotary", (x, x[:, :0], cos[..., ::2], sin[..., 1::2], torch.float64, True, False)),
+            ("rotary", (x, x[:, :2], cos, sin, torch.float32, False, False, True)),
+            ("rotary", (x, x[:, :0], pairs, pairs, torch.float64, True, False, False)),
+            ("rotary", (x, x[:, :1], pairs, pairs, torch.float32, True, True, True)),
         ],
     }
     for name, arguments in calls[operator]:

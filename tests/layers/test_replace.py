@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import attention, mlp, norm
 from liger_patch.layers.attention import ATTENTIONS, ROTATIONS
+from liger_patch.layers.gated_norm import GATED_NORMS
 from liger_patch.layers.norm import NORMS
 from liger_patch.layers.replace import ENDINGS, LAYERS, count_layers
 
@@ -80,7 +81,7 @@ def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Arch
 
 def test_every_rule_of_a_class_belongs_to_a_row() -> None:
     prefixes = [prefix for row in registry.ARCHITECTURES for prefix in row.layers.split()]
-    for name in (*NORMS, *ATTENTIONS):
+    for name in (*NORMS, *GATED_NORMS, *ATTENTIONS):
         endings = {name.removeprefix(p).removeprefix("Text") for p in prefixes if p in name}
         assert endings & ENDINGS.keys(), name
 

@@ -37,6 +37,12 @@ def _exp(x, IS_FLOAT32: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x, IS_FLOAT32: tl.constexpr):
+    """Return 1 / (1 + e^-x) in float32."""
+    return 1.0 / (1.0 + _exp(-x, IS_FLOAT32))
+
+
+@triton.jit
 def apply_activation(
     x,
     IS_SILU: tl.constexpr,
@@ -58,8 +64,8 @@ def activation_slope(
 ):
     """Return the derivative of silu or gelu at x."""
     if IS_SILU:
-        sigmoid = 1.0 / (1.0 + _exp(-x, IS_FLOAT32))
-        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+        share = sigmoid(x, IS_FLOAT32)
+        slope = share * (1.0 + x * (1.0 - share))
     else:
         inner = (x + x * x * x * GELU_CUBE) * GELU_SLOPE
         inner_slope = (1.0 + x * x * (3.0 * GELU_CUBE)) * GELU_SLOPE

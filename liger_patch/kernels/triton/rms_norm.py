@@ -208,16 +208,26 @@ def rms_norm_backward(
                 **blocks,
                 num_warps=num_warps,  # pyright: ignore[reportCallIssue]
             )
-        if dweight is not None:
-            _sum_parts_kernel[(-(-hidden_size // SUM_COLUMNS),)](
-                parts,
-                dweight,
-                programs,
-                hidden_size,
-                BLOCK_P=SUM_PARTS,
-                BLOCK_H=SUM_COLUMNS,
-                num_warps=SUM_WARPS,  # pyright: ignore[reportCallIssue]
-            )
+    if dweight is not None and parts is not None:
+        sum_parts(parts, dweight)
+
+
+def sum_parts(
+    parts: Tensor,  # (P, H) float32
+    total: Tensor,  # (H,)
+) -> None:
+    """Write the sum of the rows; all contiguous."""
+    programs, hidden_size = parts.shape
+    with torch.cuda.device_of(parts):
+        _sum_parts_kernel[(-(-hidden_size // SUM_COLUMNS),)](
+            parts,
+            total,
+            programs,
+            hidden_size,
+            BLOCK_P=SUM_PARTS,
+            BLOCK_H=SUM_COLUMNS,
+            num_warps=SUM_WARPS,  # pyright: ignore[reportCallIssue]
+        )
 
 
 @functools.cache

@@ -1,0 +1,225 @@
+"""Root mean square normalisation with a gate, as layers of linear attention and state-space layers
+have it. Behind the norm (Qwen3-Next, arXiv:2412.06464), and in front of it (Mamba-2,
+arXiv:2405.21060):
+
+    y = n * weight * act(gate), n = x * rstd            y = n * weight, n = x * act(gate) * rstd
+
+with rstd = 1 / sqrt(mean(h ** 2) + eps), for h the numerator of n, over each group of G of the H
+features, in float32 (float64 for float64), rounded once. act = silu, or the logistic function.
+
+R: rows. Saved for the backward pass, in bytes a row: the inputs themselves, which their makers
+mostly hold too, and 4 H / G.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    check_backward,
+    constant,
+    operator,
+    serves_triton,
+)
+from liger_patch.kernels.rms_norm import NUMBERS
+
+ACTIVATIONS = ("silu", "sigmoid")
+MAX_GROUP_SIZE = 8192  # of the Triton form: a group's registers
+
+
+def _gated_norm_results(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    activation: str,
+    gate_first: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    groups = x.shape[-1] // group_size
+    rstd = x.new_empty((*x.shape[:-1], groups), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(x.shape, dtype=dtype), rstd
+
+
+@operator(_gated_norm_results)
+def _gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    activation: str,
+    gate_first: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    y, rstd = results = _gated_norm_results(
+        x, gate, weight, eps, group_size, activation, gate_first, dtype
+    )
+    if _serves(x, gate, weight, group_size):
+        from liger_patch.kernels.triton import gated_norm as gated_norm_triton
+
+        rows = (_rows(x), _rows(gate), weight.contiguous())
+        gated_norm_triton.gated_norm(*rows, eps, y, rstd, activation, gate_first)
+        return results
+    act = _activated(gate, rstd.dtype, activation).value
+    h = x.to(rstd.dtype) * act if gate_first else x.to(rstd.dtype)
+    h = h.unflatten(-1, (-1, group_size))
+    rstd.copy_(torch.rsqrt(h.square().mean(-1).add_(eps)))
+    scaled = (h * rstd[..., None]).flatten(-2) * weight.to(rstd.dtype)
+    y.copy_(scaled if gate_first else scaled * act)
+    return results
+
+
+def _gated_norm_backward_results(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    activation: str,
+    gate_first: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight = weight.new_empty(weight.shape if wants_weight else 0)
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), dweight
+
+
+@operator(_gated_norm_backward_results)
+def _gated_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    activation: str,
+    gate_first: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dgate, dweight = results = _gated_norm_backward_results(
+        dy, x, gate, weight, rstd, activation, gate_first, wants_weight
+    )
+    group_size = x.shape[-1] // rstd.shape[-1]
+    if _serves(x, gate, weight, group_size):
+        from liger_patch.kernels.triton import gated_norm as gated_norm_triton
+
+        inputs = (_rows(dy), _rows(x), _rows(gate), weight.contiguous(), rstd.contiguous())
+        gradients = (dx, dgate, dweight if wants_weight else None)
+        gated_norm_triton.gated_norm_backward(*inputs, *gradients, activation, gate_first)
+        return results
+    wide, upstream = x.to(rstd.dtype), dy.to(rstd.dtype)
+    act = _activated(gate, rstd.dtype, activation)
+    rstd = rstd.repeat_interleave(group_size, -1)
+    normed = (wide * act.value if gate_first else wide) * rstd
+    dnormed = upstream * weight.to(rstd.dtype)
+    if not gate_first:
+        dgate.copy_(dnormed * normed * act.slope)
+        upstream, dnormed = upstream * act.value, dnormed * act.value
+    if wants_weight:
+        dweight.copy_((upstream * normed).reshape(-1, x.shape[-1]).sum(0))
+    mean = (dnormed * normed).unflatten(-1, (-1, group_size)).mean(-1)
+    dh = (dnormed - normed * mean.repeat_interleave(group_size, -1)) * rstd
+    if gate_first:
+        dgate.copy_(dh * wide * act.slope)
+        dh = dh * act.value
+    dx.copy_(dh)
+    return results
+
+
+class _Activated(NamedTuple):
+    value: Tensor
+    slope: Tensor
+
+
+def _activated(gate: Tensor, dtype: torch.dtype, activation: str) -> _Activated:
+    gate = gate.to(dtype)
+    sigmoid = gate.sigmoid()
+    if activation == "silu":
+        return _Activated(gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid)))
+    return _Activated(sigmoid, sigmoid * (1 - sigmoid))
+
+
+def _serves(x: Tensor, gate: Tensor, weight: Tensor, group_size: int) -> bool:
+    return serves_triton(x, gate, weight) and group_size <= MAX_GROUP_SIZE
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return (R, H) of contiguous features, without a copy where the rows are a stride apart."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, weight, eps, group_size, activation, gate_first, dtype):
+        y, rstd = _gated_norm(x, gate, weight, eps, group_size, activation, gate_first, dtype)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.form = activation, gate_first
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        check_backward("gated_norm", dy, advice=LAYER_ADVICE)
+        x, gate, weight, rstd = ctx.saved_tensors
+        activation, gate_first = ctx.form
+        wanted = ctx.needs_input_grad[:3]
+        gradients = _gated_norm_backward(
+            dy, x, gate, weight, rstd, activation, gate_first, wanted[2]
+        )
+        gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
+        return *gradients, None, None, None, None, None
+
+
+def gated_norm(
+    x: Tensor,  # (..., H)
+    gate: Tensor,  # (..., H)
+    weight: Tensor,  # (H,)
+    eps: float,
+    *,
+    group_size: int | None = None,
+    activation: str = "silu",
+    gate_first: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute ``rms_norm(x) * weight * act(gate)``, or ``rms_norm(x * act(gate)) * weight``.
+
+    Args:
+        x, gate: (..., H) of one shape, floating point; of any strides.
+        weight: (H,) on the same device.
+        eps: added to the mean of the squares, >= 0.
+        group_size: G, a divisor of H: of how many features a mean is; by default H.
+        activation: "silu" or "sigmoid".
+        gate_first: whether the gate is in front of the norm.
+        dtype: of the result; by default that of ``x``.
+
+    Returns:
+        (..., H), contiguous.
+
+    Raises:
+        ValueError: what does not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if x.dim() == 0 or not x.shape[-1] or not x.is_floating_point():
+        given = f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"x must be floating point (..., H) with H > 0, got {given}")
+    size = x.shape[-1]
+    for name, tensor, shape in (("gate", gate, x.shape), ("weight", weight, x.shape[-1:])):
+        if tensor.shape != shape or not tensor.is_floating_point():
+            given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
+    group_size = size if group_size is None else group_size
+    if group_size < 1 or size % group_size:
+        raise ValueError(f"group_size must be a divisor of H = {size}, got {group_size}")
+    if not (isinstance(eps, NUMBERS) and eps >= 0):
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be floating point or None, got {dtype}")
+    form = group_size, activation, gate_first, dtype or x.dtype
+    return _GatedNorm.apply(x, gate, weight, constant(eps), *form)

@@ -1,0 +1,186 @@
+"""Norms with a gate: results and every gradient against float64, no worse than what the models
+compute in the same dtype, of rows a stride apart.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_checks import check
+from slow_cases import slow_but
+from three_ways import LOW_DTYPES
+from torch import Tensor
+from torch.nn.functional import silu
+
+from liger_patch.kernels.gated_norm import _serves, gated_norm
+
+EPS = 1e-5
+ACTIVATIONS = {"silu": silu, "sigmoid": torch.sigmoid}
+SHAPES = {  # of x, and features of a group
+    "one row": ((1, 64), 64),
+    "aligned": ((64, 128), 128),
+    "unaligned": ((13, 37), 37),
+    "groups": ((3, 5, 48), 12),
+    "long groups": ((3, 4200), 2100),
+    "none": ((0, 8), 4),
+}
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def normed(x: Tensor, group_size: int) -> Tensor:
+    groups = x.unflatten(-1, (-1, group_size))
+    return (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + EPS)).flatten(-2)
+
+
+def gate_behind(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: str) -> Tensor:
+    """As Qwen3-Next has it."""
+    scaled = weight * normed(wide(x), size).to(x.dtype)
+    return (scaled * ACTIVATIONS[activation](wide(gate))).to(x.dtype)
+
+
+def gate_in_front(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: str) -> Tensor:
+    """As Mamba-2 has it."""
+    return weight * normed(wide(x) * ACTIVATIONS[activation](wide(gate)), size).to(x.dtype)
+
+
+EAGER = {False: gate_behind, True: gate_in_front}
+
+
+@pytest.mark.parametrize(("shape", "size"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norm(shape, size, dtype, activation, gate_first, device):
+    inputs = {
+        "x": torch.randn(shape) * 3,
+        "gate": torch.randn(shape) * 4,
+        "weight": torch.randn(shape[-1]),
+    }
+    form = {"group_size": size, "activation": activation, "gate_first": gate_first}
+    check(
+        lambda x, gate, weight: gated_norm(x, gate, weight, EPS, **form),
+        lambda x, gate, weight: EAGER[gate_first](x, gate, weight, size, activation),
+        {name: value.to(device, dtype) for name, value in inputs.items()},
+    )
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_gate_beside_others_in_memory_is_not_copied(gate_first, device):
+    """As a layer's projection leaves it. dy is as the output's product gives it, transposed."""
+    both = torch.randn(4, 6, 50, device=device, dtype=torch.bfloat16)
+    inputs = {"both": both, "weight": torch.randn(20, device=device, dtype=torch.bfloat16)}
+
+    def eager(both: Tensor, weight: Tensor) -> Tensor:
+        x, gate = both[..., :20], both[..., 30:]
+        return EAGER[gate_first](x, gate, weight, 10, "silu").transpose(0, 1)
+
+    def ours(both: Tensor, weight: Tensor) -> Tensor:
+        x, gate = both[..., :20], both[..., 30:]
+        y = gated_norm(x, gate, weight, EPS, group_size=10, gate_first=gate_first)
+        return y.transpose(0, 1)
+
+    check(ours, eager, inputs)
+    saved: list[Tensor] = []
+    both = both.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gated_norm(both[..., :20], both[..., 30:], inputs["weight"], EPS)
+    memory = {t.untyped_storage().data_ptr() for t in saved}
+    assert len(saved) == 4
+    assert len(memory) == 3  # x and gate, the weight, one number a row
+
+
+@pytest.mark.parametrize("view", ["columns", "expanded"])
+def test_gated_norm_of_any_strides(view, device):
+    x = torch.randn(6, 5, 16, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(16 if view == "expanded" else 6, device=device, dtype=torch.bfloat16)
+    seen = {"columns": lambda x: x.transpose(0, 2), "expanded": lambda x: x[:1].expand(6, 5, 16)}
+    size = weight.shape[0]
+    check(
+        lambda x, weight: gated_norm(seen[view](x), seen[view](x), weight, EPS),
+        lambda x, weight: gate_behind(seen[view](x), seen[view](x), weight, size, "silu"),
+        {"x": x, "weight": weight},
+    )
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gate_and_weight_of_other_dtypes_keep_theirs(gate_first, device):
+    x = torch.randn(7, 24, device=device, dtype=torch.bfloat16)
+    gate, weight = torch.randn(7, 24, device=device), torch.randn(24, device=device)
+    dtype = torch.float32 if gate_first else None
+
+    def ours(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return gated_norm(x, gate, weight, EPS, gate_first=gate_first, dtype=dtype)
+
+    def eager(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return EAGER[gate_first](x, gate, weight, 24, "silu")
+
+    check(ours, eager, {"x": x, "gate": gate, "weight": weight})
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_only_wanted_gradients_are_given(gate_first, device):
+    x, gate = torch.randn(2, 3, 8, device=device)
+    weight = torch.randn(8, device=device)
+    whole = [t.clone().requires_grad_() for t in (x, gate, weight)]
+    gated_norm(*whole, EPS, gate_first=gate_first).sum().backward()
+    for i in range(3):
+        alone = [t.clone().requires_grad_(i == j) for j, t in enumerate((x, gate, weight))]
+        gated_norm(*alone, EPS, gate_first=gate_first).sum().backward()
+        grads = [t.grad for t in alone]
+        assert [g is not None for g in grads] == [i == j for j in range(3)]
+        assert torch.equal(grads[i], whole[i].grad)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_far_from_zero_is_finite(activation, device):
+    gate = torch.tensor([[-80.0, -40.0, 0.0, 40.0, 80.0]], device=device, requires_grad=True)
+    x = torch.ones_like(gate).requires_grad_()
+    y = gated_norm(x, gate, torch.ones(5, device=device), EPS, activation=activation)
+    gradients = torch.autograd.grad(y.sum(), (x, gate))
+    assert all(torch.isfinite(t).all() for t in (y, *gradients))
+
+
+def test_groups_too_long_for_registers_are_computed_by_pytorch(device):
+    long = torch.randn(2, 20000, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(20000, device=device, dtype=torch.bfloat16)
+    assert not _serves(long, long, weight, 20000)
+    inputs = {"x": long, "gate": long.flip(0), "weight": weight}
+    check(
+        lambda x, gate, weight: gated_norm(x, gate, weight, EPS),
+        lambda x, gate, weight: gate_behind(x, gate, weight, 20000, "silu"),
+        inputs,
+    )
+
+
+X = torch.randn(2, 8)
+WRONG = {
+    "activation": ((X, X, X[0]), {"activation": "relu"}, "activation must be one of"),
+    "x": ((X.int(), X, X[0]), {}, "x must be floating point"),
+    "gate": ((X, X[:1], X[0]), {}, r"gate must be floating point \(2, 8\), got .* \(1, 8\)"),
+    "weight": ((X, X, X[0, :4]), {}, r"weight must be floating point \(8,\), got .* \(4,\)"),
+    "device": ((X, X.to("meta"), X[0]), {}, "gate must be on cpu as x is, got meta"),
+    "group": ((X, X, X[0]), {"group_size": 3}, "group_size must be a divisor of H = 8, got 3"),
+    "no group": ((X, X, X[0]), {"group_size": 0}, "group_size must be a divisor of H = 8, got 0"),
+    "dtype": ((X, X, X[0]), {"dtype": torch.int8}, "dtype must be floating point or None"),
+    "eps": ((X, X, X[0], -1.0), {}, "eps must be a number >= 0, got -1.0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(case):
+    arguments, options, message = WRONG[case]
+    arguments = arguments if len(arguments) == 4 else (*arguments, EPS)
+    with pytest.raises(ValueError, match=message):
+        gated_norm(*arguments, **options)
+
+
+def test_a_second_derivative_is_an_error_that_says_what_to_do():
+    x = X.clone().requires_grad_()
+    y = gated_norm(x, x, X[0], EPS)
+    with pytest.raises(RuntimeError, match="gated_norm has no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

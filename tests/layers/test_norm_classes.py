@@ -1,0 +1,150 @@
+"""Norms of Transformers' own classes on kernels, in 16 bits and in 32: results and every gradient
+against float64, no worse than the class's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from layer_checks import check
+from torch import Tensor, nn
+
+from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
+from liger_patch.layers.norm import NORMS, norm_class
+from liger_patch.layers.replace import LAYER_NAME
+
+SIZE, GROUP = 32, 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "BambaRMSNormGated": {"group_size": GROUP},
+    "FalconH1RMSNormGated": {"n_groups": SIZE // GROUP},
+    "GraniteMoeHybridRMSNormGated": {"group_size": GROUP},
+    "MambaRMSNormGated": {"group_size": GROUP},
+    "NemotronHRMSNormGated": {"group_size": GROUP},
+    "Zamba2RMSNormGated": {"group_size": GROUP},
+}
+T5_NORMS = {
+    "Kosmos2_5LayerNorm": "kosmos2_5",
+    "LongT5LayerNorm": "longt5",
+    "MT5LayerNorm": "mt5",
+    "Pop2PianoLayerNorm": "pop2piano",
+    "SwitchTransformersLayerNorm": "switch_transformers",
+    "T5LayerNorm": "t5",
+    "UMT5LayerNorm": "umt5",
+}
+OTHERS = {
+    "DeepseekV4UnweightedRMSNorm": "deepseek_v4",
+    "FalconMambaWeightlessRMSNorm": "falcon_mamba",
+    "MuseGlimmerTextCenteredRMSNorm": "muse_glimmer",
+}
+WITH_GATE = {
+    "BailingHybridRMSNormGated": "bailing_hybrid",
+    "BambaRMSNormGated": "bamba",
+    "FalconH1RMSNormGated": "falcon_h1",
+    "GraniteMoeHybridRMSNormGated": "granitemoehybrid",
+    "KimiLinearRMSNormGated": "kimi_linear",
+    "MambaRMSNormGated": "mamba2",
+    "NemotronHRMSNormGated": "nemotron_h",
+    "OlmoHybridRMSNormGated": "olmo_hybrid",
+    "Qwen3NextRMSNormGated": "qwen3_next",
+    "Qwen3_5MoeRMSNormGated": "qwen3_5_moe",
+    "Qwen3_5RMSNormGated": "qwen3_5",
+    "Qwen4ExpTextRMSNormGated": "qwen4_exp",
+    "Zamba2RMSNormGated": "zamba2",
+}
+
+
+def own_norm(name: str, folder: str, **options: Any) -> Any:
+    """A norm of the class, whose weight is not 1."""
+    module = f"transformers.models.{folder}.modeling_{folder}"
+    cls = getattr(pytest.importorskip(module), name, None)
+    if cls is None:
+        pytest.skip(f"this version of {folder} has no {name}")
+    norm = cls() if "Unweighted" in name else cls(SIZE, **OPTIONS.get(name, {}), **options)
+    if isinstance(getattr(norm, "weight", None), nn.Parameter):
+        nn.init.normal_(norm.weight)
+    return norm
+
+
+def on_kernel(norm: Any) -> Any:
+    replacement = norm_class(norm)
+    assert LAYER_NAME in vars(replacement)
+    replaced = copy.copy(norm)
+    replaced.__class__ = replacement
+    return replaced
+
+
+def hold_to_the_rule(norm: Any, names: list[str], dtype: torch.dtype, weight_dtype: Any) -> None:
+    """Compare a norm with its own class: its inputs of these names, and its weight."""
+    inputs = {name: (3 * torch.randn(2, 5, SIZE)).to(dtype) for name in names}
+    if isinstance(getattr(norm, "weight", None), nn.Parameter):
+        inputs["weight"] = norm.weight.detach().to(weight_dtype)
+
+    def result(module: Any, tensors: dict[str, Tensor]) -> Tensor:
+        weights = {"weight": tensors["weight"]} if "weight" in tensors else {}
+        return torch.func.functional_call(module, weights, tuple(tensors[name] for name in names))
+
+    replaced = on_kernel(norm)
+    check(lambda **t: result(replaced, t), lambda **t: result(norm, t), inputs)
+
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", T5_NORMS)
+def test_norms_of_t5(name: str, weight_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Whose second product may be float32 in a 16-bit model: the norm has its weight's dtype."""
+    hold_to_the_rule(own_norm(name, T5_NORMS[name]), ["x"], dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_norms_without_a_weight_and_centred_ones(name: str, dtype: torch.dtype) -> None:
+    hold_to_the_rule(own_norm(name, OTHERS[name]), ["x"], dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GATED_NORMS)
+def test_norms_with_a_gate(name: str, dtype: torch.dtype) -> None:
+    hold_to_the_rule(own_norm(name, WITH_GATE[name]), ["x", "gate"], dtype, dtype)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_norm_says_where_its_gate_is(before: bool) -> None:
+    norm = own_norm("FalconH1RMSNormGated", "falcon_h1", norm_before_gate=before)
+    hold_to_the_rule(norm, ["x", "gate"], torch.bfloat16, torch.bfloat16)
+
+
+def test_a_norm_without_its_gate_runs_its_own_code() -> None:
+    norm, x = own_norm("BambaRMSNormGated", "bamba"), torch.randn(2, SIZE)
+    assert torch.equal(on_kernel(norm)(x), norm(x))
+
+
+def test_a_gate_with_another_activation_is_left_alone() -> None:
+    norm = own_norm("Qwen3NextRMSNormGated", "qwen3_next")
+    norm.activation = "tanh"
+    assert gated_norm_class(norm) is None
+
+
+def test_a_gated_norm_that_computes_something_else_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As another version of Transformers might."""
+    norm = own_norm("Qwen3NextRMSNormGated", "qwen3_next")
+    own = type(norm).forward
+
+    def in_front(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return own(self, hidden_states * gate, torch.full_like(gate, 4.0))
+
+    in_front.__module__ = own.__module__
+    monkeypatch.setattr(type(norm), "forward", in_front)
+    assert norm_class(norm) is None
+
+
+def test_every_rule_has_its_test() -> None:
+    assert WITH_GATE.keys() == GATED_NORMS.keys()
+    assert {*T5_NORMS, *OTHERS} <= NORMS.keys()
