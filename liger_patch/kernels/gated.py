@@ -1,6 +1,6 @@
 """The gated activation of a feed-forward layer: SwiGLU and GeGLU (arXiv:2002.05202).
 
-    y = act(gate) * up          act = silu, or gelu in its tanh form
+    y = act(gate) * up          act = silu, or gelu, exact or in its tanh form
 
 in float32 (float64 for float64), rounded once. gate and up are two tensors, or the halves of the
 rows of one. Saved for the backward pass: gate and up, nothing beside: 4 I bytes a token in bf16,
@@ -18,7 +18,8 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}
 
 
 def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -83,7 +84,9 @@ def _gradients(
     if activation == "silu":
         dgate.copy_(torch.ops.aten.silu_backward(upstream * wide_up, wide))
     else:
-        dgate.copy_(torch.ops.aten.gelu_backward(upstream * wide_up, wide, approximate="tanh"))
+        approximate = APPROXIMATE[activation]
+        slope = torch.ops.aten.gelu_backward(upstream * wide_up, wide, approximate=approximate)
+        dgate.copy_(slope)
     if y is not None:
         y.copy_(activated * wide_up)
     return results
@@ -103,7 +106,7 @@ def _contiguous(up: Tensor | None) -> Tensor | None:
 def _activated(gate: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(gate)
-    return torch.nn.functional.gelu(gate, approximate="tanh")
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
 
 
 class _Gated(torch.autograd.Function):
@@ -128,7 +131,7 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
         gate, up: (..., I), of one shape, floating dtype and device. Without ``up``, ``gate`` is
             (..., 2 I) and its last dimension holds the one, then the other: nothing is copied, and
             their gradient is one tensor too.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu_tanh" or "gelu".
 
     Returns:
         (..., I) of the same dtype, contiguous.

@@ -116,7 +116,7 @@ def gated_mlp(
         gate_weight: (I, H); without ``up_weight`` (2 I, H), the rows of the one, then the other's.
         up_weight: (I, H), or None.
         down_weight: (O, I); O is mostly H.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu_tanh" or "gelu".
 
     Returns:
         (..., O), of the dtype of ``x``, or autocast's.

@@ -7,9 +7,8 @@ another version of Transformers may compute something else under the same names.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from liger_patch.layers.checks import (
     needs_own_code,
     packs_saved_tensors,
 )
+from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
@@ -35,46 +35,8 @@ ACTIVATIONS = {
     type(ACT2FN["silu"]).forward: "silu",
     nn.SiLU.forward: "silu",  # ACT2FN["swish"]
     type(ACT2FN["gelu_pytorch_tanh"]).forward: "gelu_tanh",
-}
-
-
-class Gate(NamedTuple):
-    """Describe how a class computes ``down_proj(act(gate) * up)``."""
-
-    products: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]  # gate and up, from x
-    projections: tuple[str, ...] = ("gate_proj", "up_proj")  # the attributes of gate and up
-    activation: str = "act_fn"
-
-
-def _two_products(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    return self.gate_proj(x), self.up_proj(x)
-
-
-def _one_product(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute gate and up as the halves of one product (Phi-3, GLM-4)."""
-    return self.gate_up_proj(x), None
-
-
-def _sparse_gate(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Keep only the largest gates in some layers (Gemma 3n)."""
-    gate = self.gate_proj(x)
-    if self.activation_sparsity > 0.0:
-        gate = self._gaussian_topk(gate)
-    return gate, self.up_proj(x)
-
-
-GATES = {  # by the names in the code of forward
-    frozenset(names.split()): gate
-    for names, gate in {
-        "act_fn down_proj gate_proj up_proj": Gate(_two_products),
-        "activation_fn down_proj gate_proj up_proj": Gate(
-            _two_products, activation="activation_fn"
-        ),
-        "activation_fn chunk down_proj gate_up_proj": Gate(
-            _one_product, ("gate_up_proj",), "activation_fn"
-        ),
-        "_gaussian_topk act_fn activation_sparsity down_proj gate_proj up_proj": Gate(_sparse_gate),
-    }.items()
+    type(ACT2FN["gelu_new"]).forward: "gelu_tanh",
+    type(ACT2FN["gelu"]).forward: "gelu",
 }
 
 
@@ -98,14 +60,14 @@ def mlp_configuration(module: Any) -> Hashable:
     gate = GATES.get(names_of(type(module)))
     if gate is None:
         return type(module)
-    return configuration(module, without=(*gate.projections, "down_proj"))
+    return configuration(module, without=(*gate.projections, gate.down))
 
 
 def _agree(module: Any, gate: Gate, activation: str) -> bool:
     """Return whether the layer's own forward computes what its gate says, on a small input."""
 
     def on_kernel(layer: Any, x: Tensor) -> Tensor:
-        return layer.down_proj(gated(*gate.products(layer, x), activation=activation))
+        return _result(layer, gate, gated(*gate.products(layer, x), activation=activation))
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         return [forward(_with_few_features(module, gate), _few_numbers(2, PROBED_HIDDEN))]
@@ -113,25 +75,42 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
     return results_match(lambda: results(type(module).forward), lambda: results(on_kernel))
 
 
+def _result(layer: Any, gate: Gate, y: Tensor) -> Tensor:
+    """Return the layer's result from act(gate) * up."""
+    return getattr(layer, gate.down)(y) if gate.result is None else gate.result(layer, y)
+
+
 def _with_few_features(module: Any, gate: Gate) -> Any:
-    """Return a copy with small projections and without hooks."""
+    """Return a copy with small projections, without hooks, and in evaluation: it drops nothing."""
     first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
     shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
-    shapes["down_proj"] = PROBED_HIDDEN, PROBED_SIZE
+    shapes[gate.down] = PROBED_HIDDEN, PROBED_SIZE
     probe = copy.copy(module)
-    probe._modules = dict(module._modules)
-    for name, shape in shapes.items():
-        weight = _few_numbers(*shape) + 0.1 * len(name)  # different numbers for gate and up
-        probe._modules[name] = functools.partial(torch.nn.functional.linear, weight=weight)
-    probe._modules[gate.activation] = _without_hooks(getattr(module, gate.activation))
+    probe.training = False
+    children: dict[str, Any] = {n: m if m is None else _bare(m) for n, m in module._modules.items()}
+    probe._modules = children
+    for number, (name, shape) in enumerate(shapes.items()):
+        weight = _few_numbers(*shape) + 0.1 * number  # different numbers for gate and up
+        children[name] = _Product(weight)
     return probe
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
-    """Return a copy whose call is its class's forward."""
+class _Product:
+    """A linear layer of a probe."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Return a copy whose call is its class's forward, in evaluation."""
     bare = copy.copy(module)
     cls: Any = type(module)
     bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
+    bare.training = False
     return bare
 
 
@@ -147,28 +126,30 @@ def gated_layer(original: Any) -> type[nn.Module]:
     The layer is one function where its projections are plain. Otherwise the activation and its
     product with up are one kernel.
     """
-    products, projections, activation = GATES[names_of(original)]
-    has_two_products = len(projections) == 2
+    own = GATES[names_of(original)]
+    is_plain, projections = own.is_plain, (*own.projections, own.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        act = getattr(self, activation)
+        act = getattr(self, own.activation)
         kind = _activation(act)
         if kind is None or has_hooks(act) or needs_own_code(x):
             return original.forward(self, x)
-        if has_two_products and not getattr(self, "activation_sparsity", 0.0):
-            y = lora_feed_forward(x, self.gate_proj, self.up_proj, self.down_proj, kind)
-            if y is not None:
-                return y
-        if _keeps_tensors():
-            weights = _plain_weights(self, projections)
-            if weights is not None:
-                return gated_mlp(x, *weights, activation=kind)
-        gate, up = products(self, x)
+        if is_plain(self):
+            if len(projections) == 3:
+                gate, up, down = (getattr(self, name) for name in projections)
+                y = lora_feed_forward(x, gate, up, down, kind)
+                if y is not None:
+                    return y
+            if _keeps_tensors():
+                weights = _plain_weights(self, projections)
+                if weights is not None:
+                    return gated_mlp(x, *weights, activation=kind)
+        gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
-            return self.down_proj(act(gate) * up)
-        return self.down_proj(gated(gate, up, activation=kind))
+            return _result(self, own, act(gate) * up)
+        return _result(self, own, gated(gate, up, activation=kind))
 
     return derived_class(original, gated_layer, forward=forward, _liger_patch_layer="gated")
 
@@ -192,9 +173,7 @@ def _plain_weights(
     layer: Any, projections: tuple[str, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """Return the weights of gate, up and down if the layer only multiplies by them, else None."""
-    if getattr(layer, "activation_sparsity", 0.0) > 0.0:
-        return None
-    weights = [_plain_weight(getattr(layer, name)) for name in (*projections, "down_proj")]
+    weights = [_plain_weight(getattr(layer, name)) for name in projections]
     if any(weight is None for weight in weights):
         return None
     gate, *up, down = weights

@@ -50,6 +50,7 @@ ENDINGS = {  # of the classes' names, after what the registry says
     "Attention": "rotary",
     "MLA": "rotary",
     "SelfAttention": "rotary",
+    "DenseGatedActDense": "gated",
     "MLP": "gated",
     "Mlp": "gated",
 }

@@ -160,7 +160,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("kimi_linear", "KimiLinearForCausalLM", "Others", "KimiLinear"),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Others", "Kolibri1"),
-    Architecture("kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "Others", "Kosmos2_5"),
+    Architecture(
+        "kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "Others", "Kosmos2_5 Kosmos2_5Vision"
+    ),
     Architecture("laguna", "LagunaForCausalLM", "Others", "Laguna"),
     Architecture("lfm2", "Lfm2ForCausalLM", "Others", "Lfm2"),
     Architecture("lfm2_moe", "Lfm2MoeForCausalLM", "Others", "Lfm2Moe"),

@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, silu
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "gelu": gelu,
 }
 
 

@@ -133,32 +133,43 @@ def sum_parts(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         )
 
 
-GATED = (("*bf16", True, 0), ("*fp16", False, 0), ("*fp32", True, 1), ("*bf16", False, 1))
+GATED = (
+    ("*bf16", "silu", 0),
+    ("*fp16", "gelu_tanh", 0),
+    ("*fp32", "silu", 1),
+    ("*bf16", "gelu_tanh", 1),
+    ("*bf16", "gelu", 0),
+    ("*fp32", "gelu", 1),
+)
 
 
 def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated as kernels
 
-    for dtype, is_silu, halves in GATED:
+    for dtype, activation, halves in GATED:
         pointers = dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), dtype)
         if halves:
             pointers["up_ptr"] = None
-        others = {"columns": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BLOCK}
-        yield f"{dtype[1:]}-{is_silu}-{halves}", pointers | others, kernels.WARPS
+        number = ACTIVATIONS.index(activation)
+        others = {"columns": "i32", "ACTIVATION": number, "BLOCK": kernels.BLOCK}
+        yield f"{dtype[1:]}-{activation}-{halves}", pointers | others, kernels.WARPS
 
 
 def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated as kernels
 
-    for dtype, is_silu, halves in GATED:
+    for dtype, activation, halves in GATED:
+        number = ACTIVATIONS.index(activation)
         names = ("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
         pointers = dict.fromkeys(names, dtype)
         if halves:
             pointers |= {"up_ptr": None, "dup_ptr": None}
         for wants_y in (False, True):
             pointers["y_ptr"] = dtype if wants_y else None
-            others = {"columns": "i32", "IS_SILU": is_silu, "BLOCK": kernels.BACKWARD_BLOCK}
-            name = f"{dtype[1:]}-{is_silu}-{halves}-{wants_y}"
+            others = {"columns": "i32", "ACTIVATION": number, "BLOCK": kernels.BACKWARD_BLOCK}
+            name = f"{dtype[1:]}-{activation}-{halves}-{wants_y}"
             yield name, pointers | others, kernels.WARPS
 
 
@@ -198,11 +209,12 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield name, arguments | strides | constants, warps
 
 
-GATED_LORA = (  # dtype, rank, whether the activation is silu, whether features are dropped
-    ("bf16", 16, True, False),
-    ("bf16", 32, False, True),
-    ("bf16", 64, True, True),
-    ("fp16", 16, False, False),
+GATED_LORA = (  # dtype, rank, activation, whether features are dropped
+    ("bf16", 16, "silu", False),
+    ("bf16", 32, "gelu_tanh", True),
+    ("bf16", 64, "silu", True),
+    ("fp16", 16, "gelu_tanh", False),
+    ("bf16", 16, "gelu", False),
 )
 
 
@@ -210,11 +222,12 @@ def _gated_lora(
     target: GPUTarget, matrices: tuple[str, ...], others: dict[str, str], program: str
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Of pointers, and of tiles through the tensor memory accelerator where there is one."""
+    from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated_lora as kernels
 
     has_tiles = target.backend == "cuda" and target.arch >= 90 and kernels.TensorDescriptor
     forms = (False, True) if has_tiles else (False,)
-    for (dtype, rank, is_silu, has_dropout), is_tiled in itertools.product(GATED_LORA, forms):
+    for (dtype, rank, activation, has_dropout), is_tiled in itertools.product(GATED_LORA, forms):
         is_large = rank >= kernels.LARGE_RANK
         block_i = kernels.BLOCK_I_OF_LARGE_RANK if is_large else kernels.BLOCK_I
         tile = f"tensordesc<{dtype}[{kernels.BLOCK_N},{block_i}]>" if is_tiled else f"*{dtype}"
@@ -222,13 +235,13 @@ def _gated_lora(
         numbers = ("gate_scaling", "up_scaling", "dropout")
         pointers = {name: kind or f"*{dtype}" for name, kind in others.items()}
         yield (
-            f"{dtype}-{rank}-{is_silu}-{has_dropout}-{is_tiled}",
+            f"{dtype}-{rank}-{activation}-{has_dropout}-{is_tiled}",
             {
                 **dict.fromkeys(matrices, tile),
                 **pointers,
                 **dict.fromkeys(sizes, "i32"),
                 **dict.fromkeys(numbers, "fp32"),
-                "IS_SILU": is_silu,
+                "ACTIVATION": ACTIVATIONS.index(activation),
                 "HAS_DROPOUT": has_dropout,
                 "IS_TILED": is_tiled,
                 "RANK": rank,

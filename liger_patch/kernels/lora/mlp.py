@@ -236,7 +236,7 @@ def lora_mlp(
         x: (..., H), floating point.
         gate, up: of H features to I.
         down: of I features to O, which is mostly H.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu_tanh" or "gelu".
 
     Returns:
         (..., O), in the dtype of the products.

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.triton.dropout import keeps
 from liger_patch.kernels.triton.gated import activation_slope, apply_activation
 
@@ -84,7 +85,7 @@ def _gated_lora_kernel(
     up_scaling,
     seed,
     dropout,
-    IS_SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_TILED: tl.constexpr,  # gate, up and a_out are descriptors of tiles, not pointers
     RANK: tl.constexpr,
@@ -113,7 +114,7 @@ def _gated_lora_kernel(
         down_a = _thin_columns(down_a_ptr, column, columns, 1, columns, down_rank, RANK)
         gate_tile += tl.dot(s_gate, gate_b) * gate_scaling
         up_tile += tl.dot(s_up, up_b) * up_scaling
-        a = (apply_activation(gate_tile, IS_SILU) * up_tile).to(s_gate.dtype)
+        a = (apply_activation(gate_tile, ACTIVATION) * up_tile).to(s_gate.dtype)
         _store(a_out, first_row, start, offsets, mask, a, IS_TILED)
         if HAS_DROPOUT:
             a = tl.where(keeps(seed, row, column, dropout), a, 0.0)
@@ -146,7 +147,7 @@ def _gated_lora_backward_kernel(
     up_scaling,
     seed,
     dropout,
-    IS_SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_TILED: tl.constexpr,  # the first four are descriptors of tiles, not pointers
     RANK: tl.constexpr,
@@ -184,9 +185,9 @@ def _gated_lora_backward_kernel(
             kept = keeps(seed, row, column, dropout)
             through = tl.where(kept, through / (1.0 - dropout), 0.0)
         da_tile += through
-        activated = apply_activation(gate_tile, IS_SILU)
+        activated = apply_activation(gate_tile, ACTIVATION)
         dup = (da_tile * activated).to(s_gate.dtype)
-        dgate = (da_tile * up_tile * activation_slope(gate_tile, IS_SILU)).to(s_gate.dtype)
+        dgate = (da_tile * up_tile * activation_slope(gate_tile, ACTIVATION)).to(s_gate.dtype)
         a = (activated * up_tile).to(s_gate.dtype)
         _store(dup_out, start, first_column, offsets, mask, dup, IS_TILED)
         if not IS_TILED:
@@ -246,7 +247,7 @@ def gated_lora(
             up_scaling,
             seed or 0,
             dropout,
-            IS_SILU=activation == "silu",
+            ACTIVATION=ACTIVATIONS.index(activation),
             HAS_DROPOUT=seed is not None,
             RANK=rank,
             PROGRAM_COLUMNS=PROGRAM_COLUMNS,
@@ -297,7 +298,7 @@ def gated_lora_backward_(
             up_scaling,
             seed or 0,
             dropout,
-            IS_SILU=activation == "silu",
+            ACTIVATION=ACTIVATIONS.index(activation),
             HAS_DROPOUT=seed is not None,
             RANK=rank,
             PROGRAM_ROWS=PROGRAM_ROWS,
