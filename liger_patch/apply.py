@@ -104,8 +104,7 @@ def apply_patch(
         raise ValueError(
             f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
-            "hook of accelerate. A gated layer must be one whose activation is silu or "
-            "gelu_pytorch_tanh"
+            "hook of accelerate. A gated layer must be one whose activation is silu or gelu"
         )
     restore_layers(target, frozenset(LAYERS) - names)
     if record is not None:

@@ -34,6 +34,7 @@ SPILLED_BYTES_OF = {
     "_dropped_product_kernel": 1024,
     "_gated_lora_backward_kernel": 1024,
     "_gated_lora_kernel": 1024,
+    "_gated_norm_backward_kernel": 96,  # float32 groups of 8192 on sm_120: 16 on sm_90
     "_rms_norm_backward_kernel": 2304,  # float32 rows of 32768 on sm_100: 0 on sm_90
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right

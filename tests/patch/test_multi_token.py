@@ -10,7 +10,11 @@ from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import step, tell_apart
-from transformers import LlamaForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_patch import apply_patch, patch_status, registry
@@ -80,3 +84,22 @@ def test_transformers_own_layers_for_it_compute_no_loss() -> None:
     positions = torch.arange(states.shape[1])[None]
     with pytest.raises(TypeError, match="NoneType"):
         model(batch["input_ids"], states, None, positions, None, labels=batch["labels"])
+
+
+def test_a_loss_of_several_tokens_from_one_call_stays_the_models_own() -> None:
+    """ProphetNet's, which takes the logarithm of the softmax itself."""
+    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "ngram": 2, "num_buckets": 8}
+    heads = dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
+    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    shape = {"vocab_size": 96, "hidden_size": 32, "max_position_embeddings": 64}
+    config = ProphetNetConfig(**shape, **sizes, **layers, **heads, **off, use_cache=False)
+    model = ProphetNetForConditionalGeneration(config).double().train()
+    ids = torch.randint(3, 96, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    eager = step(model, batch)
+    with pytest.warns(UserWarning, match="computes a loss of its own that reads the logits"):
+        ours = step(apply_patch(model), batch)
+    assert not patch_status(model).fused
+    assert eager.keys() == ours.keys()
+    assert all(torch.equal(ours[name], eager[name]) for name in eager if eager[name] is not None)
