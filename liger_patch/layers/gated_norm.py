@@ -24,7 +24,7 @@ class GatedNorm(NamedTuple):
     """
 
     gate_first: bool = False  # the gate is in front of the norm
-    group_size: str = ""  # the name of the attribute; "" where all features are one group
+    group_size: str = ""  # the name of the attribute; all features are one group without it
     groups: str = ""  # the attribute that holds their number instead
     promotes: bool = False  # the result has the promoted dtype of input and weight
 
@@ -68,7 +68,7 @@ def gated_norm_class(module: Any) -> Any:
 
 def _agree(module: Any, form: GatedNorm, replacement: Any) -> bool:
     """Return whether both classes compute the same from a small input."""
-    groups = getattr(module, form.groups) if form.groups else 2 if form.group_size else 1
+    groups = 2 if form.group_size in vars(module) else getattr(module, form.groups, 1)
     features = groups * PROBED
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _with_few_features(module: Any, form: GatedNorm, features: int, dtype: torch
     del probe.weight
     weight = torch.linspace(0.5, 2.0, features, dtype=torch.float32)
     probe.register_parameter("weight", nn.Parameter(weight.to(dtype)))
-    if form.group_size:
+    if form.group_size in vars(module):
         setattr(probe, form.group_size, PROBED)
     return probe
 
@@ -101,15 +101,11 @@ def norm_with_gate(original: Any) -> type[nn.Module]:
     form = GATED_NORMS[original.__name__]
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        x, weight, own = hidden_states, self.weight, vars(self)
+        x, weight, own = hidden_states, self.weight, self.__dict__
         activation = ACTIVATIONS.get(own.get("activation", "silu"))
         if gate is None or activation is None or needs_own_code(x, gate, weight):
             return original.forward(self, x, gate)
-        group_size = x.shape[-1]
-        if form.group_size:
-            group_size = own[form.group_size]
-        elif form.groups:
-            group_size //= own[form.groups]
+        group_size = own.get(form.group_size, x.shape[-1] // own.get(form.groups, 1))
         return gated_norm(
             x,
             gate,

@@ -5,6 +5,7 @@ against float64, no worse than the class's own.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -62,7 +63,11 @@ def own_norm(name: str, folder: str, **options: Any) -> Any:
     cls = getattr(pytest.importorskip(module), name, None)
     if cls is None:
         pytest.skip(f"this version of {folder} has no {name}")
-    norm = cls() if "Unweighted" in name else cls(SIZE, **OPTIONS.get(name, {}), **options)
+    options |= OPTIONS.get(name, {})
+    known = inspect.signature(cls).parameters  # some versions have no groups
+    norm = cls(
+        *[SIZE] * ("Unweighted" not in name), **{n: options[n] for n in options if n in known}
+    )
     if isinstance(getattr(norm, "weight", None), nn.Parameter):
         nn.init.normal_(norm.weight)
     return norm
@@ -143,6 +148,19 @@ def test_a_gated_norm_that_computes_something_else_is_left_alone(
     in_front.__module__ = own.__module__
     monkeypatch.setattr(type(norm), "forward", in_front)
     assert norm_class(norm) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+@pytest.mark.parametrize("name", ["BambaRMSNormGated", "Qwen3NextRMSNormGated"])
+def test_a_compiled_norm_with_a_gate_is_one_graph(name: str) -> None:
+    norm = on_kernel(own_norm(name, WITH_GATE[name]))
+    x, gate = torch.randn(2, 3, SIZE, requires_grad=True), torch.randn(2, 3, SIZE)
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)(x, gate)
+    eager = norm(x, gate)
+    torch.testing.assert_close(compiled, eager)
+    gradients = (torch.autograd.grad(y.square().sum(), (x, norm.weight)) for y in (compiled, eager))
+    torch.testing.assert_close(*gradients)
 
 
 def test_every_rule_has_its_test() -> None:
