@@ -14,6 +14,7 @@ trainer's losses and metrics, stay TRL's.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ from liger_patch.integrations.loss_weights import (
     separated,
     with_means_of_one,
 )
+from liger_patch.integrations.trl_adapters import (
+    adapters_on_head_allowed,
+    has_adapters_on_head,
+    log_probs_of_logits,
+)
+from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.patch import flags
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
@@ -91,7 +98,9 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
         is_flagged = getattr(args, "use_liger_patch", False)
         kept = taken_back(model) if is_flagged and not isinstance(model, str) else {}
-        super().__init__(model, args, *others, **named)
+        allowed = adapters_on_head_allowed(trl.SFTTrainer)  # pyright: ignore[reportPrivateImportUsage]
+        with allowed if is_flagged else contextlib.nullcontext():
+            super().__init__(model, args, *others, **named)
         if is_flagged:
             patched: Any = self.model
             # nll weighs all tokens of a batch the same, dft does not
@@ -254,6 +263,7 @@ class _LogProbsCall:
         has_own_head: whether TRL has added a head to the model, which computes the rest.
         left_to_trl: why a head could not be fused, where only a forward pass could tell: from then
             on, TRL computes.
+        reads_logits: whether logits are read instead of TRL's head, which leaves adapters out.
     """
 
     temperature: float
@@ -262,10 +272,11 @@ class _LogProbsCall:
     same_gradient: bool
     has_own_head: bool = True
     left_to_trl: str | None = None
+    reads_logits: bool = False
 
     @property
     def otherwise(self) -> str:
-        return "leaves the head to TRL"
+        return "computes ordinary logits" if self.reads_logits else "leaves the head to TRL"
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
@@ -284,6 +295,7 @@ class _LogProbsCall:
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
         _check_loss_is_trls(record.settings)
+        self.reads_logits = self.has_own_head and has_adapters_on_head(model)
         if flags.return_logits() is True:
             record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
         elif self.left_to_trl is not None:
@@ -295,6 +307,11 @@ class _LogProbsCall:
                 return _weighted(output, weights, own)
         if not self.has_own_head:
             return None
+        if self.reads_logits:
+            outputs = forward(*args, **_of_other_calls(kwargs))
+            labels = _targets(own).to(outputs.logits.device)
+            flat = log_probs_of_logits(outputs, labels, self.temperature)
+            return _weighted(self._output(model, outputs, labels, flat, own), weights, own)
         assert record.replaced_forward is not None
         return _weighted(record.replaced_forward(*args, **kwargs), weights, own)
 
@@ -309,17 +326,13 @@ class _LogProbsCall:
         same_gradient: bool,
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
-        others = {k: v for k, v in kwargs.items() if k not in own and k != "fused_lm_head"}
         with deferring(model, record) as forward_pass:
             if forward_pass.unfused is not None:
                 record.fall_back(forward_pass.unfused)
                 return None
-            outputs = forward(*args, **{**others, "use_cache": False})
+            outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
-        labels = own["shift_labels"]
-        if labels is None:
-            labels = next_labels(own["labels"], IGNORE_INDEX)
-        labels = labels.to(logits.device)
+        labels = _targets(own).to(logits.device)
         parts = forward_pass.fusable(
             logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
         )
@@ -338,12 +351,24 @@ class _LogProbsCall:
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
+        return self._output(model, outputs, labels, flat, own)
+
+    def _output(
+        self,
+        model: PreTrainedModel,
+        outputs: Any,
+        labels: Tensor,  # (B, T)
+        flat: LogProbs,  # (B * T,) each
+        own: dict[str, Any],
+    ) -> Any:
+        """Return TRL's output; ``outputs``: of the model's own forward."""
+        shape = labels.shape
         if own["shift_labels"] is None:
             labels = labels[..., :-1]  # nothing follows the last token
         per_token: dict[str, Any] = {
-            name: None if value is None else value.reshape(logits.shape[:-1])[:, : labels.shape[1]]
+            name: None if value is None else value.reshape(shape)[:, : labels.shape[1]]
             for name, value in flat._asdict().items()
-            if name != "lse"
+            if name in ("log_probs", *self.outputs)
         }
         mask = labels != IGNORE_INDEX
         count = own["num_items_in_batch"]
@@ -353,6 +378,18 @@ class _LogProbsCall:
             config = model.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
+
+
+def _of_other_calls(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those of TRL's head."""
+    of_head = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+    return {**{k: v for k, v in kwargs.items() if k not in of_head}, "use_cache": False}
+
+
+def _targets(own: dict[str, Any]) -> Tensor:
+    """Return (B, T): the label that the logits at each position predict."""
+    shifted = own["shift_labels"]
+    return next_labels(own["labels"], IGNORE_INDEX) if shifted is None else shifted
 
 
 def _weighted(output: Any, weights: Tensor | None, own: dict[str, Any]) -> Any:

@@ -43,7 +43,7 @@ MARKS = [
 LEFT_TO_TRL = "liger_patch leaves the head to TRL"
 ROWS = {row.model_type: row for row in registry.available()}
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's head
-TIMES = ("runtime", "_per_second")  # what a log has of the clock
+TIMES = ("runtime", "_per_second", "step_time")  # what a log has of the clock
 DEFAULTS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled trains otherwise
     "max_steps": 3,
     "per_device_train_batch_size": 4,

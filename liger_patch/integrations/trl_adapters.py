@@ -1,0 +1,65 @@
+"""TRL: adapters on the head, which TRL's trainers refuse and its fused head would leave out.
+
+TRL's head multiplies by ``lm_head.weight``; of a layer with adapters that is the weight without
+them. The deferred logits of liger_patch hold the adapters too. So a trainer of this package takes
+such a model, and where its head cannot be fused, the logits of the model's own forward are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from liger_patch.kernels import reference
+from liger_patch.kernels.linear_log_probs import LogProbs
+from liger_patch.patch.packing import IGNORE_INDEX
+
+REFUSED = "BaseTunerLayer"  # the class by which the modules of TRL's trainers know such a head
+
+
+@contextlib.contextmanager
+def adapters_on_head_allowed(trainer: type) -> Iterator[None]:
+    """Let the constructor of a trainer of TRL take a model with adapters on its head.
+
+    TRL asks ``isinstance(head, BaseTunerLayer)`` in the trainer's own module, of a model that it
+    may have loaded and wrapped itself. Within this context nothing is an instance there.
+    """
+    names = vars(sys.modules[trainer.__module__])
+    if REFUSED not in names:
+        yield
+        return
+    own = names[REFUSED]
+    names[REFUSED] = ()
+    try:
+        yield
+    finally:
+        names[REFUSED] = own
+
+
+def has_adapters_on_head(model: PreTrainedModel) -> bool:
+    """Return True if PEFT's adapters are on the head, also if they are disabled or merged now."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(model.get_output_embeddings(), tuners.BaseTunerLayer)
+
+
+def log_probs_of_logits(outputs: Any, labels: Tensor, temperature: float) -> LogProbs:
+    """Compute from logits what TRL's head returns: the whole (B, T, V) in float32, or in float64.
+
+    Args:
+        outputs: of the model's own forward, with ``logits`` (B, T, V).
+        labels: (B, T), those that the logits predict.
+        temperature: the logits are divided by it.
+
+    Returns:
+        (B * T,) of each.
+    """
+    logits: Tensor = outputs.logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    labels = labels.reshape(-1)
+    return reference.log_probs(logits, labels, ignore_index=IGNORE_INDEX, temperature=temperature)

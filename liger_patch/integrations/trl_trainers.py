@@ -1,0 +1,133 @@
+"""TRL's DPO, KTO, GRPO and RLOO trainers with one flag, as the ``SFTTrainer`` of ``trl.py``.
+
+    from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
+    DPOTrainer(model, args=DPOConfig(use_liger_patch=True, ...), ...)
+
+With the flag, policy and reference run on the kernels of liger_patch from their first call on, and
+adapters on the head, which TRL refuses, are trained. Losses and metrics stay TRL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl.trainer.dpo_config import DPOConfig as TrlDPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer as TrlDPOTrainer
+from trl.trainer.grpo_config import GRPOConfig as TrlGRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer as TrlGRPOTrainer
+from trl.trainer.kto_config import KTOConfig as TrlKTOConfig
+from trl.trainer.kto_trainer import KTOTrainer as TrlKTOTrainer
+from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
+
+from liger_patch.integrations.trl import apply_trl_patch, taken_back
+from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
+
+HELP = "Compute log-probabilities with liger_patch's kernels."
+MODELS = ("model", "ref_model")
+
+
+@dataclass
+class DPOConfig(TrlDPOConfig):
+    """TRL's ``DPOConfig`` with one option more.
+
+    Args:
+        use_liger_patch: whether ``DPOTrainer`` of this module runs on the kernels of liger_patch.
+    """
+
+    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+
+
+@dataclass
+class KTOConfig(TrlKTOConfig):
+    """TRL's ``KTOConfig`` with one option more.
+
+    Args:
+        use_liger_patch: whether ``KTOTrainer`` of this module runs on the kernels of liger_patch.
+    """
+
+    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+
+
+@dataclass
+class GRPOConfig(TrlGRPOConfig):
+    """TRL's ``GRPOConfig`` with one option more.
+
+    Args:
+        use_liger_patch: whether ``GRPOTrainer`` of this module runs on the kernels of liger_patch.
+    """
+
+    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+
+
+@dataclass
+class RLOOConfig(TrlRLOOConfig):
+    """TRL's ``RLOOConfig`` with one option more.
+
+    Args:
+        use_liger_patch: whether ``RLOOTrainer`` of this module runs on the kernels of liger_patch.
+    """
+
+    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+
+
+class _OnKernels:
+    """What all four trainers do with the flag. Without it they are TRL's to the last call.
+
+    Raises:
+        ValueError: the flag is set, and ``apply_patch`` gave a model options that TRL's losses do
+            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        construct: Any = super().__init__
+        trls = type(self).__mro__[type(self).__mro__.index(_OnKernels) + 1]
+        given = inspect.signature(construct).bind(*arguments, **named).arguments
+        self._options: dict[str, dict[str, Any]] | None = None
+        if not getattr(given.get("args"), "use_liger_patch", False):
+            construct(*arguments, **named)
+            return
+        self._options = {
+            name: taken_back(given[name])
+            for name in MODELS
+            if given.get(name) is not None and not isinstance(given[name], str)
+        }
+        # TRL casts the head's own product, which is not that of its adapters
+        keeps_refusal = getattr(given["args"], "cast_lm_head_to_fp32", False)
+        with contextlib.nullcontext() if keeps_refusal else adapters_on_head_allowed(trls):
+            construct(*arguments, **named)
+        self._patch()
+
+    def _patch(self) -> None:
+        options = self._options
+        if options is None:
+            return
+        for name in MODELS:
+            model = getattr(self, name, None)
+            if model is not None:  # TRL may have made the reference itself
+                apply_trl_patch(model, **options.get(name, options.get("model", {})))
+
+    def _precompute_ref_logps(self, *arguments: Any, **named: Any) -> Any:
+        """Compute the reference on the kernels too: DPO's and KTO's constructors call this."""
+        self._patch()
+        trls: Any = super()
+        return trls._precompute_ref_logps(*arguments, **named)
+
+
+class DPOTrainer(_OnKernels, TrlDPOTrainer):
+    """TRL's ``DPOTrainer``; with ``DPOConfig(use_liger_patch=True)``, on kernels."""
+
+
+class KTOTrainer(_OnKernels, TrlKTOTrainer):
+    """TRL's ``KTOTrainer``; with ``KTOConfig(use_liger_patch=True)``, on kernels."""
+
+
+class GRPOTrainer(_OnKernels, TrlGRPOTrainer):
+    """TRL's ``GRPOTrainer``; with ``GRPOConfig(use_liger_patch=True)``, on kernels."""
+
+
+class RLOOTrainer(_OnKernels, TrlRLOOTrainer):
+    """TRL's ``RLOOTrainer``; with ``RLOOConfig(use_liger_patch=True)``, on kernels."""
