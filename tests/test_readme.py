@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sections import check_section
+from support_cases import engines_table, families_table, trainers_table
 
 from benchmarks.report import (
     RESULTS,
@@ -60,6 +61,7 @@ def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
 
 
 README = Path(__file__).parents[1] / "README.md"
+INDEX = DOCS / "index.md"
 PERFORMANCE, DISTRIBUTED = DOCS / "performance.md", DOCS / "distributed.md"
 STEPS, COMPILED = "training_step.json", "training_step_compiled.json"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
@@ -90,6 +92,9 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
         DOCS / "lora.md",
         of_results(convergence_table, "convergence_adapters.json"),
     ),
+    "support_trainers": (INDEX, trainers_table),
+    "support_engines": (INDEX, engines_table),
+    "support_families": (INDEX, families_table),
     "convergence": (PERFORMANCE, of_results(convergence_table, "convergence.json")),
 }
 

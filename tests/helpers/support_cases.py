@@ -1,0 +1,201 @@
+"""The cells of the support matrix on the first page of the docs: what trains what, and how. Each is
+run by test_support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from engine_cases import ROWS as ENGINES
+from engine_cases import SEQUENCES
+from tiny_models import tiny_batch, tiny_model
+from tiny_text import judgements, preferences, prompts_and_completions, tiny_tokenizer
+from torch import nn
+from trainers import QUIET
+from training_step import widened
+
+from liger_patch import apply_patch, registry
+
+MODELS = {"Llama": "llama", "Gemma": "gemma2", "Qwen": "qwen3", "Others": "granite"}
+ROWS = {row.model_type: row for row in registry.available()}
+OPTIONS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled trains otherwise
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 0.02,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    **QUIET,
+    "bf16": False,  # TRL switches both on
+    "gradient_checkpointing": False,
+}
+
+
+class Head(NamedTuple):
+    """A row of the matrix.
+
+    Attributes:
+        targets: of the adapters; nothing is adapted without.
+        engines: the column of the engines' table that tests it there: of Row; "" for all of them.
+        saved: whether the head is trained beside them.
+        in_4_bits: whether the head is stored so. There is no float64 of it.
+        dora: whether the adapters are of a kind that is not fused on a head.
+    """
+
+    targets: tuple[str, ...] = ()
+    engines: str | None = None
+    saved: bool = False
+    in_4_bits: bool = False
+    dora: bool = False
+
+
+HEADS = {
+    "trained, no adapters": Head(engines=""),
+    "LoRA on other layers": Head(("q_proj", "v_proj")),
+    "LoRA on `lm_head` too": Head(("q_proj", "lm_head"), engines="lora"),
+    '`modules_to_save=["lm_head"]`': Head(("q_proj",), saved=True),
+    "`lm_head` in 4 bits, LoRA on it": Head(("q_proj", "lm_head"), in_4_bits=True),
+    "DoRA on `lm_head`": Head(("q_proj", "lm_head"), dora=True),
+}
+
+
+def make_model(family: str, head: Head, *, seed: int = 0) -> Any:
+    dtype = torch.bfloat16 if head.in_4_bits else torch.float32
+    model: Any = tiny_model(ROWS[MODELS[family]], dtype=dtype, seed=seed)
+    model = model if head.in_4_bits else widened(model)
+    if head.in_4_bits:
+        model.lm_head = _in_4_bits(model.lm_head)
+        model.is_loaded_in_4bit = True  # PEFT asks
+    if not head.targets:
+        return model
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=list(head.targets),
+        modules_to_save=["lm_head"] if head.saved else None,
+        init_lora_weights=False,
+        use_dora=head.dora,
+    )
+    return peft.get_peft_model(model, config)
+
+
+def _in_4_bits(head: nn.Linear) -> nn.Module:
+    import bitsandbytes as bnb
+
+    sizes, dtype = (head.in_features, head.out_features), head.weight.dtype
+    stored = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype)
+    stored.weight = bnb.nn.Params4bit(
+        head.weight.detach().clone(), requires_grad=False, quant_type="nf4", blocksize=32
+    )
+    return stored.to("cpu")
+
+
+class OwnLoop:
+    """Two steps, as a script of one's own makes them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = apply_patch(model)
+
+    def train(self) -> list[float]:
+        trained = [values for values in self.model.parameters() if values.requires_grad]
+        optimizer, losses = torch.optim.SGD(trained, lr=0.02), []
+        for seed in range(2):
+            loss = self.model(**tiny_batch(self.model, seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def own_loop(model: Any, folder: Path, reference: Callable[[], Any]) -> Any:
+    return OwnLoop(model)
+
+
+def of_transformers(model: Any, folder: Path, reference: Callable[[], Any]) -> Any:
+    batch = tiny_batch(model, batch=8)
+    samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
+    arguments = transformers.TrainingArguments(str(folder), **OPTIONS)
+    return transformers.Trainer(apply_patch(model), arguments, train_dataset=samples)
+
+
+def of_trl(kind: str, data: Callable[[], Any], **options: Any) -> Callable[..., Any]:
+    def make(model: Any, folder: Path, reference: Callable[[], Any]) -> Any:
+        from liger_patch.integrations import trl as sft
+        from liger_patch.integrations import trl_trainers as others
+
+        module: Any = sft if kind == "SFT" else others
+        if kind in ("ORPO", "CPO"):
+            from liger_patch.integrations import trl_preferences as module
+        samples, named, how = data(), {}, {**OPTIONS, **options, "use_liger_patch": True}
+        if kind in ("GRPO", "RLOO"):
+            samples = samples.select_columns(["prompt"])
+            named["reward_funcs"] = _reward
+            how |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+        elif kind in ("DPO", "KTO") and not hasattr(model, "peft_config"):
+            named["ref_model"] = reference()
+        return getattr(module, f"{kind}Trainer")(
+            model=model,
+            args=getattr(module, f"{kind}Config")(str(folder), **how),
+            train_dataset=samples,
+            processing_class=tiny_tokenizer(),
+            **named,
+        )
+
+    return make
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, each)) % 7) for each in completions]
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "your own loop": own_loop,
+    "Trainer": of_transformers,
+    "TRL: SFT": of_trl("SFT", prompts_and_completions),
+    "DPO": of_trl("DPO", preferences),
+    "KTO": of_trl("KTO", judgements),
+    "GRPO": of_trl("GRPO", prompts_and_completions),
+    "RLOO": of_trl("RLOO", prompts_and_completions),
+    "ORPO": of_trl("ORPO", preferences, max_length=32),
+    "CPO, SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
+}
+
+
+def trainers_table() -> str:
+    """Return a row a head, a column a trainer."""
+    lines = [["head", *TRAINERS], ["---"] * (1 + len(TRAINERS))]
+    for name, head in HEADS.items():
+        lines.append([name, *["logits" if head.dora else "fused"] * len(TRAINERS)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def engines_table() -> str:
+    """Return a row an engine, a column a head that its tests train."""
+    tested = {name: head for name, head in HEADS.items() if head.engines is not None}
+    lines = [["engine", "trained by", *tested], ["---"] * (2 + len(tested))]
+    for row in ENGINES:
+        cells = [
+            "fused" if not h.engines or getattr(row, h.engines) else "" for h in tested.values()
+        ]
+        lines.append([row.title, "Trainer" if row.engine in SEQUENCES else "your own loop", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def families_table() -> str:
+    """Return a row a family: how many architectures have a test, and which stands for it above."""
+    lines = [
+        ["family", "tested architectures", "with layers on kernels", "in the matrix"],
+        ["---"] * 4,
+    ]
+    for family, model_type in MODELS.items():
+        rows = [row for row in registry.ARCHITECTURES if row.family == family]
+        layers = sum(bool(row.layers) for row in rows)
+        lines.append([family, str(len(rows)), str(layers), f"`{model_type}`"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
