@@ -7,6 +7,10 @@ VENV := .venv
 OLDEST := .venv-oldest
 INSTALLED := $(VENV)/.installed
 OLDEST_INSTALLED := $(OLDEST)/.installed
+DOCS := .venv-docs
+DOCS_INSTALLED := $(DOCS)/.installed
+DOCS_EXTRA := import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
 # One thread per test process: pytest-xdist starts one process per core.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -17,7 +21,7 @@ QUICK_TRITON := -m "interpreter and not slow"
 LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli test_examples.py test_packaging.py)
 
 .PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci check release-check bench
-.PHONY: clean
+.PHONY: docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -56,8 +60,11 @@ release-check: setup ## build sdist and wheel, install and run them in new envir
 bench: setup ## time and memory beside peers (BENCH=training_step ARGS="--help")
 	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
 
+docs: $(DOCS_INSTALLED) ## build the documentation in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) build dist liger_patch.egg-info
+	rm -rf $(VENV) $(OLDEST) $(DOCS) build dist site liger_patch.egg-info
 	rm -rf .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -71,4 +78,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e '.[test]'
+	touch $@
+
+# The extra alone: the site needs no PyTorch.
+$(DOCS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -c constraints.txt $$($(DOCS)/bin/python -c '$(DOCS_EXTRA)')
 	touch $@

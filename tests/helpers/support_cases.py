@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled
 
 
 class Head(NamedTuple):
-    """A row of the matrix.
+    """A column of the matrix.
 
     Attributes:
         targets: of the adapters; nothing is adapted without.
@@ -157,22 +157,22 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 TRAINERS: dict[str, Callable[..., Any]] = {
     "your own loop": own_loop,
-    "Trainer": of_transformers,
-    "TRL: SFT": of_trl("SFT", prompts_and_completions),
-    "DPO": of_trl("DPO", preferences),
-    "KTO": of_trl("KTO", judgements),
-    "GRPO": of_trl("GRPO", prompts_and_completions),
-    "RLOO": of_trl("RLOO", prompts_and_completions),
-    "ORPO": of_trl("ORPO", preferences, max_length=32),
-    "CPO, SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
+    "Transformers, Trainer": of_transformers,
+    "TRL, SFT": of_trl("SFT", prompts_and_completions),
+    "TRL, DPO": of_trl("DPO", preferences),
+    "TRL, KTO": of_trl("KTO", judgements),
+    "TRL, GRPO": of_trl("GRPO", prompts_and_completions),
+    "TRL, RLOO": of_trl("RLOO", prompts_and_completions),
+    "TRL, ORPO": of_trl("ORPO", preferences, max_length=32),
+    "TRL, CPO and SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
 }
 
 
 def trainers_table() -> str:
-    """Return a row a head, a column a trainer."""
-    lines = [["head", *TRAINERS], ["---"] * (1 + len(TRAINERS))]
-    for name, head in HEADS.items():
-        lines.append([name, *["logits" if head.dora else "fused"] * len(TRAINERS)])
+    """Return a row a trainer, a column a head."""
+    lines = [["trained by", *HEADS], ["---"] * (1 + len(HEADS))]
+    for trainer in TRAINERS:
+        lines.append([trainer, *("logits" if head.dora else "fused" for head in HEADS.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -184,7 +184,13 @@ def engines_table() -> str:
         cells = [
             "fused" if not h.engines or getattr(row, h.engines) else "" for h in tested.values()
         ]
-        lines.append([row.title, "Trainer" if row.engine in SEQUENCES else "your own loop", *cells])
+        lines.append(
+            [
+                row.title,
+                "Transformers, Trainer" if row.engine in SEQUENCES else "your own loop",
+                *cells,
+            ]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

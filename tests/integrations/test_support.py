@@ -96,7 +96,7 @@ def test_every_cell_is_what_the_table_says(
         return
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     _, on_logits = train()
-    if trainer == "RLOO":  # its advantages add up to 0: of the loss only gradients are left
+    if trainer == "TRL, RLOO":  # its advantages add up to 0: of the loss only gradients are left
         ours, on_logits = (
             {name: value for name, value in each.items() if not name.endswith("loss")}
             for each in (ours, on_logits)

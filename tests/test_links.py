@@ -1,0 +1,66 @@
+"""The documents link to files and headings that are there, and the site has all pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+CODE = re.compile(r"^```.*?^```|(`+).+?\1", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.M)
+
+
+def anchors(document: Path) -> set[str]:
+    """Headings as GitHub names them: a heading that is there twice gets a number."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found: set[str] = set()
+    for heading in HEADING.findall(text):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+        number = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", each) is not None for each in found)
+        found.add(f"{name}-{number}" if name in found else name)
+    return found
+
+
+def broken_links(document: Path) -> list[str]:
+    text = CODE.sub("", document.read_text(encoding="utf-8"))
+    broken = []
+    for target, anchor in LINK.findall(text):
+        if ":" in target:  # of the web
+            continue
+        path = document.parent / target if target else document
+        there = path.exists() and ROOT in (path.resolve(), *path.resolve().parents)
+        if not there or (anchor and (path.suffix != ".md" or anchor not in anchors(path))):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_links_to_is_there(document: Path) -> None:
+    assert broken_links(document) == []
+
+
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    other = tmp_path / "other.md"
+    other.write_text("# Heads: `lm_head` & more\n\n## Twice\n\n## Twice\n\n```\n# code\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n[a](other.md#heads-lm_head--more) [b](other.md#twice-1) [c](#page) [d](other.md)\n"
+        "[e](https://example.org/no.md#x) `[f](no.md)`\n"
+        "[g](no.md) [h](other.md#code) [i](#nowhere) ![j](no.png) [k](../outside)\n"
+    )
+    assert broken_links(page) == ["no.md", "other.md#code", "#nowhere", "no.png", "../outside"]
+
+
+def test_the_site_has_every_page_of_docs() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", text, re.M)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    roots = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert navigation[0] == "index.md"
+    assert sorted(navigation) == sorted(pages | {f"repository/{name}" for name in roots})
