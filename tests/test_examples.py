@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import liger_patch
+from liger_patch.__main__ import _parser
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = 12
@@ -25,7 +26,9 @@ STEPS = 12
 def run_example(script: str, *arguments: str, cwd: Path) -> str:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(liger_patch.__file__).parent.parent),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(liger_patch.__file__).parent.parent), str(EXAMPLES)]
+        ),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -39,6 +42,12 @@ def run_example(script: str, *arguments: str, cwd: Path) -> str:
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
+
+
+def held_out(name: str, printed: str) -> list[float]:
+    """Before and after training."""
+    (found,) = re.findall(rf"held out {name} +([\d.]+) -> +([\d.]+)", printed)
+    return [float(value) for value in found]
 
 
 @pytest.mark.slow
@@ -186,16 +195,44 @@ def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]
     printed = run_example("qlora.py", *options, cwd=tmp_path)
     loss, perplexity, accuracy, _ = (
-        [
-            float(value)
-            for value in re.findall(rf"held out {name} +([\d.]+) -> +([\d.]+)", printed)[0]
-        ]
-        for name in ("loss", "perplexity", "accuracy", "entropy")
+        held_out(name, printed) for name in ("loss", "perplexity", "accuracy", "entropy")
     )
     assert loss[1] < loss[0]
     assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
     assert 0 <= accuracy[0] <= accuracy[1] <= 1
     assert re.search(r"last loss +fused", printed)
+
+
+NOTEBOOK = json.loads((EXAMPLES / "qlora_16gb.ipynb").read_text(encoding="utf-8"))
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_the_notebook_trains_on_a_cpu(tmp_path: Path):
+    """Its lines of the shell are left out: they install, and estimate."""
+    lines = "".join("".join([*cell["source"], "\n"]) for cell in CODE).splitlines()
+    python = [line for line in lines if not line.startswith(("%", "!"))]
+    assert len(lines) == len(python) + 2
+    (tmp_path / "notebook.py").write_text("\n".join(python))
+    printed = run_example(str(tmp_path / "notebook.py"), cwd=tmp_path)
+    loss, perplexity = held_out("loss", printed), held_out("perplexity", printed)
+    assert loss[1] < loss[0] - 0.1
+    assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
+    assert re.search(r"last loss +fused", printed)
+    assert re.search(r"layers .* 28 lora", printed)
+    assert (tmp_path / "outputs/notebook/adapter/adapter_model.safetensors").exists()
+
+
+def test_the_notebook_is_saved_without_outputs():
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+    (command,) = [x for cell in CODE for x in cell["source"] if x.startswith("!")]
+    settings = "".join(CODE[1]["source"])
+    (options,) = re.findall(r'^options = f"(.*)"', "".join(CODE[3]["source"]), re.M)
+    for name, value in {"MODEL": "model", "BATCH": "4", "LENGTH": "2048"}.items():
+        assert name in settings
+        options = options.replace(f"{{{name}}}", value)
+    assert command == "!python -m liger_patch estimate {MODEL} {options}"
+    _parser().parse_args(["estimate", "model", *options.split()])  # exits where one is unknown
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
