@@ -27,6 +27,12 @@ OURS = "liger_patch"  # how the names of all of ours begin
 BUDGETS_MIB = (1024, 768, 128)  # beside the default
 OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 BUDGETS_OF_OTHERS_MIB = (1024,)  # beside the default
+PACKAGES = {  # of peers -> the module that is imported, and what is installed for it
+    "Liger-Kernel": ("liger_kernel", "liger-kernel"),
+    "CCE": ("cut_cross_entropy", "cut-cross-entropy"),
+    "TRL": ("trl", "trl"),
+    QUACK: ("quack", "quack-kernels"),
+}
 QUACK_CHUNK = 4096  # tokens: the default of chunked_linear_cross_entropy
 
 
@@ -94,20 +100,31 @@ def step(loss: Loss, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> t
 
 def peers(head: Head) -> dict[str, Loss]:
     """Return the losses of the installed packages by name."""
-    found: dict[str, Loss] = {}
-    if find_spec("liger_kernel"):
-        found["Liger-Kernel"] = _liger(head)
-    if find_spec("cut_cross_entropy"):
-        found["CCE"] = _cut_cross_entropy(head)
-        found["CCE, unfiltered"] = _cut_cross_entropy(head, filter_eps=None)
-    if find_spec("trl"):
-        found["TRL"] = _trl(head)
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        found[PYTORCH] = _pytorch(head)
-    if find_spec("quack"):
-        found[QUACK] = _quack(head)
-        found[f"{QUACK}, base"] = _quack(head, use_scaled_exp=False)
-    return found
+    losses = {
+        "Liger-Kernel": _liger(head),
+        "CCE": _cut_cross_entropy(head),
+        "CCE, unfiltered": _cut_cross_entropy(head, filter_eps=None),
+        "TRL": _trl(head),
+        PYTORCH: _pytorch(head),
+        QUACK: _quack(head),
+        f"{QUACK}, base": _quack(head, use_scaled_exp=False),
+    }
+    missing = left_out()
+    return {name: loss for name, loss in losses.items() if name.split(",")[0] not in missing}
+
+
+def left_out() -> dict[str, str]:
+    """Return why peers take no part here, by name."""
+    missing = {
+        name: f"the package {package} is not installed"
+        for name, (module, package) in PACKAGES.items()
+        if not find_spec(module)
+    }
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        missing[PYTORCH] = (
+            f"linear_cross_entropy is in torch 2.13 and later, got {torch.__version__}"
+        )
+    return missing
 
 
 def _liger(head: Head) -> Loss:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .benchmark import Benchmark, Cases, Rows
-from .head_contenders import OURS, Loss, contenders, eager, step, sweep_contenders
+from .head_contenders import OURS, Loss, contenders, eager, left_out, step, sweep_contenders
 from .heads import HEADS, SWEEP, Head, batch
 from .lower_bounds import head_matmuls
 from .measure import (
@@ -68,7 +68,9 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def cases(options: argparse.Namespace) -> Cases:
-    """Return the heads of each part whose name starts with --case."""
+    """Return the heads of each part whose name starts with --case. Say which peers are left out."""
+    for name, why in left_out().items():
+        print(f"{name} is left out: {why}")
 
     def case(head: Head) -> Rows:
         losses = contenders(head, compiled=not options.no_compile)

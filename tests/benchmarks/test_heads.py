@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from benchmarks import head_contenders, linear_cross_entropy
 from benchmarks.head_contenders import (
     BUDGETS_MIB,
     BUDGETS_OF_OTHERS_MIB,
@@ -162,6 +164,24 @@ def test_pytorchs_own_loss_is_right_and_has_no_softcap():
     capped = replace(TINY, softcap=5.0)
     with pytest.raises(Unsupported, match="no softcap"):
         contenders(capped, compiled=False)["PyTorch"](*batch(capped, device="cpu"))
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_said(monkeypatch, capsys):
+    monkeypatch.setattr(head_contenders, "find_spec", lambda module: None)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    linear_cross_entropy.cases(argparse.Namespace(case="", part=None, no_compile=True, rounds=1))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        "Liger-Kernel is left out: the package liger-kernel is not installed",
+        "CCE is left out: the package cut-cross-entropy is not installed",
+        "TRL is left out: the package trl is not installed",
+        "QuACK is left out: the package quack-kernels is not installed",
+        "PyTorch is left out: linear_cross_entropy is in torch 2.13 and later, "
+        f"got {torch.__version__}",
+    ]
+    assert head_contenders.peers(TINY) == {}
+    monkeypatch.setattr(head_contenders, "find_spec", lambda module: module == "quack")
+    assert list(head_contenders.peers(TINY)) == ["QuACK", "QuACK, base"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
