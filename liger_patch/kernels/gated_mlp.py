@@ -14,11 +14,14 @@ sum of two.
 H: hidden size, I: intermediate size, O: size of y, mostly H. Saved for the backward pass, in bytes
 a token in bf16: gate and up, 4 I, and x, 2 H, where a weight of the first two products trains;
 three linear layers save a too, 2 I, where Wd trains. Extra memory of the backward pass: da, dgate
-and dup, 6 I a token, and the gradients of all three weights at once, 6 H I.
+and dup, 6 I a token, and the gradients of all three weights at once, 6 H I. In slices
+(``kernels/sliced``): x is saved, 2 H, and gate and up are computed again.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +34,8 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
+from liger_patch.kernels.head.logits import product_
+from liger_patch.kernels.sliced import Sums, check_slice_tokens, run_sliced, slices_of
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -98,6 +103,48 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # of I = 0, too
 
 
+class _Slices:
+    """The layer as ``kernels/sliced`` runs it; weights in the order of ``gated_mlp``."""
+
+    name = "gated_mlp"
+
+    def __init__(self, activation: str, dtype: torch.dtype, out_features: int) -> None:
+        self.activation, self.dtype, self.out_features = activation, dtype, out_features
+
+    def prepare(self, parameters: Sequence[Tensor | None]) -> Any:
+        return [None if each is None else each.to(self.dtype) for each in parameters]
+
+    def forward(self, shared: Any, x: Tensor, i: int) -> Tensor:
+        *weights, down_weight = shared
+        gate, up = self._products(x, *weights)
+        a = gated_forward(gate, up, self.activation)
+        del gate, up
+        return linear(a, down_weight)
+
+    def backward(
+        self, shared: Any, x: Tensor, dy: Tensor, dx: Tensor | None, sums: Sums, i: int
+    ) -> None:
+        gate_weight, up_weight, down_weight = shared
+        gate, up = self._products(x, gate_weight, up_weight)
+        da = dy @ down_weight
+        backward = gated_backward_ if sums.wants(2) else gated_backward
+        dgate, dup = backward(da, gate, up, self.activation)
+        del gate, up
+        sums.add_product(2, dy.t(), da)  # a has taken its place
+        del da
+        sums.add_product(0, dgate.t(), x)
+        sums.add_product(1, dup.t(), x)
+        if dx is not None:
+            product_(dx, dgate, gate_weight)
+            if up_weight is not None:
+                product_(dx, dup, up_weight, add=True)
+
+    def _products(
+        self, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return linear(x, gate_weight), None if up_weight is None else linear(x, up_weight)
+
+
 def gated_mlp(
     x: Tensor,  # (..., H)
     gate_weight: Tensor,  # (I, H), or (2 I, H)
@@ -105,6 +152,7 @@ def gated_mlp(
     down_weight: Tensor,  # (O, I)
     *,
     activation: str = "silu",
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Compute ``(act(x Wg') * x Wu') Wd'``, saving the first two products and not their activation.
 
@@ -117,6 +165,9 @@ def gated_mlp(
         up_weight: (I, H), or None.
         down_weight: (O, I); O is mostly H.
         activation: "silu", "gelu_tanh" or "gelu".
+        slice_tokens: saves ``x`` alone, and runs over slices of so many tokens, forward and
+            backward, which computes the first two products again: for gradient checkpointing,
+            which then does not. None: all at once.
 
     Returns:
         (..., O), of the dtype of ``x``, or autocast's.
@@ -143,26 +194,24 @@ def gated_mlp(
     size = size // 2 if up_weight is None else size
     if down_weight.dim() != 2 or down_weight.shape[1] != size:
         raise ValueError(f"down_weight must be (O, {size}), got {tuple(down_weight.shape)}")
-    x = _autocast(x)
-    gate_weight = _beside(x, "gate_weight", gate_weight)
-    up_weight = None if up_weight is None else _beside(x, "up_weight", up_weight)
-    down_weight = _beside(x, "down_weight", down_weight)
-    return _GatedMlp.apply(x, gate_weight, up_weight, down_weight, activation)
+    check_slice_tokens(slice_tokens)
+    dtype = _product_dtype(x)
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    for name, weight in weights.items():
+        if weight is not None and weight.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
+        if weight is not None and _product_dtype(weight) != dtype:
+            raise ValueError(f"{name} must be {dtype} as x is, got {weight.dtype}")
+    if slice_tokens is not None:
+        layer = _Slices(activation, dtype, len(down_weight))
+        return run_sliced(layer, x, list(weights.values()), slices_of(x, slice_tokens))
+    cast = [None if each is None else each.to(dtype) for each in weights.values()]
+    return _GatedMlp.apply(x.to(dtype), *cast, activation)
 
 
-def _beside(x: Tensor, name: str, weight: Tensor) -> Tensor:
-    """Return the weight as a product with ``x``, which is cast already, takes it."""
-    if weight.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
-    cast = _autocast(weight)
-    if cast.dtype != x.dtype:
-        raise ValueError(f"{name} must be {x.dtype} as x is, got {weight.dtype}")
-    return cast
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which a product would run now."""
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a product of the tensor would run now."""
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or tensor.dtype == torch.float64:  # which autocast does not cast
-        return tensor
-    return tensor.to(dtype)
+        return tensor.dtype
+    return dtype

@@ -23,7 +23,7 @@ from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection, rows_of
-from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
+from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
@@ -135,7 +135,9 @@ def lora_feed_forward(
     if isinstance(of_down, str):
         return None
     projections = [each.projection for each in (of_gate, of_up, of_down)]
-    return lora_mlp(x, *projections, activation=activation).to(of_down.dtype)
+    tokens = tokens_of_slice(x, projections[0].weight.shape[0])
+    y = lora_mlp(x, *projections, activation=activation, slice_tokens=tokens)
+    return y.to(of_down.dtype)
 
 
 class Siblings:

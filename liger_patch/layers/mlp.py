@@ -23,6 +23,7 @@ from liger_patch.layers.checks import (
     names_of,
     needs_own_code,
     packs_saved_tensors,
+    tokens_of_slice,
 )
 from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.lora import lora_feed_forward
@@ -140,10 +141,11 @@ def gated_layer(original: Any) -> type[nn.Module]:
                 y = lora_feed_forward(x, gate, up, down, kind)
                 if y is not None:
                     return y
-            if _keeps_tensors():
+            tokens = tokens_of_slice(x, getattr(getattr(self, own.down), "in_features", 0))
+            if tokens is not None or _keeps_tensors():
                 weights = _plain_weights(self, projections)
                 if weights is not None:
-                    return gated_mlp(x, *weights, activation=kind)
+                    return gated_mlp(x, *weights, activation=kind, slice_tokens=tokens)
         gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)

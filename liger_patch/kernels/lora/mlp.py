@@ -9,12 +9,11 @@ Ad are computed again within the kernel that turns da into dgate and dup. It als
 and of up and dA of down, so that nothing of the size of gate is read or written for them.
 
 y is a function of its own that saves no tensor: gradient checkpointing computes again only as far
-as the last tensor that is saved, and so leaves out the last product.
+as the last tensor that is saved, and so leaves out the last product. In slices (``sliced``) x alone
+is kept.
 
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,21 +23,17 @@ from liger_patch.kernels.backend import (
     check_backward,
     without_autocast,
 )
-from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_forward
+from liger_patch.kernels.gated import ACTIVATIONS
+from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
-    Kept,
-    adapter_gradient_,
     adapter_gradients_,
     b_gradient,
     base_gradients,
     base_product,
     input_gradient,
     joined_kept,
-    new_seed,
     product,
-    serves_lora,
     split_kept,
-    thin_product_,
     thin_products,
     upstream_thin_products,
 )
@@ -50,6 +45,8 @@ from liger_patch.kernels.lora.projection import (
     restored,
     rows_of,
 )
+from liger_patch.kernels.lora.sliced import SlicedMlp
+from liger_patch.kernels.sliced import check_slice_tokens, run_sliced, slices_of
 
 
 class _GatedLora(torch.autograd.Function):
@@ -73,7 +70,7 @@ class _GatedLora(torch.autograd.Function):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, parts)
             gate, up = (base_product(rows, part) for part in parts)
-            a, s_down, kept_a = _activate(gate, up, s, parts, down_a, dropout, activation)
+            a, s_down, kept_a = activate(gate, up, s, parts, down_a, dropout, activation)
         ctx.fixed, ctx.activation, ctx.dropout = fixed, activation, dropout
         ctx.dtype, ctx.shape = x.dtype, x.shape
         ctx.seeds, masks = split_kept((*kept, kept_a))
@@ -91,7 +88,7 @@ class _GatedLora(torch.autograd.Function):
         wants_x, *_ = ctx.needs_input_grad
         wanted = ctx.needs_input_grad[5:-1]
         with without_autocast(x.device.type):
-            dgate, dup, ds, dbs, ddown_a = _activate_backward(
+            dgate, dup, ds, dbs, ddown_a = activate_backward(
                 da, ds_down, gate, up, s, parts, down_a, kept_a, ctx.dropout, ctx.activation
             )
             dys = (dgate, dup)
@@ -140,86 +137,6 @@ def _versions(part: LoraProjection) -> list[int]:
     return [each._version for each in tensors]
 
 
-def _activate(
-    gate: Tensor,  # (N, I) of the base
-    up: Tensor,  # (N, I) of the base
-    s: Tensor,  # (N, R of gate + R of up)
-    parts: Sequence[LoraProjection],
-    down_a: Tensor,  # (R, I)
-    dropout: float,
-    activation: str,
-) -> tuple[Tensor, Tensor, Kept]:
-    """Return a (N, I), Sd (N, R), and which features of a its adapter sees."""
-    if _serves(gate, parts, down_a):
-        from liger_patch.kernels.triton.gated_lora import gated_lora
-
-        seed = new_seed() if dropout else None
-        adapters = _adapters(parts, down_a, gate.dtype)
-        return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
-    a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
-    s_down = a.new_empty(len(a), len(down_a))
-    return a, s_down, thin_product_(s_down, a, down_a, dropout)
-
-
-def _activate_backward(
-    da: Tensor,  # (N, I) through the base, overwritten
-    ds_down: Tensor,  # (N, R)
-    gate: Tensor,
-    up: Tensor,
-    s: Tensor,
-    parts: Sequence[LoraProjection],
-    down_a: Tensor,
-    kept: Kept,
-    dropout: float,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]:
-    """Return dgate, dup (N, I), ds (N, R of gate + R of up), dB of both and dA of down."""
-    ranks = [len(part.a) for part in parts]
-    if _serves(gate, parts, down_a) and not isinstance(kept, Tensor):
-        from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
-
-        adapters = _adapters(parts, down_a, gate.dtype)
-        dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
-            da, ds_down, gate, up, s, *adapters, kept, dropout, activation
-        )
-        dbs = [dgate_b.to(parts[0].b.dtype), dup_b.to(parts[1].b.dtype)]
-        ds = upstream_thin_products((dgate, dup), parts, ranks)
-        return dgate, dup, ds, dbs, ddown_a.t().to(down_a.dtype)
-    gate, up = _with_adapters(gate, up, s, parts)
-    a = gated_forward(gate, up, activation)
-    ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, True, dropout)
-    assert ddown_a is not None
-    del a
-    dgate, dup = gated_backward(da, gate, up, activation)
-    ds = upstream_thin_products((dgate, dup), parts, ranks)
-    each = zip((dgate, dup), parts, s.split(ranks, 1), strict=True)
-    return dgate, dup, ds, [b_gradient(*one) for one in each], ddown_a
-
-
-def _with_adapters(
-    gate: Tensor, up: Tensor, s: Tensor, parts: Sequence[LoraProjection]
-) -> tuple[Tensor, Tensor]:
-    gate_part, up_part = parts
-    s_gate, s_up = s.split([len(part.a) for part in parts], 1)
-    gate = torch.addmm(gate, s_gate, gate_part.b.to(gate.dtype).t(), alpha=gate_part.scaling)
-    up = torch.addmm(up, s_up, up_part.b.to(up.dtype).t(), alpha=up_part.scaling)
-    return gate, up
-
-
-def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
-    ranks = (*(len(part.a) for part in parts), len(down_a))
-    return serves_lora(gate, max(ranks))
-
-
-def _adapters(
-    parts: Sequence[LoraProjection], down_a: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """Return what the Triton form takes of three adapters."""
-    gate, up = parts
-    gate_b, up_b, down_a = (each.to(dtype).contiguous() for each in (gate.b, up.b, down_a))
-    return gate_b, up_b, down_a, gate.scaling, up.scaling
-
-
 def lora_mlp(
     x: Tensor,  # (..., H)
     gate: LoraProjection,
@@ -227,6 +144,7 @@ def lora_mlp(
     down: LoraProjection,
     *,
     activation: str = "silu",
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Compute ``(act(gate(x)) * up(x)) Wd'`` and what three adapters add.
 
@@ -237,6 +155,9 @@ def lora_mlp(
         gate, up: of H features to I.
         down: of I features to O, which is mostly H.
         activation: "silu", "gelu_tanh" or "gelu".
+        slice_tokens: keeps x alone, and runs over slices of so many tokens, forward and backward,
+            which computes the first two products again: for gradient checkpointing, which then
+            does not. None: all at once; so does dropout where its masks are tensors.
 
     Returns:
         (..., O), in the dtype of the products.
@@ -256,8 +177,14 @@ def lora_mlp(
         raise ValueError(
             f"up.weight must have {size} rows as gate.weight has, got {up.weight.shape[0]}"
         )
-    fixed, tensors = flattened((gate, up))
     check_projection("down", down, size, x)
+    check_slice_tokens(slice_tokens)
+    if slice_tokens is not None and SlicedMlp.serves(x, dtype, (gate, up, down)):
+        slices, (fixed, tensors) = slices_of(x, slice_tokens), flattened((gate, up, down))
+        out_features = down.weight.shape[0]
+        layer = SlicedMlp(fixed, dtype, activation, out_features, len(slices))
+        return run_sliced(layer, x, tensors, slices)
+    fixed, tensors = flattened((gate, up))
     down_fixed, down_tensors = flattened((down,))
     a, s = _GatedLora.apply(x, dtype, activation, down.dropout, fixed, *tensors, down.a)
     y = _DownLora.apply(a, s, down_fixed, *down_tensors)

@@ -18,16 +18,22 @@ Kept = Tensor | int | None
 MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
 
 
-def thin_products(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, list[Kept]]:
-    """Return s (N, sum of R) of x (N, H), and which features each projection keeps."""
+def thin_products(
+    x: Tensor, parts: Sequence[LoraProjection], seeds: Sequence[int] | None = None
+) -> tuple[Tensor, list[Kept]]:
+    """Return s (N, sum of R) of x (N, H), and which features each projection keeps: as seeds say,
+    or as new ones do.
+    """
     if not any(part.dropout for part in parts):
         return x @ stacked([part.a for part in parts], x.dtype).t(), [None] * len(parts)
     s = x.new_empty(len(x), sum(len(part.a) for part in parts))
-    columns = zip(parts, columns_of(s, parts), strict=True)
-    return s, [thin_product_(each, x, part.a, part.dropout) for part, each in columns]
+    columns = zip(parts, columns_of(s, parts), seeds or [None] * len(parts), strict=True)
+    return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
 
 
-def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float) -> Kept:
+def thin_product_(
+    s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None = None
+) -> Kept:
     """Write ``dropout(x) A'`` to s (N, R), and return which features of x are kept."""
     a = a.to(x.dtype)
     if not dropout:
@@ -36,7 +42,7 @@ def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float) -> Kept:
     if serves_lora(x, len(a)):
         from liger_patch.kernels.triton.dropout import dropped_product_
 
-        seed = new_seed()
+        seed = new_seed() if seed is None else seed
         dropped_product_(s, x.contiguous(), a.contiguous(), seed, dropout)
         return seed
     seen, mask = torch.native_dropout(x.contiguous(), dropout, True)  # on CUDA, strides choose it

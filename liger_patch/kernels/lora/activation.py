@@ -1,0 +1,102 @@
+"""The activation of a gated feed-forward layer between its LoRA adapters, forward and backward.
+
+The formulas are in ``mlp``. I: intermediate size, R: rank, N: tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.gated import gated_backward, gated_forward
+from liger_patch.kernels.lora.products import (
+    Kept,
+    adapter_gradient_,
+    b_gradient,
+    new_seed,
+    serves_lora,
+    thin_product_,
+    upstream_thin_products,
+)
+from liger_patch.kernels.lora.projection import LoraProjection
+
+
+def activate(
+    gate: Tensor,  # (N, I) of the base
+    up: Tensor,  # (N, I) of the base
+    s: Tensor,  # (N, R of gate + R of up)
+    parts: Sequence[LoraProjection],
+    down_a: Tensor,  # (R, I)
+    dropout: float,
+    activation: str,
+    seed: int | None = None,  # of what is dropped, where it is not a new one
+) -> tuple[Tensor, Tensor, Kept]:
+    """Return a (N, I), Sd (N, R), and which features of a its adapter sees."""
+    if _serves(gate, parts, down_a):
+        from liger_patch.kernels.triton.gated_lora import gated_lora
+
+        seed = new_seed() if dropout and seed is None else seed
+        adapters = _adapters(parts, down_a, gate.dtype)
+        return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
+    a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
+    s_down = a.new_empty(len(a), len(down_a))
+    return a, s_down, thin_product_(s_down, a, down_a, dropout)
+
+
+def activate_backward(
+    da: Tensor,  # (N, I) through the base, overwritten
+    ds_down: Tensor,  # (N, R)
+    gate: Tensor,
+    up: Tensor,
+    s: Tensor,
+    parts: Sequence[LoraProjection],
+    down_a: Tensor,
+    kept: Kept,
+    dropout: float,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]:
+    """Return dgate, dup (N, I), ds (N, R of gate + R of up), dB of both and dA of down."""
+    ranks = [len(part.a) for part in parts]
+    if _serves(gate, parts, down_a) and not isinstance(kept, Tensor):
+        from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
+
+        adapters = _adapters(parts, down_a, gate.dtype)
+        dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
+            da, ds_down, gate, up, s, *adapters, kept, dropout, activation
+        )
+        dbs = [dgate_b.to(parts[0].b.dtype), dup_b.to(parts[1].b.dtype)]
+        ds = upstream_thin_products((dgate, dup), parts, ranks)
+        return dgate, dup, ds, dbs, ddown_a.t().to(down_a.dtype)
+    gate, up = _with_adapters(gate, up, s, parts)
+    a = gated_forward(gate, up, activation)
+    ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, True, dropout)
+    assert ddown_a is not None
+    del a
+    dgate, dup = gated_backward(da, gate, up, activation)
+    ds = upstream_thin_products((dgate, dup), parts, ranks)
+    each = zip((dgate, dup), parts, s.split(ranks, 1), strict=True)
+    return dgate, dup, ds, [b_gradient(*one) for one in each], ddown_a
+
+
+def _with_adapters(
+    gate: Tensor, up: Tensor, s: Tensor, parts: Sequence[LoraProjection]
+) -> tuple[Tensor, Tensor]:
+    gate_part, up_part = parts
+    s_gate, s_up = s.split([len(part.a) for part in parts], 1)
+    gate = torch.addmm(gate, s_gate, gate_part.b.to(gate.dtype).t(), alpha=gate_part.scaling)
+    up = torch.addmm(up, s_up, up_part.b.to(up.dtype).t(), alpha=up_part.scaling)
+    return gate, up
+
+
+def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
+    ranks = (*(len(part.a) for part in parts), len(down_a))
+    return serves_lora(gate, max(ranks))
+
+
+def _adapters(
+    parts: Sequence[LoraProjection], down_a: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """Return what the Triton form takes of three adapters."""
+    gate, up = parts
+    gate_b, up_b, down_a = (each.to(dtype).contiguous() for each in (gate.b, up.b, down_a))
+    return gate_b, up_b, down_a, gate.scaling, up.scaling
