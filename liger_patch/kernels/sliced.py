@@ -135,9 +135,8 @@ class _Keep(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        rows = _rows(x).to(layer.dtype)
         ctx.layer, ctx.slices, ctx.dtype, ctx.shape = layer, slices, x.dtype, x.shape
-        ctx.save_for_backward(rows, *parameters)
+        ctx.save_for_backward(x.to(layer.dtype), *parameters)
         return x.new_empty((), dtype=layer.dtype).expand(*x.shape[:-1], layer.out_features)
 
     @staticmethod
@@ -148,7 +147,7 @@ class _Keep(torch.autograd.Function):
         if dy is None:
             return (None,) * (3 + len(parameters))
         wants_x, _, _, *wanted = ctx.needs_input_grad
-        sums, dy = Sums(parameters, wanted), _rows(dy)
+        sums, x, dy = Sums(parameters, wanted), _rows(x), _rows(dy)
         dx = x.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
         with without_autocast(x.device.type):
             shared = layer.prepare(parameters)

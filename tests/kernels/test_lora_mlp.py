@@ -215,8 +215,9 @@ SQUARE = 24  # features of x, of gate and of y, so that one adapter can copy any
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 # float64: in float32, sums in place round more often (torch 2.6 on a CPU: 4 to 17 % too much)
 @pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
+@pytest.mark.parametrize("slice_tokens", [None, 400])
 def test_dropout_has_one_mask_forward_and_backward(
-    way: str, activation: str, device: torch.device
+    slice_tokens: int | None, way: str, activation: str, device: torch.device
 ) -> None:
     """The masks are read from adapters that only copy; after the same seed, they are drawn so."""
     dtype, adapters, autocast = WAYS[way]
@@ -234,7 +235,7 @@ def test_dropout_has_one_mask_forward_and_backward(
 
     def seeded(x: Tensor, parts: Any) -> tuple[Tensor]:
         torch.manual_seed(7)
-        return (lora_mlp(x, *parts, activation=activation),)
+        return (lora_mlp(x, *parts, activation=activation, slice_tokens=slice_tokens),)
 
     masks = []
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

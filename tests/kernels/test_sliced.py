@@ -1,0 +1,385 @@
+"""Feed-forward layers over slices of their tokens: results and every gradient against float64, no
+worse than eager's, what is kept and made, and how many products checkpointing computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_forms import INTERPRETED
+from layer_checks import ACTIVATIONS
+from layer_checks import check as check_plain
+from lora_checks import (
+    ADAPTERS,
+    EVERYTHING,
+    WAYS,
+    check,
+    eager_mlp,
+    projection,
+    results,
+    trainable,
+)
+from three_ways import LOW_DTYPES
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.sliced import LONG_BYTES, SLICE_BYTES, slice_tokens
+
+HIDDEN, SIZE, OTHER = 24, 40, 9
+SHAPES = {"rows": (7, HIDDEN), "batch": (2, 5, HIDDEN), "none": (0, HIDDEN)}
+SLICES = {"of one": 1, "uneven": 4, "one": 100}
+WANTED = {
+    "x": "x",
+    "A of gate": r"0\.a",
+    "A of down": r"2\.a",
+    "B of down": r"2\.b",
+    "nothing of x": r"\d\.[ab]",
+    "the base alone": r"\d\.(weight|bias)",
+}
+
+
+def eager(activation: str) -> Callable[..., Tensor]:
+    act = ACTIVATIONS[activation]
+
+    def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return linear(act(linear(x, gate)) * linear(x, up), down)
+
+    return layer
+
+
+def sliced(tokens: int | None, activation: str = "silu") -> Callable[..., Tensor]:
+    def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return gated_mlp(x, gate, up, down, activation=activation, slice_tokens=tokens)
+
+    return layer
+
+
+def made(shape: tuple[int, ...], device: Any, dtype: torch.dtype, out: int = HIDDEN) -> Any:
+    sizes = {"x": shape, "gate": (SIZE, HIDDEN), "up": (SIZE, HIDDEN), "down": (out, SIZE)}
+    return {n: (torch.randn(size) / 2).to(device, dtype) for n, size in sizes.items()}
+
+
+def sliced_lora(tokens: int | None, activation: str = "silu") -> Any:
+    def layer(x: Tensor, parts: Any) -> tuple[Tensor]:
+        return (lora_mlp(x, *parts, activation=activation, slice_tokens=tokens),)
+
+    return layer
+
+
+def made_lora(
+    device: Any, way: str = "float64", shape: Any = "batch", out: int = HIDDEN, **how: Any
+) -> tuple[Tensor, list[LoraProjection]]:
+    dtype, adapters, _ = WAYS[way]
+    x = (torch.randn(SHAPES.get(shape, shape)) / 2).to(device, dtype)
+    sizes = (SIZE, HIDDEN), (SIZE, HIDDEN), (out, SIZE)
+    options = {"dtype": dtype, "adapters": adapters, "device": device, **how}
+    each = zip(sizes, (4, 8, 6), strict=True)
+    return x, [projection(*features, rank, **options) for features, rank in each]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_mlp(dtype: Any, shape: Any, tokens: int, activation: str, device: Any) -> None:
+    inputs = made(shape, device, dtype)
+    check_plain(sliced(tokens, activation), eager(activation), inputs)
+
+
+def test_gated_mlp_to_another_size(device: torch.device) -> None:
+    inputs = made(SHAPES["batch"], device, torch.float64, OTHER)
+    check_plain(sliced(4), eager("silu"), inputs)
+
+
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_gated_mlp_of_one_product(dtype: torch.dtype, device: torch.device) -> None:
+    inputs = made(SHAPES["batch"], device, dtype)
+    both = torch.cat((inputs.pop("gate"), inputs.pop("up")))
+    check_plain(
+        lambda x, down, both: gated_mlp(x, both, None, down, slice_tokens=4),
+        lambda x, down, both: eager("silu")(x, *both.chunk(2), down),
+        inputs | {"both": both},
+    )
+
+
+@pytest.mark.parametrize("wanted", ["x", "gate", "up", "down"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_only_the_gradients_that_are_wanted(wanted: str, alone: bool, device: Any) -> None:
+    inputs = made(SHAPES["rows"], device, torch.float64)
+    for name, value in inputs.items():
+        value.requires_grad_((name == wanted) == alone)
+    leaves = [value for value in inputs.values() if value.requires_grad]
+    ways = sliced(3)(**inputs), eager("silu")(**inputs)
+    dy = torch.randn_like(ways[0])
+    torch.testing.assert_close(*(torch.autograd.grad(y, leaves, dy) for y in ways))
+
+
+@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
+@pytest.mark.parametrize("tokens", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_lora_mlp(way: str, tokens: int, wanted: str, device: torch.device) -> None:
+    x, parts = made_lora(device, way, bias=True)
+    how = {"wanted": wanted, "autocast": WAYS[way][2]}
+    check(sliced_lora(tokens), eager_mlp("silu"), x, parts, **how)
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("way", ["float64", "float16"])
+def test_only_the_gradients_of_adapters_that_are_wanted(
+    way: str, wanted: str, device: torch.device
+) -> None:
+    x, parts = made_lora(device, way, bias=True)
+    check(sliced_lora(4, "gelu_tanh"), eager_mlp("gelu_tanh"), x, parts, wanted=wanted)
+
+
+@pytest.mark.parametrize("shape", ["none", "batch"])
+@pytest.mark.parametrize("way", ["float64", "float32"])
+def test_lora_mlp_to_another_size(way: str, shape: str, device: torch.device) -> None:
+    x, parts = made_lora(device, way, shape, OTHER)
+    check(sliced_lora(4), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "sliced"])
+def test_any_strides(view: str, device: torch.device) -> None:
+    of: Callable[[Tensor], Tensor] = {
+        "transposed": lambda x: x[..., :HIDDEN].transpose(0, 1),
+        "expanded": lambda x: x[:, :1, :HIDDEN].expand(40, 30, HIDDEN),
+        "sliced": lambda x: x[..., ::2],
+    }[view]
+    x, parts = made_lora(device, "float32", (40, 30, 2 * HIDDEN))  # of few numbers, errors are luck
+    _, parts = made_lora(device, "float32")
+
+    def of_view(layer: Any) -> Any:
+        return lambda x, parts: tuple(y.transpose(0, 1) for y in layer(of(x), parts))
+
+    check(of_view(sliced_lora(500)), of_view(eager_mlp("silu")), x, parts, wanted=EVERYTHING)
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast"])
+def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> None:
+    """Each of 150 slices adds to the same gradients."""
+    x, parts = made_lora(device, way, (150, HIDDEN))
+    how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
+    check(sliced_lora(1), eager_mlp("silu"), x, parts, **how)
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "autocast"])
+def test_quantised_bases_are_dequantised_once_in_a_pass(
+    way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, parts = made_lora(device, way, quantised=True)
+    how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
+    check(sliced_lora(3), eager_mlp("silu"), x, parts, **how)
+    read, count = type(parts[0].weight).rows, []
+    monkeypatch.setattr(
+        type(parts[0].weight), "rows", lambda *each: count.append(each) or read(*each)
+    )
+    results(sliced_lora(3), x, parts, **how)
+    assert len(count) == 3 + 3
+
+
+def test_x_alone_is_kept(device: torch.device) -> None:
+    leaves, parts = trainable(*made_lora(device, "float16"))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+        z = gated_mlp(leaves["x"], *(each.weight for each in parts), slice_tokens=3)
+    assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in leaves.values()}
+    (y.sum() + z.sum()).backward()
+    assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers that one tensor held."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("layer", ["plain", "lora"])
+@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
+def test_nothing_of_the_size_of_gate_is_made(layer: str, wanted: str, cpu_form: Any) -> None:
+    tokens = 500
+    leaves, parts = trainable(*made_lora(cpu_form, "float32", (tokens, HIDDEN)), wanted)
+    found = []
+    for each in (None, 60):
+        with Largest() as largest:
+            if layer == "lora":
+                y = lora_mlp(leaves["x"], *parts, slice_tokens=each)
+            else:
+                y = gated_mlp(leaves["x"], *(p.weight for p in parts), slice_tokens=each)
+            y.backward(torch.ones_like(y))
+        found.append(largest.numbers)
+    assert found == [tokens * SIZE, tokens * HIDDEN]
+
+
+@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
+@pytest.mark.parametrize("layer", ["plain", "lora"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_as_many_products(
+    layer: str, wanted: str, reentrant: bool, cpu_form: torch.device
+) -> None:
+    """As with the layer at once; reentrant, which computes y again, gate and up once more."""
+    leaves, parts = trainable(*made_lora(cpu_form, "float32", (12, HIDDEN)), wanted)
+
+    def run(x: Tensor, tokens: int | None) -> Tensor:
+        if layer == "lora":
+            return lora_mlp(x, *parts, slice_tokens=tokens)
+        if tokens is None:  # as its modules compute it
+            return eager("silu")(x, *(each.weight for each in parts))
+        return gated_mlp(x, *(each.weight for each in parts), slice_tokens=tokens)
+
+    counts = []
+    for tokens in (None, 5):
+        with FlopCounterMode(display=False) as counted:
+            checkpoint(run, leaves["x"], tokens, use_reentrant=reentrant).sum().backward()
+        counts.append(counted.get_total_flops())
+    at_once, in_slices = counts
+    thin = 4 + 8  # ranks of gate and up: s, and what they add to both
+    more = 2 * 12 * HIDDEN * 2 * SIZE
+    if layer == "lora":
+        more += 2 * 12 * (HIDDEN * thin + SIZE * thin + 6 * SIZE)
+    if reentrant:
+        assert in_slices == pytest.approx(at_once + more, rel=0.03)
+    else:
+        # the thin products of adapters are counted as the forms have them
+        assert in_slices <= at_once * (1.03 if layer == "lora" else 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
+def test_checkpoints_give_the_same_bits(
+    way: str, dropout: float, reentrant: bool, device: torch.device
+) -> None:
+    """What is dropped too."""
+    x, parts = made_lora(device, way, bias=True, dropout=dropout)
+
+    def of(checkpoints: bool) -> Any:
+        def layer(x: Tensor, parts: Any) -> tuple[Tensor]:
+            torch.manual_seed(7)
+            if checkpoints:
+                return (checkpoint(sliced_lora(4), x, parts, use_reentrant=reentrant)[0],)
+            return sliced_lora(4)(x, parts)
+
+        return layer
+
+    how = {"autocast": WAYS[way][2], "wanted": "x" if reentrant else ADAPTERS}
+    runs = [results(of(checkpoints), x, parts, **how) for checkpoints in (True, False)]
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def test_two_backward_passes_are_the_same(device: torch.device) -> None:
+    leaves, parts = trainable(*made_lora(device, "float16"), EVERYTHING)
+    y = lora_mlp(leaves["x"], *parts, slice_tokens=4)
+    dy = torch.randn_like(y)
+    before = dy.clone()
+    runs = [
+        torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=keep)
+        for keep in (True, False)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    assert torch.equal(dy, before)
+
+
+@pytest.mark.interpreter
+def test_slices_drop_other_features() -> None:
+    """Of rows that are equal, and every feature now and then."""
+    one = torch.eye(HIDDEN, dtype=torch.float16)
+    base = torch.zeros_like(one)
+    ones = torch.ones(HIDDEN, dtype=torch.float16)
+    copied = LoraProjection(base, None, one, one, 1.0, 0.5)
+    constant = LoraProjection(base, ones, one, base, 1.0)
+    through = LoraProjection(one, None, one, base, 1.0)
+    x = torch.ones(200, HIDDEN, dtype=torch.float16)
+    masks = (lora_mlp(x, constant, copied, through, slice_tokens=50) != 0).view(4, 50, HIDDEN)
+    for i in range(4):
+        for j in range(i):
+            agree = (masks[i] == masks[j]).double().mean().item()
+            assert abs(agree - 0.5) < 5 * (0.25 / masks[i].numel()) ** 0.5
+    assert not torch.equal(masks[0].sort(0).values, masks[1].sort(0).values)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
+def test_masks_that_are_tensors_run_at_once() -> None:
+    x, parts = made_lora("cpu", "float64", dropout=0.5)
+    runs = []
+    for tokens in (3, None):
+        torch.manual_seed(5)
+        runs.append(results(sliced_lora(tokens), x, parts))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["gated_mlp", "lora_mlp"])
+def test_a_second_derivative_is_refused(layer: str, device: torch.device) -> None:
+    leaves, parts = trainable(*made_lora(device, "float32"))
+    if layer == "lora_mlp":
+        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+    else:
+        y = gated_mlp(leaves["x"], *(each.weight for each in parts), slice_tokens=3)
+    with pytest.raises(RuntimeError, match=f"{layer} has no second derivative"):
+        torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["x", "0.weight", "0.a", "1.b", "2.weight", "2.a", "2.b"])
+def test_a_change_in_place_before_the_backward_pass_is_an_error(
+    name: str, device: torch.device
+) -> None:
+    leaves, parts = trainable(*made_lora(device, "float32"))
+    y = lora_mlp(leaves["x"], *parts, slice_tokens=3).sum()
+    with torch.no_grad():
+        leaves[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.backward()
+
+
+def test_no_gradients_are_recorded_without_grad(device: torch.device) -> None:
+    leaves, parts = trainable(*made_lora(device, "float16"), EVERYTHING)
+    with torch.no_grad():
+        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+    assert not y.requires_grad
+    assert torch.equal(y, lora_mlp(leaves["x"], *parts, slice_tokens=3))
+
+
+def test_a_device_without_autocast_and_memory() -> None:
+    x, parts = made_lora("meta", "bfloat16")
+    y = lora_mlp(x, *parts, slice_tokens=3)
+    assert (y.shape, y.dtype, y.device.type) == (SHAPES["batch"], torch.bfloat16, "meta")
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "8"])
+def test_what_is_no_number_of_tokens_is_an_error_that_names_it(tokens: Any) -> None:
+    x, parts = made_lora("cpu", "float32")
+    message = f"slice_tokens must be a number > 0 or None, got {tokens!r}"
+    with pytest.raises(ValueError, match=message):
+        lora_mlp(x, *parts, slice_tokens=tokens)
+    with pytest.raises(ValueError, match=message):
+        gated_mlp(x, *(each.weight for each in parts), slice_tokens=tokens)
+
+
+@pytest.mark.parametrize("size", [1024, 14336, 28672])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_slices_are_within_their_budget(size: int, itemsize: int) -> None:
+    """Whatever is short runs at once; slices of a long row are nearly equal."""
+    most = LONG_BYTES // (5 * size * itemsize)
+    assert slice_tokens(most, size, itemsize) is None
+    for tokens in (most + 1, 3 * most, 100 * most + 17):
+        rows = slice_tokens(tokens, size, itemsize)
+        assert rows is not None
+        assert rows % 128 == 0
+        assert SLICE_BYTES / 2 < rows * 5 * size * itemsize <= SLICE_BYTES
