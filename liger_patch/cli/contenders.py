@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.cli.model import Row, Sizes
-from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear
+from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.layers.replace import replace_layers
@@ -78,7 +79,8 @@ def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None
         if contender.keeps_activation and isinstance(getattr(module, "down_proj", None), nn.Module):
             module.down_proj.register_forward_hook(_nothing)  # its product is a layer's own
         if on_kernels and plain and _is_gated(module):
-            module.forward = functools.partial(_lora_feed_forward, module, dtype)
+            quantized = set(map(id, sizes.quantized))
+            module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
         if _is_lora(module):
             if on_kernels and plain:
                 module.forward = functools.partial(_lora_linear, module, dtype)
@@ -109,8 +111,15 @@ def _lora_linear(layer: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
     return LoraLinear.apply(x, layer.base_layer.weight, *_adapter(layer), dtype)
 
 
-def _lora_feed_forward(module: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
+def _lora_feed_forward(
+    module: Any, dtype: torch.dtype, quantized: Collection[int], x: Tensor
+) -> Tensor:
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if sliced_rows(x, down.base_layer.in_features, dtype) is not None:
+        bases = [each.base_layer for each in (gate, up, down)]
+        copied = [b.weight for b in bases if id(b) in quantized or b.weight.dtype != dtype]
+        adapters = [matrix for each in (gate, up, down) for matrix in _adapter(each)]
+        return in_slices(x, down.base_layer.weight, dtype, copied, adapters)
     down_a, down_b = _adapter(down)
     adapters = *_adapter(gate), *_adapter(up), down_a
     a = LoraGate.apply(x, gate.base_layer.weight, up.base_layer.weight, dtype, *adapters)

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
 from liger_patch.cli.model import Row, Sizes, build, described
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
+from liger_patch.kernels.sliced import longest_at_once as longest_tokens_at_once
+from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.registry import row_of
 
 GIB = 2**30
@@ -144,16 +147,49 @@ def longest_rows(
     growth = Growth.of(config, row, contender)
     if growth is None:
         return {}
+    ranges = [(0, LONGEST, growth)]
+    at_once = longest_at_once(config, row, contender)
+    if at_once is not None:
+        sliced = Growth.of(config, row, contender, at_once + 1)
+        if sliced is not None:  # first: a row in slices may fit where a shorter one at once does not
+            ranges = [(at_once, LONGEST, sliced), (0, at_once, growth)]
     found = {}
     for card in CARDS:
         room = card * GIB - reserve - sizes.weights - sizes.optimizer
-        low, high = 0, LONGEST
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = growth.peak(middle) + _beside(replace(row, length=middle)) <= room
-            low, high = (middle, high) if fits else (low, middle - 1)
-        found[card] = low
+        for low, high, each in ranges:
+            shortest = low
+            while low < high:
+                middle = (low + high + 1) // 2
+                fits = each.peak(middle) + _beside(replace(row, length=middle)) <= room
+                low, high = (middle, high) if fits else (low, middle - 1)
+            found[card] = low
+            if low > shortest:
+                break
     return found
+
+
+def longest_at_once(config: Any, row: Row, contender: Contender) -> int | None:
+    """Return the tokens of the longest sequences of which some feed-forward layer does not run in
+    slices; None where none does of any length.
+    """
+    if not (row.checkpointing and contender.head == "chunks" and contender.layers):
+        return None
+    if TOP_HOOKS is None:
+        return None
+    model, _ = build(config, row)
+    downs = [getattr(each, "down_proj", None) for each in model.modules()]
+    sizes = [getattr(getattr(each, "base_layer", each), "in_features", 0) for each in downs]
+    sizes = [each for each in sizes if each]
+    if not sizes or _has_table(model, most_positions(config)):
+        return None
+    return longest_tokens_at_once(min(sizes), (row.autocast or row.dtype).itemsize) // row.batch
+
+
+def _has_table(model: nn.Module, positions: int | None) -> bool:
+    """Return whether a model has a table of positions, and no row can be longer."""
+    rows = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    rows += [size for each in model.buffers() for size in each.shape]
+    return positions is not None and any(size in (positions, positions + 2) for size in rows)
 
 
 class Growth:
@@ -179,11 +215,17 @@ class Growth:
         self._head = None
 
     @classmethod
-    def of(cls, config: Any, row: Row, contender: Contender) -> Growth | None:
-        """Trace the steps; None where they do not allocate the same pieces."""
-        first = max(LEAST_PROBED, 2 * _window(config))
+    def of(
+        cls, config: Any, row: Row, contender: Contender, shortest: int | None = None
+    ) -> Growth | None:
+        """Trace the steps; None where they do not allocate the same pieces.
+
+        Args:
+            shortest: the tokens of the shortest sequences; None for what any model can take.
+        """
+        first = max(shortest or LEAST_PROBED, 2 * _window(config))
         positions = most_positions(config)
-        if positions is not None and not _window(config):
+        if shortest is None and positions is not None and not _window(config):
             first = min(first, max(1, positions // 4))  # a table of positions may end there
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
         traces = [trace_step(config, replace(row, length=each), contender)[0] for each in lengths]

@@ -8,6 +8,7 @@ H: hidden size, I: intermediate size, R: rank, T: tokens of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from liger_patch.kernels.gated import gated_forward
 from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.head.logits import ROW_MULTIPLE
+from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, slice_tokens
+from liger_patch.layers.checks import is_checkpointed
 
 PRODUCTS = (
     functional.linear,
@@ -68,9 +72,23 @@ class GpuOperations(TorchFunctionMode):
             self._copies[id(value)] = value.to(self.autocast)
         return self._copies[id(value)]
 
-    def gated_mlp(self, x: Tensor, *weights: Tensor | None, activation: str) -> Tensor:
+    def tokens_of_slice(self, x: Tensor, size: int) -> int | None:
+        """Return what ``layers/checks`` does on a GPU."""
+        return sliced_rows(x, size, self.autocast or x.dtype)
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        *weights: Tensor | None,
+        activation: str,
+        slice_tokens: int | None = None,
+    ) -> Tensor:
         """Compute our feed-forward layer, which casts its own operands."""
         dtype = self.autocast or x.dtype
+        if slice_tokens is not None:
+            given = [each for each in weights if each is not None]
+            copied = [each for each in given if each.dtype != dtype]
+            return in_slices(x, given[-1], dtype, copied, given)
         cast: Any = [None if each is None else each.to(dtype) for each in (x, *weights)]
         return gated_mlp(*cast, activation=activation)
 
@@ -196,3 +214,90 @@ class LoraDown(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         weight, adapter_b = ctx.held
         return torch.matmul(dy, weight.to(dy.dtype)), None, torch.empty_like(adapter_b), None
+
+
+def sliced_rows(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
+    """Return in slices of how many tokens a feed-forward layer of x (..., H) runs, None for all at
+    once.
+
+    Args:
+        size: the intermediate size.
+        dtype: of the products.
+    """
+    rows = slice_tokens(x.numel() // x.shape[-1], size, dtype.itemsize)
+    return rows if rows is not None and is_checkpointed() else None
+
+
+def in_slices(
+    x: Tensor,
+    down_weight: Tensor,
+    dtype: torch.dtype,
+    copied: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """Run our feed-forward layer of x (..., H) in slices, with or without adapters.
+
+    Args:
+        down_weight: (O, I).
+        dtype: of the products.
+        copied: weights that are cast or dequantised, once in a pass.
+        parameters: whose gradients may be wanted.
+    """
+    out_features, size = down_weight.shape
+    token_bytes = GATED_TENSORS * size * dtype.itemsize
+    rows = SLICE_BYTES // token_bytes
+    rows -= rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0
+    held = max(1, rows) * token_bytes, dtype.itemsize * sum(each.numel() for each in copied)
+    link = SlicedKeep.apply(x, dtype, held, out_features, *parameters)
+    return SlicedRun.apply(link, held)
+
+
+def _pieces(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [like.new_empty(size, dtype=torch.uint8) for size in sizes if size]
+
+
+class SlicedKeep(torch.autograd.Function):
+    """Our feed-forward layer in slices: it keeps x, and sums gradients in float32."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        dtype: torch.dtype,
+        held: tuple[int, int],  # bytes of a slice, and of copied weights
+        out_features: int,
+        *parameters: Tensor,
+    ):
+        ctx.save_for_backward(x.to(dtype), *parameters)
+        ctx.dtype, ctx.held = x.dtype, held
+        return x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, *parameters = ctx.saved_tensors
+        wants_x, _, _, _, *wanted = ctx.needs_input_grad
+        dx = torch.empty_like(x, dtype=ctx.dtype) if wants_x else None
+        pieces = _pieces(x, ctx.held)
+        pairs = list(zip(parameters, wanted, strict=True))
+        sums = [torch.empty_like(each, dtype=torch.float32) if w else None for each, w in pairs]
+        del pieces
+        gradients: list[Tensor | None] = []
+        for i, parameter in enumerate(parameters):
+            total, sums[i] = sums[i], None
+            gradients.append(None if total is None else total.to(parameter.dtype))
+        return dx, None, None, None, *gradients
+
+
+class SlicedRun(torch.autograd.Function):
+    """The result of that layer: it keeps no tensor, so checkpointing leaves it out."""
+
+    @staticmethod
+    def forward(ctx, link: Tensor, held: tuple[int, int]):
+        y = link.new_empty(link.shape)
+        pieces = _pieces(link, held)
+        del pieces
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None

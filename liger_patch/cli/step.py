@@ -55,6 +55,7 @@ def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Size
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
         stack.enter_context(_replaced(mlp, "gated_mlp", operations.gated_mlp))
+        stack.enter_context(_replaced(mlp, "tokens_of_slice", operations.tokens_of_slice))
         # with torch 2.6, this question about the meta device is an error
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
         stack.enter_context(memory)

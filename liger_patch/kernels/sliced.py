@@ -207,10 +207,14 @@ def slice_tokens(tokens: int, size: int, itemsize: int) -> int | None:
         size: the intermediate size.
         itemsize: bytes of a number.
     """
-    token_bytes = GATED_TENSORS * size * itemsize
-    if tokens * token_bytes <= LONG_BYTES:
+    if tokens <= longest_at_once(size, itemsize):
         return None
-    return chunk_rows(tokens, token_bytes, SLICE_BYTES)
+    return chunk_rows(tokens, GATED_TENSORS * size * itemsize, SLICE_BYTES)
+
+
+def longest_at_once(size: int, itemsize: int) -> int:
+    """Return the most tokens that such a layer takes at once."""
+    return LONG_BYTES // (GATED_TENSORS * max(1, size) * itemsize)
 
 
 def check_slice_tokens(slice_tokens: int | None) -> None:
