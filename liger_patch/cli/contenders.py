@@ -31,12 +31,14 @@ class Contender:
         head: "logits", "liger" or "chunks": of whose loss.
         layers: those on kernels, of KERNELS and "lora".
         keeps_activation: whether feed-forward layers keep what their last product multiplies.
+        slices: whether those on kernels run in slices where a row is long.
     """
 
     name: str
     head: str = "logits"
     layers: frozenset[str] = frozenset()
     keeps_activation: bool = False
+    slices: bool = True
 
 
 EAGER = Contender("eager")
@@ -79,7 +81,7 @@ def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None
         if contender.keeps_activation and isinstance(getattr(module, "down_proj", None), nn.Module):
             module.down_proj.register_forward_hook(_nothing)  # its product is a layer's own
         if on_kernels and plain and _is_gated(module):
-            quantized = set(map(id, sizes.quantized))
+            quantized = set(map(id, sizes.quantized)) if contender.slices else None
             module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
         if _is_lora(module):
             if on_kernels and plain:
@@ -112,10 +114,13 @@ def _lora_linear(layer: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _lora_feed_forward(
-    module: Any, dtype: torch.dtype, quantized: Collection[int], x: Tensor
+    module: Any,
+    dtype: torch.dtype,
+    quantized: Collection[int] | None,  # ids of layers, None where nothing runs in slices
+    x: Tensor,
 ) -> Tensor:
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if sliced_rows(x, down.base_layer.in_features, dtype) is not None:
+    if quantized is not None and sliced_rows(x, down.base_layer.in_features, dtype) is not None:
         bases = [each.base_layer for each in (gate, up, down)]
         copied = [b.weight for b in bases if id(b) in quantized or b.weight.dtype != dtype]
         adapters = [matrix for each in (gate, up, down) for matrix in _adapter(each)]

@@ -144,7 +144,7 @@ def longest_rows(
     config: Any, row: Row, contender: Contender, sizes: Sizes, reserve: int
 ) -> dict[int, int]:
     """Return the tokens of the longest sequences that fit each of CARDS, by its GiB."""
-    growth = Growth.of(config, row, contender)
+    growth = Growth.of(config, row, replace(contender, slices=False))
     if growth is None:
         return {}
     ranges = [(0, LONGEST, growth)]
@@ -172,9 +172,8 @@ def longest_at_once(config: Any, row: Row, contender: Contender) -> int | None:
     """Return the tokens of the longest sequences of which some feed-forward layer does not run in
     slices; None where none does of any length.
     """
-    if not (row.checkpointing and contender.head == "chunks" and contender.layers):
-        return None
-    if TOP_HOOKS is None:
+    runs_slices = contender.slices and contender.head == "chunks" and contender.layers
+    if not (runs_slices and row.checkpointing) or TOP_HOOKS is None:
         return None
     model, _ = build(config, row)
     downs = [getattr(each, "down_proj", None) for each in model.modules()]
@@ -223,10 +222,14 @@ class Growth:
         Args:
             shortest: the tokens of the shortest sequences; None for what any model can take.
         """
-        first = max(shortest or LEAST_PROBED, 2 * _window(config))
+        # a multiple: sizes that the allocator rounds up would be no polynomials
+        first = -(-(shortest or 1) // LEAST_PROBED) * LEAST_PROBED
+        first = max(first, 2 * _window(config))
         positions = most_positions(config)
-        if shortest is None and positions is not None and not _window(config):
-            first = min(first, max(1, positions // 4))  # a table of positions may end there
+        if positions is not None and 4 * first > positions and not _window(config):
+            model, _ = build(config, row)
+            if _has_table(model, positions):
+                first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
         traces = [trace_step(config, replace(row, length=each), contender)[0] for each in lengths]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:

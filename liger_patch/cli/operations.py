@@ -41,11 +41,12 @@ class GpuOperations(TorchFunctionMode):
 
     Args:
         autocast: the dtype of products, None without autocast.
+        slices: whether feed-forward layers run in slices where a row is long.
     """
 
-    def __init__(self, autocast: torch.dtype | None) -> None:
+    def __init__(self, autocast: torch.dtype | None, slices: bool = True) -> None:
         super().__init__()
-        self.autocast = autocast
+        self.autocast, self.slices = autocast, slices
         self._copies: dict[int, Tensor] = {}  # of trained weights, by id
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
@@ -74,7 +75,7 @@ class GpuOperations(TorchFunctionMode):
 
     def tokens_of_slice(self, x: Tensor, size: int) -> int | None:
         """Return what ``layers/checks`` does on a GPU."""
-        return sliced_rows(x, size, self.autocast or x.dtype)
+        return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
 
     def gated_mlp(
         self,

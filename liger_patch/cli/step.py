@@ -30,7 +30,7 @@ def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Size
     model, sizes = build(config, row)
     held = [*model.parameters(), *model.buffers()]
     quantized = [each.weight for each in sizes.quantized]
-    operations = GpuOperations(row.autocast)
+    operations = GpuOperations(row.autocast, contender.slices)
     memory = MemoryTrace(held, quantized)
     with torch.device("meta"):
         ids = torch.empty(row.batch, row.length, dtype=torch.long)

@@ -20,10 +20,14 @@ from transformers import (
 )
 
 from liger_patch.cli import estimate as estimates
+from liger_patch.cli import operations
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
 from liger_patch.cli.model import Row, build
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import MemoryTrace
+from liger_patch.kernels import sliced
+from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.layers.checks import TOP_HOOKS
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 3, 512
 ROW = Row(length=TOKENS, autocast=None, optimizer="none")
@@ -189,6 +193,95 @@ def test_growth_is_the_trace_at_any_length(
         assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
 
 
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The tokens of a slice; rows of at most 1024 tokens run at once."""
+    if TOP_HOOKS is None:
+        pytest.skip("torch 2.6 runs no slices")
+    token_bytes = 5 * 2 * SIZE
+    monkeypatch.setattr(sliced, "LONG_BYTES", 1024 * token_bytes)
+    for module in (sliced, operations):
+        monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)
+    return 256
+
+
+SETTINGS = {
+    "full": {},
+    "LoRA": {"lora_rank": 4, "autocast": torch.bfloat16},
+    "QLoRA": {"lora_rank": 4, "autocast": torch.bfloat16, "bits": 4},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.usefixtures("slices")
+def test_growth_in_slices_is_the_trace_at_any_length(
+    config: LlamaConfig, setting: dict[str, Any]
+) -> None:
+    row = replace(ROW, checkpointing=True, chunk_mib=1, **setting)
+    at_once = estimates.longest_at_once(config, row, OURS)
+    assert at_once == 1024
+    growth = estimates.Growth.of(config, row, OURS, at_once + 1)
+    assert growth is not None
+    for length in (1025, 8192, 40000):
+        trace, _ = trace_step(config, replace(row, length=length), OURS)
+        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+    longer = estimates.Growth.of(config, row, replace(OURS, slices=False))
+    assert longer is not None
+    assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * SIZE
+
+
+@pytest.mark.usefixtures("slices")
+def test_the_longest_row_in_slices_fits() -> None:
+    """And a batch has as many tokens in all."""
+    config = LlamaConfig(**TINY | {"hidden_size": 4 * HIDDEN, "intermediate_size": 16 * SIZE})
+    row, found = replace(ROW, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"]), []
+    _, sizes = build(config, row)
+    for batch, slices in ((1, False), (1, True), (4, True)):
+        of_batch, contender = replace(row, batch=batch), replace(OURS, slices=slices)
+        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16]
+        trace, _ = trace_step(config, replace(of_batch, length=longest), contender)
+        room = 16 * 2**30 - sizes.weights - 64 * 2**20 - 24 * batch * longest
+        assert trace.peak()[0] == pytest.approx(room, rel=0.01)
+        found.append(batch * longest)
+    at_once, in_slices, of_four = found
+    assert in_slices == pytest.approx(of_four, rel=0.01)
+    assert in_slices > 1.2 * at_once
+
+
+def test_slices_where_a_layer_is_computed_again_alone(config: LlamaConfig) -> None:
+    row = replace(ROW, lora_rank=4)
+    assert estimates.longest_at_once(config, row, OURS) is None
+    row = replace(row, checkpointing=True)
+    assert estimates.longest_at_once(config, row, OURS_HEAD) is None
+    assert estimates.longest_at_once(config, row, EAGER) is None
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_sliced_layers_take_what_the_real_ones_do(slices: int, trains: bool) -> None:
+    """A token more of the row takes x, y, dy and dx more, whatever a slice takes."""
+
+    def peak(tokens: int, is_real: bool) -> int:
+        options: Any = {"device": "meta", "dtype": torch.bfloat16}
+        x = torch.empty(tokens, HIDDEN, **options, requires_grad=True)
+        gate, up = (torch.empty(SIZE, HIDDEN, **options) for _ in range(2))
+        down = torch.empty(HIDDEN, SIZE, **options)
+        weights = [each.requires_grad_(trains) for each in (gate, up, down)]
+        memory = MemoryTrace([x, *weights])
+        with memory:
+            if is_real:
+                y = gated_mlp(x, *weights, slice_tokens=slices)
+            else:
+                y = operations.in_slices(x, down, torch.bfloat16, (), weights)
+            memory.start_backward()
+            y.backward(torch.empty_like(y))
+            memory.close_backward()
+        return memory.finish([]).peak()[0]
+
+    lengths = 64 * slices, 128 * slices
+    real, ours = ((peak(lengths[1], each) - peak(lengths[0], each)) for each in (True, False))
+    assert real == ours == 64 * slices * 3 * 2 * HIDDEN  # x is given
+
+
 def test_the_longest_row_fits_and_one_token_more_does_not(config: LlamaConfig) -> None:
     (eager, *_), reserve = estimates.estimate(config, ROW, 0), 0
     longest = eager.longest[16]
@@ -221,7 +314,6 @@ def test_other_layers_and_heads() -> None:
 
 
 def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) -> None:
-    from liger_patch.kernels.gated_mlp import gated_mlp
     from liger_patch.layers import mlp
 
     trace_step(config, ROW, OURS)
