@@ -103,14 +103,14 @@ def _steps(request: Request, setting: Setting) -> dict[str, dict]:
     config = AutoConfig.from_pretrained(request.folder)
     batch = Model(request.model, config, request.sequences, request.length).batch(request.device)
     model = CONTENDERS[request.contender](request, setting)
-    adapters = _fill_adapters(model)
+    adapters = fill_adapters(model)
     row: dict = {
         "attention": model.config._attn_implementation,
         "adapters": str(adapters[0].dtype).removeprefix("torch."),
         "trained": sum(p.numel() for p in adapters),
         "weights_mib": _allocated_mib(torch.cuda.memory_allocated),
     }
-    loss = partial(_loss, model)
+    loss = partial(autocast_loss, model)
     start = time.perf_counter()
     row |= first_step(loss, model, batch)
     row["first_step_s"] = time.perf_counter() - start
@@ -132,13 +132,13 @@ def _bound(
     return measured
 
 
-def _loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def autocast_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     with torch.autocast(batch["labels"].device.type, torch.bfloat16):
         return model(**batch, use_cache=False).loss
 
 
 @torch.no_grad()
-def _fill_adapters(model: torch.nn.Module) -> list[Tensor]:
+def fill_adapters(model: torch.nn.Module) -> list[Tensor]:
     """Give the adapters the same random values in every contender, and return them."""
     generator = torch.Generator().manual_seed(0)
     adapters = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -117,7 +117,7 @@ def run_case(
     model = case.model
     with tempfile.TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
-        saved = attempt(lambda: _save(model, folder, device))
+        saved = attempt(lambda: save(model, folder, device))
         release_memory()
         found: list[dict] = []
         for contender in contenders:
@@ -140,13 +140,30 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
     gets the reason.
     """
     print(f"{request.model}: {request.contender} ...", flush=True)
+    before = "import unsloth; " if request.contender == "Unsloth" else ""
+    rows, failure = run_process("lora_contenders", json.dumps(asdict(request)), before, limit)
+    missing = request.settings[len({row["model"] for row in rows}) :]
+    return rows + _failed(replace(request, settings=missing), failure)
+
+
+def run_process(
+    module: str, request: str, before: str, limit: float | None
+) -> tuple[list[dict], str]:
+    """Run ``main`` of a module of this folder in a new process, within ``limit`` seconds.
+
+    Args:
+        request: JSON, for the module.
+        before: statements that run in front of its import.
+
+    Returns:
+        the rows that it wrote, and why it wrote no others, if some are missing.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name)
         asked, results, errors = (place / each for each in ("request", "results", "errors"))
-        asked.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        before = "import unsloth; " if request.contender == "Unsloth" else ""
+        asked.write_text(request, encoding="utf-8")
         code = (
-            f"{before}from pathlib import Path; from benchmarks.lora_contenders import main; "
+            f"{before}from pathlib import Path; from benchmarks.{module} import main; "
             f"main(Path({str(asked)!r}), Path({str(results)!r}))"
         )
         done = None
@@ -167,8 +184,7 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
     failure = f"takes longer than {limit} s"
     if done is not None:
         failure = f"does not run: exit status {done.returncode}: {last}"
-    missing = request.settings[len({row["model"] for row in rows}) :]
-    return rows + _failed(replace(request, settings=missing), failure)
+    return rows, failure
 
 
 def judged(rows: list[dict]) -> list[dict]:
@@ -196,7 +212,7 @@ def _failed(request: Request, failure: str) -> list[dict]:
     ]
 
 
-def _save(model: Model, folder: str, device: str) -> None:
+def save(model: Model, folder: str, device: str) -> None:
     model.build(device).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 

@@ -22,6 +22,7 @@ MAX_RELATIVE_ERROR = 0.02  # by norm: bf16 rounding leaves about 0.003
 LOAD_MS = 40.0  # of matmuls: after 10 ms the clock is still higher than in a sustained run
 MOST_LOADS = 1000
 HOST_CALLS = 5  # for a median
+OUT_OF_MEMORY = "out of memory"  # the failure
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,7 @@ def release_memory() -> None:
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     message = str(error).strip().partition("\n")[0]
     if isinstance(error, Unsupported):
         return f"does not run: {message}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .convergence_report import judgement, losses
 from .drift_report import FACTOR, drifts, verdicts
+from .longest_report import attention_note, longest_cells
 from .lora_report import RATIO, first_steps, ratios
 
 RESULTS = Path(__file__).parent / "results"
@@ -286,6 +287,17 @@ def lora_summary(report: dict) -> str:
     return _document(report, _cells("LoRA step, ms / GiB", rows, _model), note)
 
 
+def longest_rows_table(report: dict) -> str:
+    rows = report["longest_rows"]
+    note = (
+        " (autocast): forward and backward of one row through the whole model with random weights, "
+        "gradient checkpointing, adapters of rank 16 in float32; one process a contender, memory "
+        f"limited by PyTorch's allocator, rows in steps of 8192 tokens, {{command}}. "
+        f"{attention_note(rows)}"
+    )
+    return _document(report, longest_cells(rows), note)
+
+
 def convergence_table(report: dict) -> str:
     tokens = report["settings"]["batch_size"] * report["settings"]["length"]
     has_adapters = any(" + " in row["model"] for row in report["convergence"])
@@ -335,6 +347,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "log_probs": log_probs_table,
     "sft_steps": sft_steps_table,
     "lora_steps": lora_steps_table,
+    "longest_rows": longest_rows_table,
     "distributed_steps": distributed_table,
     "distributed_heads": distributed_heads_table,
     "convergence": convergence_table,

@@ -151,7 +151,9 @@ def longest_rows(
     at_once = longest_at_once(config, row, contender)
     if at_once is not None:
         sliced = Growth.of(config, row, contender, at_once + 1)
-        if sliced is not None:  # first: a row in slices may fit where a shorter one at once does not
+        if (
+            sliced is not None
+        ):  # first: a row in slices may fit where a shorter one at once does not
             ranges = [(at_once, LONGEST, sliced), (0, at_once, growth)]
     found = {}
     for card in CARDS:

@@ -12,10 +12,10 @@ The backward pass computes again what it needs, once. So there are as many matri
 ordinary checkpointing, but where something behind the layer keeps its input (the norm that Gemma
 puts there): then y is computed once more.
 
-N: tokens, H: features of x, O: of y, n: tokens of a slice. Extra memory, in bytes in 16 bits: y, 2 N
-O, forward; dx, 2 N H, backward; in both what a slice takes, and the weights as products take them,
-where they are cast or quantised: once for all slices. Gradients of parameters are summed over the
-slices in float32, and rounded once.
+N: tokens, H: features of x, O: of y, n: tokens of a slice. Extra memory, in bytes in 16 bits:
+forward y, 2 N O; backward dx, 2 N H; in both what a slice takes, and the weights as products take
+them, where they are cast or quantised: once for all slices. Gradients of parameters are summed over
+the slices in float32, and rounded once.
 """
 
 import math
@@ -78,7 +78,7 @@ class Sums:
         total += gradient
 
     def finish(self) -> list[Tensor | None]:
-        """Return the gradients, each of its parameter's dtype; None of those that are not wanted."""
+        """Return the gradients, each of its parameter's dtype; None where one is not wanted."""
         found: list[Tensor | None] = []
         for i, parameter in enumerate(self._parameters):
             total, self._sums[i] = self._sums[i], None  # freed as the next one is rounded

@@ -53,6 +53,7 @@ def test_every_list_of_a_report_has_a_table(name: str):
     options = argparse.Namespace(rounds=1, case=None, part=None, no_compile=True)
     options.model = options.contender = options.compile = None
     options.layers = options.tokens = options.limit = options.gpus = None
+    options.gib = options.timed = options.whole_attention = None
     options.engine = options.steps = None
     options.device = "cuda"
     lists = import_module(f"benchmarks.{name}").BENCHMARK.cases(options)

@@ -105,7 +105,7 @@ def test_models_are_trained_as_the_setting_says(request_of: Callable[..., Reques
         assert model.is_gradient_checkpointing is setting.checkpointing
         in_4_bits = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
         assert len(in_4_bits) == (7 * SIZES["num_hidden_layers"] if setting.quantised else 0)
-        adapters = lora_contenders._fill_adapters(model)
+        adapters = lora_contenders.fill_adapters(model)
         assert len(adapters) == 2 * 7 * SIZES["num_hidden_layers"]
         assert all(p.abs().sum() > 0 for p in adapters)
 
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
     def full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(lora_step, "_save", full)
+    monkeypatch.setattr(lora_step, "save", full)
     found = run_case(Case(TINY, SETTINGS[:2]), ("eager", "Unsloth"), rounds=1, device="cpu")
     assert [row["failure"] for row in found] == ["does not run: OSError: disk full"] * 4
 

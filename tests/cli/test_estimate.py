@@ -232,7 +232,7 @@ def test_growth_in_slices_is_the_trace_at_any_length(
 
 @pytest.mark.usefixtures("slices")
 def test_the_longest_row_in_slices_fits() -> None:
-    """And a batch has as many tokens in all."""
+    """And longer batches too."""
     config = LlamaConfig(**TINY | {"hidden_size": 4 * HIDDEN, "intermediate_size": 16 * SIZE})
     row, found = replace(ROW, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"]), []
     _, sizes = build(config, row)
@@ -244,8 +244,7 @@ def test_the_longest_row_in_slices_fits() -> None:
         assert trace.peak()[0] == pytest.approx(room, rel=0.01)
         found.append(batch * longest)
     at_once, in_slices, of_four = found
-    assert in_slices == pytest.approx(of_four, rel=0.01)
-    assert in_slices > 1.2 * at_once
+    assert min(in_slices, of_four) > 1.2 * at_once
 
 
 def test_slices_where_a_layer_is_computed_again_alone(config: LlamaConfig) -> None:

@@ -1,7 +1,7 @@
 """A gated feed-forward layer with LoRA adapters, over slices of its tokens: it keeps x alone.
 
-The formulas are in ``mlp``; ``kernels/sliced`` runs the slices. Weights are cast or dequantised once
-in a pass: 6 H I bytes in 16 bits. What is dropped has a seed for each slice and projection.
+The formulas are in ``mlp``; ``kernels/sliced`` runs the slices. Weights are cast or dequantised
+once in a pass: 6 H I bytes in 16 bits. What is dropped has a seed for each slice and projection.
 
 H: hidden size, I: intermediate size, N: tokens, n: of a slice.
 """

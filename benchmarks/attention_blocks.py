@@ -1,0 +1,50 @@
+"""Let long rows attend within blocks of tokens, where whole attention would take minutes.
+
+Imports PyTorch alone: a process installs it before it imports libraries that keep a reference to
+PyTorch's attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 8192  # tokens
+
+
+def install(longest_whole: int, block: int = BLOCK) -> None:
+    """Replace ``scaled_dot_product_attention``: causal rows of more than ``longest_whole`` tokens,
+    a multiple of ``block``, attend within their blocks.
+
+    Blocks become sequences of a batch, by a view: what attention keeps and allocates for a row is
+    as much as before.
+    """
+    whole = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,  # (B, num_heads, T, D)
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        tokens = query.shape[-2]
+        is_long = tokens > longest_whole and tokens % block == 0
+        if not is_long or attn_mask is not None or not is_causal or key.shape[-2] != tokens:
+            return whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        parts = (_blocks(each, block) for each in (query, key, value))
+        y = whole(*parts, None, dropout_p, True, **options)
+        rows = y.transpose(1, 2).reshape(len(query), tokens, y.shape[1], y.shape[3])
+        return rows.transpose(1, 2)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Return (B, num_heads, T, D) as (B T / block, num_heads, block, D)."""
+    _, num_heads, _, features = x.shape
+    return x.transpose(1, 2).reshape(-1, block, num_heads, features).transpose(1, 2)

@@ -1,0 +1,52 @@
+"""Format the longest rows: a line for each memory, and one for each length that was timed."""
+
+from __future__ import annotations
+
+EAGER = "eager"
+
+
+def longest_cells(rows: list[dict]) -> list[list[str]]:
+    """Return lines of cells, a column a contender; the first line is the heading."""
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    cells = [["longest row, tokens; time per token, µs", *contenders]]
+    found = {(_line(row), row["contender"]): _cell(row, rows) for row in rows}
+    for line in dict.fromkeys(map(_line, rows)):
+        cells.append([line, *(found.get((line, each), "") for each in contenders)])
+    return cells
+
+
+def terminal_longest_table(rows: list[dict]) -> str:
+    """Format the rows of one model for the terminal."""
+    cells = longest_cells(rows)
+    widths = [max(len(line[i]) for line in cells) + 2 for i in range(len(cells[0]))]
+    return "\n".join(
+        "".join(f"{cell:{width}s}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def attention_note(rows: list[dict]) -> str:
+    """Say which rows attended to all tokens before."""
+    whole = max(row["whole_attention"] for row in rows)
+    return f"Rows of more than {whole:,} tokens attend within blocks of 8192."
+
+
+def _line(row: dict) -> str:
+    if "timed" in row:
+        return f"{row['model']}, {row['timed']:,} tokens"
+    return f"{row['model']}, {row['gib']:g} GiB"
+
+
+def _cell(row: dict, rows: list[dict]) -> str:
+    if "failure" in row:
+        return row["failure"]
+    if "timed" not in row:
+        ends = f" ({row['ends_with']})" if "ends_with" in row else ""  # not for want of memory
+        return f"{'>= ' if row.get('at_least') else ''}{row['tokens']:,}{ends}"
+    micros = 1000 * row["ms"] / row["timed"]
+    eager = next((e["ms"] for e in rows if e["contender"] == EAGER and _is_same(e, row)), None)
+    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "")
+
+
+def _is_same(eager: dict, row: dict) -> bool:
+    return "ms" in eager and eager["model"] == row["model"] and eager["timed"] == row["timed"]

@@ -1,0 +1,211 @@
+"""Measure the longest row that LoRA and QLoRA train in so much memory, beside peers.
+
+    python -m benchmarks longest_row                      all models and contenders: hours
+    python -m benchmarks longest_row --model QLoRA --contender Unsloth --gib 24 --limit 580
+
+Forward and backward of one row as in ``lora_step``: whole models, random weights, adapters of rank
+16 in float32 under autocast to bf16, gradient checkpointing, no optimizer. Each contender has a
+process of its own. Memory is limited by ``torch.cuda.set_per_process_memory_fraction``, so gaps of
+the allocator count; a limit of more than the GPU has is all of it. A doubling search and a
+bisection find the longest multiple of 8192 tokens. A search that the time limit ends has a lower
+bound, with ">=".
+
+Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
+attention would take minutes a step there. Attention allocates as much as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from .attention_blocks import BLOCK
+from .benchmark import Benchmark, Cases
+from .longest_report import terminal_longest_table
+from .lora_contenders import CONTENDERS, Setting
+from .lora_step import CHECKPOINTED, QWEN, run_process, save
+from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
+from .models import Model
+from .row_search import Search
+
+LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
+POSITIONS = 2**21
+MOST = 2**20 + 2**18  # tokens
+WHOLE = 65536  # tokens of a row that attends to all before
+TIMED = (16384, 65536, 262144)
+QWEN_CONFIG = copy.deepcopy(QWEN.config)
+QWEN_CONFIG.max_position_embeddings = POSITIONS
+# gaps of the allocator are part of the limit: no contender shall have more of them than need be
+ALLOCATOR = "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'; "
+MODELS = (
+    Model(
+        "Llama-3.1-8B",
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=POSITIONS,
+        ),
+        sequences=1,
+    ),
+    replace(QWEN, name="Qwen3-8B", config=QWEN_CONFIG, sequences=1),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is searched, and how long.
+
+    Attributes:
+        gib: of memory, ascending.
+        step: tokens; rows are multiples.
+        most: tokens of the longest row that is tried.
+        timed: lengths whose steps are timed with all memory.
+        whole: tokens of the longest row that attends to all before.
+        rounds: timed steps.
+        seconds: of each process; None for no limit.
+    """
+
+    gib: Sequence[float] = LIMITS
+    step: int = BLOCK
+    most: int = MOST
+    timed: Sequence[int] = TIMED
+    whole: int = WHOLE
+    rounds: int = 2
+    seconds: float | None = None
+
+
+def run_case(
+    model: Model,
+    setting: Setting,
+    contenders: Sequence[str],
+    limits: Limits,
+    *,
+    device: str = "cuda",
+) -> list[dict]:
+    """Save the model, let each contender search in a process of its own, and return its rows."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(Path(place) / "model")
+        saved = attempt(lambda: save(model, folder, device))
+        release_memory()
+        found: list[dict] = []
+        for contender in contenders:
+            search = Search(
+                contender,
+                model.name,
+                folder,
+                setting,
+                tuple(sorted(limits.gib)),
+                limits.step,
+                limits.most,
+                tuple(limits.timed),
+                limits.rounds,
+                device,
+            )
+            print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
+            steps, failure = [], ""
+            if isinstance(saved, Failure):
+                failure = saved.failure
+            else:
+                before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
+                before += f"attention_blocks.install({limits.whole}); "
+                before += "import unsloth; " if contender == "Unsloth" else ""
+                request = json.dumps(asdict(search))
+                steps, failure = run_process("row_search", request, before, limits.seconds)
+            found += summary(search, steps, failure, limits.whole)
+    return found
+
+
+def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:
+    """Yield a row for each limit and each timed length, of the steps that a process has made.
+
+    Args:
+        failure: why there are no more steps, if some are missing.
+        whole: tokens of the longest row that attends to all before.
+    """
+    name = {
+        "model": f"{search.model}, {search.setting.name}",
+        "contender": search.contender,
+        "whole_attention": whole,
+    }
+    for tokens in search.timed:
+        row = next((each for each in steps if each.get("timed") == tokens), {"failure": failure})
+        yield {
+            **name,
+            "timed": tokens,
+            **{k: v for k, v in row.items() if k not in (*name, "timed")},
+        }
+    known = 0
+    for gib in search.limits:
+        tried = {each["tokens"]: each.get("failure") for each in steps if each.get("gib") == gib}
+        if not tried and failure:
+            yield {**name, "gib": gib, "failure": failure}
+            continue
+        longest = max((tokens for tokens, why in tried.items() if why is None), default=known)
+        failed = {tokens: why for tokens, why in tried.items() if why is not None}
+        is_most = longest >= search.most - search.most % search.step
+        is_found = is_most or min(failed, default=search.most) - longest <= search.step
+        known, row = longest, {**name, "gib": gib, "tokens": longest}
+        if not is_found:
+            row["at_least"] = True
+        elif failed and failed[min(failed)] != OUT_OF_MEMORY:
+            row["ends_with"] = failed[min(failed)]
+        yield row
+
+
+def cases(options: argparse.Namespace) -> Cases:
+    """Return the models and settings whose name contains one of --model."""
+    names = [each for each in CONTENDERS if each in (options.contender or CONTENDERS)]
+    limits = Limits(
+        gib=options.gib or LIMITS,
+        timed=options.timed or TIMED,
+        whole=options.whole_attention or WHOLE,
+        rounds=options.rounds,
+        seconds=options.limit,
+    )
+    chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
+    return {
+        "longest_rows": [
+            partial(run_case, model, setting, names, limits)
+            for model, setting in chosen
+            if any(part in f"{model.name}, {setting.name}" for part in options.model or [""])
+        ]
+    }
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", action="append", help="only the rows whose name contains this, or another"
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        choices=CONTENDERS,
+        help="only the contender of this name, or another",
+    )
+    parser.add_argument("--gib", type=float, action="append", help="of memory, or another")
+    parser.add_argument("--timed", type=int, action="append", help="tokens of a timed row")
+    parser.add_argument(
+        "--whole-attention", type=int, help="tokens of the longest row that attends to all before"
+    )
+    parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
+
+
+BENCHMARK = Benchmark(
+    packages=("transformers", "peft", "bitsandbytes", "liger-kernel", "unsloth", "unsloth_zoo"),
+    cases=cases,
+    table=terminal_longest_table,
+    rounds=2,
+    add_options=_add_options,
+)

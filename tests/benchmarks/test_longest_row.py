@@ -1,0 +1,240 @@
+"""The benchmark of the longest rows: its search, its contenders, and what it says of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import attention_blocks, longest_row, lora_contenders, row_search
+from benchmarks.__main__ import main
+from benchmarks.longest_report import longest_cells, terminal_longest_table
+from benchmarks.longest_row import MODELS, Limits, run_case, summary
+from benchmarks.lora_contenders import Setting
+from benchmarks.lora_step import CHECKPOINTED
+from benchmarks.measure import Failure
+from benchmarks.models import Model
+from benchmarks.report import longest_rows_table
+from benchmarks.row_search import Search, candidates, rows
+from benchmarks.sft_step import tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TINY = Model("tiny", LlamaConfig(**SIZES, **HEADS), sequences=1)
+LORA, QLORA = CHECKPOINTED
+SEARCH = Search("eager", "tiny", "", LORA, (1.0, 2.0), 8, 96, (16,), 1, "cpu")
+
+
+@pytest.fixture
+def search_of(tmp_path: Path) -> Callable[..., Search]:
+    """Save the tiny model, and return what asks for it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(TINY.config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return lambda contender: replace(SEARCH, contender=contender, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("known", "longest"), [(known, n) for known in (0, 16) for n in range(known, 137, 8)]
+)
+def test_the_search_finds_the_longest_row(longest: int, known: int):
+    tried: dict[int, bool] = {}
+
+    def fits(tokens: int) -> bool:
+        assert tokens not in tried
+        assert tokens % 8 == 0 < tokens <= 104
+        tried[tokens] = tokens <= longest
+        return tried[tokens]
+
+    assert list(candidates(fits, known, 104, 8)) == list(tried)
+    assert max([known, *(n for n, fit in tried.items() if fit)]) == min(longest, 104)
+    assert len(tried) <= 9
+
+
+def test_models_have_the_sizes_of_their_names():
+    for model, billions in zip(MODELS, (8.03, 8.19), strict=True):
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+        assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+        assert model.config.max_position_embeddings >= longest_row.MOST
+
+
+@pytest.mark.parametrize("contender", ["eager", "liger_patch"])
+def test_a_contender_searches_up_to_the_most(search_of: Callable[..., Search], contender: str):
+    """On the CPU every row fits."""
+    found = list(rows(search_of(contender)))
+    assert found[0]["timed"] == 16
+    assert found[0]["ms"] > 0
+    steps = found[1:]
+    assert {row["gib"] for row in steps} == {1.0}  # and with more memory nothing is left to try
+    assert [row["tokens"] for row in steps] == [8, 16, 32, 64, 80, 88, 96]
+    assert not any("failure" in row for row in steps)
+
+
+def test_a_row_that_does_not_fit_is_followed_by_shorter_ones(
+    search_of: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+):
+    allowed = {1.0: 40, 2.0: 64}
+    limit: list[float | None] = [None]
+    step = row_search.run_step
+
+    def run_step(loss: object, model: torch.nn.Module, batch: dict) -> None:
+        if limit[0] is not None and batch["labels"].numel() > allowed[limit[0]]:
+            raise torch.OutOfMemoryError
+        step(loss, model, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(row_search, "run_step", run_step)
+    monkeypatch.setattr(row_search, "limit_memory", lambda gib, device: limit.__setitem__(0, gib))
+    search = search_of("liger_patch")
+    found = list(rows(search))
+    fit, failed = None, "out of memory"
+    assert [(row["tokens"], row.get("failure")) for row in found if row.get("gib") == 1.0] == [
+        (8, fit),
+        (16, fit),
+        (32, fit),
+        (64, failed),
+        (48, failed),
+        (40, fit),
+    ]
+    _, small, large = summary(search, found, "", 8)
+    assert (small["tokens"], large["tokens"]) == (40, 64)
+    assert not {"at_least", "failure", "ends_with"} & {*small, *large}
+    named = {"gib": 1.0, "tokens": 48, "failure": "does not run: RuntimeError: host memory"}
+    steps = [row for row in found if row.get("tokens") != 48]
+    (_, stopped, _) = summary(search, [*steps, named], "", 8)
+    assert (stopped["tokens"], stopped["ends_with"]) == (40, named["failure"])
+
+
+def test_a_search_that_ends_early_has_a_lower_bound():
+    named = {"model": "tiny, LoRA + checkpointing", "contender": "eager"}
+    steps = [
+        {**named, "timed": 16, "ms": 2.0, "peak_mib": 1.0},
+        {**named, "gib": 1.0, "tokens": 8},
+        {**named, "gib": 1.0, "tokens": 16},
+        {**named, "gib": 1.0, "tokens": 32, "failure": "out of memory"},
+    ]
+    timed, cut, lost = summary(SEARCH, steps, "takes longer than 1 s", 8)
+    assert timed["ms"] == 2.0
+    assert (cut["tokens"], cut["at_least"]) == (16, True)
+    assert lost["failure"] == "takes longer than 1 s"
+    nothing = list(summary(SEARCH, [], "does not run", 8))
+    assert [row["failure"] for row in nothing] == ["does not run"] * 3
+
+
+@pytest.mark.slow
+def test_each_contender_has_a_process(capfd):
+    limits = Limits(gib=(1.0,), step=16, most=32, timed=(16,), whole=16, rounds=1, seconds=300.0)
+    found = run_case(TINY, LORA, ("eager", "liger_patch"), limits, device="cpu")
+    assert [row["contender"] for row in found] == ["eager"] * 2 + ["liger_patch"] * 2
+    assert [row["tokens"] for row in found if "gib" in row] == [32, 32]
+    assert all(row["ms"] > 0 for row in found if "timed" in row)
+    assert "tiny, LoRA + checkpointing: liger_patch ..." in capfd.readouterr().out
+
+
+def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.MonkeyPatch):
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(longest_row, "save", full)
+    found = run_case(TINY, LORA, ("eager", "Unsloth"), Limits(), device="cpu")
+    assert {row["failure"] for row in found} == {"does not run: OSError: disk full"}
+
+
+@pytest.fixture
+def whole_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    whole = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", whole)
+    return whole
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_long_rows_attend_within_blocks(whole_attention: Callable[..., torch.Tensor], batch: int):
+    attention_blocks.install(8, block=4)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    q = torch.randn(batch, 4, 12, 6)
+    k, v = torch.randn(2, batch, 2, 12, 6)
+    how = {"is_causal": True, "enable_gqa": True}
+    blocks = [
+        whole_attention(*(each[:, :, i : i + 4] for each in (q, k, v)), **how)
+        for i in range(0, 12, 4)
+    ]
+    torch.testing.assert_close(attention(q, k, v, **how), torch.cat(blocks, 2))
+    short = [each[:, :, :8] for each in (q, k, v)]
+    assert torch.equal(attention(*short, **how), whole_attention(*short, **how))
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    others = {"attn_mask": mask, "enable_gqa": True}
+    assert torch.equal(attention(q, k, v, **others), whole_attention(q, k, v, **others))
+
+
+def test_a_limit_is_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    shares: list[float] = []
+    total = argparse.Namespace(total_memory=100 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    for gib in (24.0, 139.0, None):
+        row_search.limit_memory(gib, "cuda")
+    row_search.limit_memory(24.0, "cpu")
+    assert shares == [0.24, 1.0, 1.0]
+
+
+def made_up() -> list[dict]:
+    name = {"model": "tiny, QLoRA", "whole_attention": 65536}
+    eager, ours = ({**name, "contender": each} for each in ("eager", "liger_patch"))
+    return [
+        {**eager, "timed": 1000, "ms": 4.0},
+        {**eager, "gib": 24.0, "tokens": 8192},
+        {**eager, "gib": 48.0, "failure": "does not run"},
+        {**ours, "timed": 1000, "ms": 3.0},
+        {**ours, "gib": 24.0, "tokens": 122880, "at_least": True},
+        {**ours, "gib": 48.0, "tokens": 163840, "ends_with": "RuntimeError: host memory"},
+    ]
+
+
+def test_tables_have_a_line_for_each_memory_and_length():
+    head, timed, small, large = longest_cells(made_up())
+    assert head[1:] == ["eager", "liger_patch"]
+    assert timed == ["tiny, QLoRA, 1,000 tokens", "4.0 (1.00 of eager)", "3.0 (0.75 of eager)"]
+    assert small == ["tiny, QLoRA, 24 GiB", "8,192", ">= 122,880"]
+    assert large == ["tiny, QLoRA, 48 GiB", "does not run", "163,840 (RuntimeError: host memory)"]
+    assert "0.75 of eager" in terminal_longest_table(made_up())
+    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
+    note = longest_rows_table(report | {"longest_rows": made_up()}).splitlines()[-1]
+    assert note.endswith("Rows of more than 65,536 tokens attend within blocks of 8192.")
+
+
+def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    measured = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def measure(model: Model, setting: Setting, contenders: list[str], limits: Limits):
+        measured.append((model.name, setting.name, contenders, limits))
+        return made_up()
+
+    monkeypatch.setattr(longest_row, "run_case", measure)
+    options = ["--model", "Llama-3.1-8B, QLoRA", "--contender", "liger_patch", "--gib", "24"]
+    options += ["--limit", "9", "--timed", "64", "--whole-attention", "32", "--rounds", "1"]
+    assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
+    limits = Limits(gib=[24.0], timed=[64], whole=32, rounds=1, seconds=9.0)
+    assert measured == [("Llama-3.1-8B", QLORA.name, ["liger_patch"], limits)]
+
+
+def test_failures_of_the_search_are_no_memory_errors(
+    search_of: Callable[..., Search], monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def failing(*_):
+        raise ValueError("no such model")
+
+    monkeypatch.setitem(lora_contenders.CONTENDERS, "eager", failing)
+    with pytest.raises(ValueError, match="no such model"):
+        list(rows(search_of("eager")))
+    assert "Traceback" in capsys.readouterr().err
+    assert isinstance(row_search.attempt(lambda: failing()), Failure)
