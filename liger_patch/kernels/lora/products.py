@@ -19,7 +19,7 @@ MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
 
 
 def thin_products(
-    x: Tensor, parts: Sequence[LoraProjection], seeds: Sequence[int] | None = None
+    x: Tensor, parts: Sequence[LoraProjection], seeds: Sequence[int | None] | None = None
 ) -> tuple[Tensor, list[Kept]]:
     """Return s (N, sum of R) of x (N, H), and which features each projection keeps: as seeds say,
     or as new ones do.
