@@ -10,6 +10,8 @@ import pytest
 import torch
 from gloo_group import run
 
+from liger_patch.layers import checks
+
 fully_shard = pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="fully_shard of torch 2.6 needs an accelerator"
 )
@@ -176,3 +178,18 @@ def test_qlora_on_gpus(tmp_path: Path) -> None:
     engines = "ddp", "accelerate_fsdp2", "zero3"
     cases = [f"{engine} --quantized --layers --alone" for engine in engines]
     steps(tmp_path, *cases, device="cuda")
+
+
+@pytest.mark.parametrize("engines", [("ddp", "ddp_static"), ("fsdp1",)], ids=" ".join)
+def test_feed_forward_layers_in_slices(engines: tuple[str, ...], tmp_path: Path) -> None:
+    """Under checkpoints of both kinds, with and without adapters."""
+    pytest.importorskip("peft")
+    if checks.TOP_HOOKS is None:
+        pytest.skip("torch 2.6 does not tell its hooks")
+    run("sliced_step.py", str(tmp_path / "group"), *engines)
+
+
+@fully_shard
+def test_feed_forward_layers_in_slices_under_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run("sliced_step.py", str(tmp_path / "group"), "fsdp2")
