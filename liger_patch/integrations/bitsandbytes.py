@@ -155,6 +155,11 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(module, (Linear4bit, Linear8bitLt))
 
 
+def is_4bit(module: nn.Module) -> bool:
+    """Return whether it is one in 4 bits: its product rounds no activation."""
+    return isinstance(module, Linear4bit)
+
+
 def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
     """Return the weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 

@@ -34,6 +34,7 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
+from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.head.logits import product_
 from liger_patch.kernels.sliced import Sums, check_slice_tokens, run_sliced, slices_of
 
@@ -108,11 +109,23 @@ class _Slices:
 
     name = "gated_mlp"
 
-    def __init__(self, activation: str, dtype: torch.dtype, out_features: int) -> None:
+    def __init__(
+        self,
+        activation: str,
+        dtype: torch.dtype,
+        out_features: int,
+        quantized: Sequence[QuantizedWeight | None],
+    ) -> None:
         self.activation, self.dtype, self.out_features = activation, dtype, out_features
+        self._quantized = quantized
 
     def prepare(self, parameters: Sequence[Tensor | None]) -> Any:
-        return [None if each is None else each.to(self.dtype) for each in parameters]
+        weights: list[Tensor | None] = []
+        for dense, quantized in zip(parameters, self._quantized, strict=True):
+            if quantized is not None:
+                dense = quantized.rows(0, quantized.shape[0])
+            weights.append(None if dense is None else dense.to(self.dtype))
+        return weights
 
     def forward(self, shared: Any, x: Tensor, i: int) -> Tensor:
         *weights, down_weight = shared
@@ -147,9 +160,9 @@ class _Slices:
 
 def gated_mlp(
     x: Tensor,  # (..., H)
-    gate_weight: Tensor,  # (I, H), or (2 I, H)
-    up_weight: Tensor | None,  # (I, H)
-    down_weight: Tensor,  # (O, I)
+    gate_weight: Tensor | QuantizedWeight,  # (I, H), or (2 I, H)
+    up_weight: Tensor | QuantizedWeight | None,  # (I, H)
+    down_weight: Tensor | QuantizedWeight,  # (O, I)
     *,
     activation: str = "silu",
     slice_tokens: int | None = None,
@@ -167,7 +180,7 @@ def gated_mlp(
         activation: "silu", "gelu_tanh" or "gelu".
         slice_tokens: saves ``x`` alone, and runs over slices of so many tokens, forward and
             backward, which computes the first two products again: for gradient checkpointing,
-            which then does not. None: all at once.
+            which then does not. Then weights may be quantised. None: all at once.
 
     Returns:
         (..., O), of the dtype of ``x``, or autocast's.
@@ -178,7 +191,7 @@ def gated_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if gate_weight.dim() != 2:
+    if len(gate_weight.shape) != 2:
         raise ValueError(f"gate_weight must be (I, H), got {tuple(gate_weight.shape)}")
     size, hidden_size = gate_weight.shape
     if x.dim() == 0 or x.shape[-1] != hidden_size or not x.is_floating_point():
@@ -192,7 +205,7 @@ def gated_mlp(
         expected, given = (size, hidden_size), tuple(up_weight.shape)
         raise ValueError(f"up_weight must have shape {expected}, got {given}")
     size = size // 2 if up_weight is None else size
-    if down_weight.dim() != 2 or down_weight.shape[1] != size:
+    if len(down_weight.shape) != 2 or down_weight.shape[1] != size:
         raise ValueError(f"down_weight must be (O, {size}), got {tuple(down_weight.shape)}")
     check_slice_tokens(slice_tokens)
     dtype = _product_dtype(x)
@@ -202,15 +215,22 @@ def gated_mlp(
             raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
         if weight is not None and _product_dtype(weight) != dtype:
             raise ValueError(f"{name} must be {dtype} as x is, got {weight.dtype}")
+    dense = [each if isinstance(each, Tensor) else None for each in weights.values()]
     if slice_tokens is not None:
-        layer = _Slices(activation, dtype, len(down_weight))
-        return run_sliced(layer, x, list(weights.values()), slices_of(x, slice_tokens))
-    cast = [None if each is None else each.to(dtype) for each in weights.values()]
+        quantized = [None if isinstance(each, Tensor) else each for each in weights.values()]
+        layer = _Slices(activation, dtype, down_weight.shape[0], quantized)
+        return run_sliced(layer, x, dense, slices_of(x, slice_tokens))
+    for name, weight in weights.items():
+        if weight is not None and not isinstance(weight, Tensor):
+            raise ValueError(f"{name} must be a tensor without slice_tokens, got a quantised one")
+    cast = [None if each is None else each.to(dtype) for each in dense]
     return _GatedMlp.apply(x.to(dtype), *cast, activation)
 
 
-def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a product of the tensor would run now."""
+def _product_dtype(tensor: Tensor | QuantizedWeight) -> torch.dtype:
+    """Return the dtype in which a product of the weight, or of x, would run now."""
+    if not isinstance(tensor, Tensor):
+        return tensor.dtype
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or tensor.dtype == torch.float64:  # which autocast does not cast
         return tensor.dtype

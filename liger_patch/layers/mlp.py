@@ -7,6 +7,7 @@ another version of Transformers may compute something else under the same names.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers.checks import (
@@ -142,10 +144,19 @@ def gated_layer(original: Any) -> type[nn.Module]:
                 if y is not None:
                     return y
             tokens = tokens_of_slice(x, getattr(getattr(self, own.down), "in_features", 0))
-            if tokens is not None or _keeps_tensors():
+            if tokens is not None:
+                weights = _plain_weights(self, projections, x)
+                if weights is not None:
+                    y = gated_mlp(x, *weights, activation=kind, slice_tokens=tokens)
+                    is_quantized = any(
+                        not isinstance(each, Tensor) for each in weights if each is not None
+                    )
+                    # bitsandbytes casts what a product gives to the dtype of its input
+                    return y.to(torch.promote_types(x.dtype, y.dtype)) if is_quantized else y
+            elif _keeps_tensors():
                 weights = _plain_weights(self, projections)
                 if weights is not None:
-                    return gated_mlp(x, *weights, activation=kind, slice_tokens=tokens)
+                    return gated_mlp(x, *weights, activation=kind)
         gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)
@@ -172,10 +183,18 @@ def _keeps_tensors() -> bool:
 
 
 def _plain_weights(
-    layer: Any, projections: tuple[str, ...]
-) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """Return the weights of gate, up and down if the layer only multiplies by them, else None."""
-    weights = [_plain_weight(getattr(layer, name)) for name in projections]
+    layer: Any, projections: tuple[str, ...], x: Tensor | None = None
+) -> tuple[Any, Any, Any] | None:
+    """Return the weights of gate, up and down if the layer only multiplies by them, else None.
+
+    Args:
+        x: an input for which weights in 4 bits will do; None where none will.
+    """
+    modules = [getattr(layer, name) for name in projections]
+    weights = [_plain_weight(module) for module in modules]
+    if x is not None:
+        pairs = zip(modules, weights, strict=True)
+        weights = [_weight_4bit(module, x) if w is None else w for module, w in pairs]
     if any(weight is None for weight in weights):
         return None
     gate, *up, down = weights
@@ -189,3 +208,20 @@ def _plain_weight(module: nn.Module) -> Any:
     weight = module.weight
     is_plain = type(weight) in (nn.Parameter, Tensor) and module.bias is None
     return weight if is_plain and not has_hooks(module) else None
+
+
+def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
+    """Return the weight of a layer of bitsandbytes in 4 bits whose product with x is one of x and
+    the dequantised weight, else None.
+    """
+    if "bitsandbytes" not in sys.modules or has_hooks(module):
+        return None
+    from liger_patch.integrations import bitsandbytes
+
+    if not bitsandbytes.is_4bit(module) or getattr(module, "bias", None) is not None:
+        return None
+    dtype = x.dtype
+    if dtype != torch.float64:
+        dtype = autocast_dtype(x.device.type) or dtype
+    weight = bitsandbytes.quantized_weight(module, dtype)
+    return weight if weight is not None and weight.dtype == dtype else None

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.kernels import sliced
 from liger_patch.kernels.head import logits as head_logits
+from liger_patch.layers import checks
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -190,6 +192,42 @@ def test_generation_dequantises_no_weight(
             model(input_ids=ids[:, :16])
             groups, by_peft = calls.taken(model)
     assert (groups, len(by_peft)) == ([], 2 * len(ALL))
+
+
+@pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ALL], ids=["q and v", "all"])
+def test_feed_forward_layers_of_a_4_bit_model_in_slices(
+    checkpoint: Checkpoint,
+    targets: Sequence[str],
+    use_reentrant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With adapters, and without."""
+    batch, runs = tiny_batch(checkpoint.model, length=33), []
+    monkeypatch.setattr(sliced, "LONG_BYTES", 0)
+    monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
+    forward = sliced._Run.forward
+
+    def counted(ctx: Any, *arguments: Any) -> Any:
+        runs.append(len(arguments[3]))
+        return forward(ctx, *arguments)
+
+    monkeypatch.setattr(sliced._Run, "forward", staticmethod(counted))
+
+    def make() -> nn.Module:
+        model = peft.prepare_model_for_kbit_training(
+            load(checkpoint), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
+        return with_lora(model, targets)
+
+    eager_model, model = make(), apply_patch(make())
+    eager, ours = (results(each, batch, autocast=True) for each in (eager_model, model))
+    again = use_reentrant or checkpoint.model.config.model_type == "gemma2"  # a norm keeps y
+    assert runs == [4] * (4 if again else 2)
+    truth = results(dequantised(eager_model), batch)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -16,6 +16,7 @@ from lora_checks import (
     ADAPTERS,
     EVERYTHING,
     WAYS,
+    Quantised,
     check,
     eager_mlp,
     projection,
@@ -186,6 +187,29 @@ def test_quantised_bases_are_dequantised_once_in_a_pass(
     )
     results(sliced_lora(3), x, parts, **how)
     assert len(count) == 3 + 3
+
+
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("which", ["gate", "up", "down", "all"])
+def test_gated_mlp_of_quantised_weights(
+    which: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = made(SHAPES["batch"], device, dtype)
+    names = ("gate", "up", "down") if which == "all" else (which,)
+    held = {name: Quantised(inputs.pop(name)) for name in names}
+
+    def ours(x: Tensor, **weights: Any) -> Tensor:
+        given = held | weights
+        return sliced(4)(x, given["gate"], given["up"], given["down"])
+
+    def plain(x: Tensor, **weights: Any) -> Tensor:
+        dense = {name: each.rows(0, each.shape[0]).to(x.dtype) for name, each in held.items()}
+        return eager("silu")(x, **dense | weights)
+
+    check_plain(ours, plain, inputs)
+    given = held | inputs
+    with pytest.raises(ValueError, match="must be a tensor without slice_tokens, got a quantised"):
+        gated_mlp(given["x"], given["gate"], given["up"], given["down"])
 
 
 def test_x_alone_is_kept(device: torch.device) -> None:
