@@ -14,6 +14,7 @@ from liger_patch.cli.model import Row, Sizes
 from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
+from liger_patch.layers.checks import source_of
 from liger_patch.layers.replace import replace_layers
 from liger_patch.registry import find
 
@@ -31,7 +32,7 @@ class Contender:
         head: "logits", "liger" or "chunks": of whose loss.
         layers: those on kernels, of KERNELS and "lora".
         keeps_activation: whether feed-forward layers keep what their last product multiplies.
-        slices: whether those on kernels run in slices where a row is long.
+        slices: whether those on kernels run in slices where a row is long, and keep no norms.
     """
 
     name: str
@@ -85,7 +86,7 @@ def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None
             module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
         if _is_lora(module):
             if on_kernels and plain:
-                module.forward = functools.partial(_lora_linear, module, dtype)
+                module.forward = functools.partial(_lora_linear, module, dtype, contender.slices)
             elif module.base_layer in sizes.quantized:
                 module.forward = functools.partial(_lora_in_4_bits, module, row)
 
@@ -109,8 +110,10 @@ def _adapter(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
-def _lora_linear(layer: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
-    return LoraLinear.apply(x, layer.base_layer.weight, *_adapter(layer), dtype)
+def _lora_linear(layer: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
+    source = source_of(x)
+    kept = source.x if slices and source is not None else None
+    return LoraLinear.apply(x, layer.base_layer.weight, *_adapter(layer), dtype, kept)
 
 
 def _lora_feed_forward(

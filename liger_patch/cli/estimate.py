@@ -16,7 +16,7 @@ from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.sliced import longest_at_once as longest_tokens_at_once
-from liger_patch.layers.checks import TOP_HOOKS
+from liger_patch.layers.checks import LONG_INPUT_BYTES, TOP_HOOKS
 from liger_patch.registry import row_of
 
 GIB = 2**30
@@ -172,18 +172,20 @@ def longest_rows(
 
 def longest_at_once(config: Any, row: Row, contender: Contender) -> int | None:
     """Return the tokens of the longest sequences of which some feed-forward layer does not run in
-    slices; None where none does of any length.
+    slices, or some norm is kept; None where rows of any length are alike.
     """
     runs_slices = contender.slices and contender.head == "chunks" and contender.layers
     if not (runs_slices and row.checkpointing) or TOP_HOOKS is None:
         return None
     model, _ = build(config, row)
-    downs = [getattr(each, "down_proj", None) for each in model.modules()]
-    sizes = [getattr(getattr(each, "base_layer", each), "in_features", 0) for each in downs]
-    sizes = [each for each in sizes if each]
-    if not sizes or _has_table(model, most_positions(config)):
+    downs: list[Any] = [getattr(each, "down_proj", None) for each in model.modules()]
+    shapes = [tuple(each.weight.shape) for each in downs if hasattr(each, "weight")]
+    if not shapes or _has_table(model, most_positions(config)):
         return None
-    return longest_tokens_at_once(min(sizes), (row.autocast or row.dtype).itemsize) // row.batch
+    hidden_size, size = (min(each) for each in zip(*shapes, strict=True))
+    at_once = longest_tokens_at_once(size, (row.autocast or row.dtype).itemsize)
+    keeps_norms = LONG_INPUT_BYTES // (hidden_size * row.dtype.itemsize)
+    return max(at_once, keeps_norms) // row.batch
 
 
 def _has_table(model: nn.Module, positions: int | None) -> bool:

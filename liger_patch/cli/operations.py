@@ -162,20 +162,29 @@ class LoraLinear(torch.autograd.Function):
     """Our linear layer with an adapter: it keeps x and the thin product."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        dtype: torch.dtype,
+        source: Tensor | None,  # what x is the norm of, and can be computed of again
+    ):
         rows = x.to(dtype)
         s = rows.new_empty(*rows.shape[:-1], len(a))
-        ctx.save_for_backward(rows, s, weight, a, b)
-        ctx.dtype = x.dtype
+        ctx.save_for_backward(rows if source is None else source, s, weight, a, b)
+        ctx.dtype, ctx.rows = x.dtype, None if source is None else (rows.shape, dtype)
         return functional.linear(rows, weight.to(dtype))
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         _, s, weight, a, b = ctx.saved_tensors
+        rows = None if ctx.rows is None else s.new_empty(ctx.rows[0], dtype=ctx.rows[1])
         ds = torch.empty_like(s)
         dx = torch.matmul(dy, weight.to(dy.dtype)).to(ctx.dtype)
-        del ds
-        return dx, None, torch.empty_like(a), torch.empty_like(b), None
+        del ds, rows
+        return dx, None, torch.empty_like(a), torch.empty_like(b), None, None
 
 
 class LoraGate(torch.autograd.Function):

@@ -12,6 +12,7 @@ which its maker mostly holds too) and 4.
 """
 
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +89,26 @@ def _rms_norm_backward(
         mean = (wide * normed).mean(-1, keepdim=True)
         dx.copy_((wide - normed * mean) * rstd)
     return dx, dweight
+
+
+class NormInputs(NamedTuple):
+    """What a norm is computed of, for a layer behind it that keeps this in the norm's place.
+
+    Attributes:
+        x: (..., H).
+        weight: (H,), or None.
+        eps, offset, dtype: as ``rms_norm`` takes them.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    eps: float
+    offset: float
+    dtype: torch.dtype
+
+    def norm(self) -> Tensor:
+        """Return the norm (..., H) again, the same bits, and record nothing."""
+        return _rms_norm(self.x, self.weight, self.eps, self.offset, self.dtype)[0]
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -17,9 +17,11 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_patch.kernels.backend import autocast_dtype, is_traced
+from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.sliced import slice_tokens
 
 PRODUCT = nn.Linear.forward, nn.functional.linear  # as torch defines them: others replace them
+LONG_INPUT_BYTES = 128 * 2**20  # of x: 16k tokens of 4096 features in 16 bits
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -92,6 +94,30 @@ def tokens_of_slice(x: Tensor, size: int) -> int | None:
     if tokens is None or torch._C._is_tracing() or is_traced() or not is_checkpointed():
         return None
     return tokens
+
+
+def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
+    """Note on a norm's result what it is the norm of, where it is long, and the layer that runs is
+    computed again: a layer behind the norm need not keep both.
+
+    Args:
+        how: eps, offset and dtype of the norm.
+    """
+    if torch.compiler.is_compiling() or y.nbytes <= LONG_INPUT_BYTES or is_traced():
+        return
+    if torch.is_grad_enabled() and is_checkpointed():
+        noted: Any = y
+        source = NormInputs(x.detach(), weight, *how)
+        noted._liger_patch_source = source, x._version, y._version
+
+
+def source_of(x: Tensor) -> NormInputs | None:
+    """Return what ``note_source`` has noted, None where x or its source has changed since."""
+    noted = getattr(x, "_liger_patch_source", None)
+    if noted is None:
+        return None
+    source, *versions = noted
+    return source if [source.x._version, x._version] == versions else None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -23,7 +23,13 @@ from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection, rows_of
-from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code, tokens_of_slice
+from liger_patch.layers.checks import (
+    PRODUCT,
+    has_hooks,
+    needs_own_code,
+    source_of,
+    tokens_of_slice,
+)
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
@@ -84,7 +90,7 @@ def lora_linear(original: Any) -> type[nn.Module]:
                 return result
             plain = _plain_for(self, x)
             if not isinstance(plain, str):
-                (y,) = lora_linears(x, (plain.projection,))
+                (y,) = lora_linears(x, (plain.projection,), source=source_of(x))
                 return y.to(plain.dtype)
         return original.forward(self, x, *args, **kwargs)
 
@@ -161,7 +167,7 @@ class Siblings:
         projections = [each.projection for each in plain if isinstance(each, Plain)]
         if len(projections) < len(plain):
             return None
-        ys = lora_linears(x, projections)
+        ys = lora_linears(x, projections, source=source_of(x))
         for each, y, how in zip(self._members, ys, plain, strict=True):
             assert isinstance(how, Plain)
             self._results[each] = y.to(how.dtype)

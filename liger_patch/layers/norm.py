@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.rms_norm import rms_norm
-from liger_patch.layers.checks import is_transformers, needs_own_code
+from liger_patch.layers.checks import is_transformers, needs_own_code, note_source
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
@@ -150,6 +150,8 @@ def norm(original: Any) -> type[nn.Module]:
         if weight is not None and promotes:
             is_narrow = narrows and weight.dtype in (torch.float16, torch.bfloat16)
             dtype = weight.dtype if is_narrow else torch.promote_types(dtype, weight.dtype)
-        return rms_norm(x, weight, getattr(self, eps), offset=offset, dtype=dtype)
+        y = rms_norm(x, weight, getattr(self, eps), offset=offset, dtype=dtype)
+        note_source(y, x, weight, getattr(self, eps), offset, dtype)
+        return y
 
     return derived_class(original, norm, forward=forward, _liger_patch_layer="rms_norm")

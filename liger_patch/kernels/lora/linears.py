@@ -45,12 +45,18 @@ from liger_patch.kernels.lora.projection import (
     restored,
     rows_of,
 )
+from liger_patch.kernels.rms_norm import NormInputs
 
 
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, dtype: torch.dtype, fixed: list[Constants], *tensors: Tensor | None
+        ctx,
+        x: Tensor,
+        dtype: torch.dtype,
+        source: NormInputs | None,
+        fixed: list[Constants],
+        *tensors: Tensor | None,
     ):
         ctx.set_materialize_grads(False)
         parts = restored(fixed, tensors)
@@ -61,20 +67,27 @@ class _LoraLinears(torch.autograd.Function):
             ys = [product(rows, part, each) for part, each in zip(parts, columns, strict=True)]
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
         ctx.seeds, masks = split_kept(kept)
-        ctx.save_for_backward(rows, s, *masks, *tensors)
+        ctx.source, ctx.product_dtype = None, dtype
+        norm_weight = None
+        if source is not None:
+            rows, norm_weight = source.x, source.weight
+            ctx.source = source[2:]
+        ctx.save_for_backward(rows, norm_weight, s, *masks, *tensors)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
         check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
-        x, s, *tensors = ctx.saved_tensors
+        x, norm_weight, s, *tensors = ctx.saved_tensors
         kept = joined_kept(ctx.seeds, tensors[: len(ctx.fixed)])
         tensors = tensors[len(ctx.fixed) :]
-        nothing = [None] * (3 + len(tensors))
+        nothing = [None] * (4 + len(tensors))
         if all(dy is None for dy in upstream):
             return tuple(nothing)
+        if ctx.source is not None:
+            x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
         parts = restored(ctx.fixed, tensors)
-        wants_x, _, _, *wanted = ctx.needs_input_grad
+        wants_x, _, _, _, *wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
             ds = upstream_thin_products(upstream, parts, [len(part.a) for part in parts])
@@ -87,10 +100,12 @@ class _LoraLinears(torch.autograd.Function):
                 *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
                 db = b_gradient(dy, part, columns_of(s, parts)[i]) if wants_b else None
                 gradients += [*base_gradients(dy, x, part, wants_base), das[i], db]
-        return None if dx is None else dx.view(ctx.shape), None, None, *gradients
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *gradients
 
 
-def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
+def lora_linears(
+    x: Tensor, projections: Sequence[LoraProjection], *, source: NormInputs | None = None
+) -> tuple[Tensor, ...]:
     """Compute several linear layers with LoRA adapters of the same input.
 
     Under autocast the products run in the autocast dtype, as those of
@@ -99,6 +114,8 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
     Args:
         x: (..., H), floating point.
         projections: of x, each with its own O and R.
+        source: what x is the norm of: kept in its place, and x is computed again in the backward
+            pass.
 
     Returns:
         (..., O) of each projection, in the dtype of the products.
@@ -111,6 +128,6 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
     for i, projection in enumerate(projections):
         check_projection(f"projections[{i}]", projection, x.shape[-1], x)
     fixed, tensors = flattened(projections)
-    ys = _LoraLinears.apply(x, dtype, fixed, *tensors)
+    ys = _LoraLinears.apply(x, dtype, source, fixed, *tensors)
     # not within the function: autograd would refuse to change its views in place
     return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
