@@ -103,7 +103,9 @@ def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
     Args:
         how: eps, offset and dtype of the norm.
     """
-    if torch.compiler.is_compiling() or y.nbytes <= LONG_INPUT_BYTES or is_traced():
+    if torch.compiler.is_compiling() or y.dim() > 3:  # of queries or keys: nothing keeps these
+        return
+    if y.nbytes <= LONG_INPUT_BYTES or is_traced():
         return
     if torch.is_grad_enabled() and is_checkpointed():
         noted: Any = y

@@ -288,6 +288,19 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
+def test_norms_of_queries_and_keys_are_not_noted() -> None:
+    """No projection is behind them: a note would only keep what they are the norm of."""
+
+    def layer(x: Tensor) -> Tensor:
+        y = rms_norm.rms_norm(x, None, 1e-6)
+        checks.note_source(y, x, None, 1e-6, 0.0, x.dtype)
+        assert checks.source_of(y) is None
+        return y.sum()
+
+    x = torch.randn(1, 3, 2, 8, requires_grad=True)
+    checkpoint.checkpoint(layer, x, use_reentrant=False).backward()
+
+
 @pytest.mark.parametrize("which", CHANGES)
 def test_a_norm_that_has_changed_is_kept(which: str) -> None:
     """It is no longer what its source says."""
