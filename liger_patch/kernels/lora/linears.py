@@ -14,7 +14,8 @@ adapter adds is summed within the product that computes it, forward and backward
 the size of y. Weights are dequantised or cast per use, and not kept in that form.
 
 N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
-16 bits: x, 2 H, once for all projections, and s, 2 R each. What is dropped is a hash of a seed
+16 bits: x, 2 H, once for all projections, and s, 2 R each; where x is the norm of what is there in
+any case, that in its place, and the norm is computed again. What is dropped is a hash of a seed
 where Triton runs (``triton/dropout``), elsewhere a mask of H bytes for each projection.
 """
 
