@@ -78,9 +78,9 @@ class Calls:
         lora_linears, lora_mlp = lora.lora_linears, lora.lora_mlp
         check = LoraLayer._check_forward_args
 
-        def linears(x: Tensor, projections: Any) -> Any:
+        def linears(x: Tensor, projections: Any, **options: Any) -> Any:
             self._on_kernels.append([each.a for each in projections])
-            return lora_linears(x, projections)
+            return lora_linears(x, projections, **options)
 
         def mlp(x: Tensor, *projections: Any, **how: Any) -> Any:
             self._on_kernels.append([each.a for each in projections])
