@@ -18,8 +18,9 @@ def install(longest_whole: int, block: int = BLOCK) -> None:
     """Replace ``scaled_dot_product_attention``: causal rows of more than ``longest_whole`` tokens,
     a multiple of ``block``, attend within their blocks.
 
-    Blocks become sequences of a batch, by a view: what attention keeps and allocates for a row is
-    as much as before.
+    Blocks become sequences of a batch: a view, where a token's heads lie side by side as they do
+    behind a projection, else a copy. What attention keeps and allocates for a row is as much as
+    before.
     """
     whole = torch.nn.functional.scaled_dot_product_attention
 
