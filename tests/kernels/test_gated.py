@@ -10,6 +10,7 @@ from layer_checks import ACTIVATIONS, check
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
+from liger_patch.kernels import gated as operators
 from liger_patch.kernels.gated import gated
 
 
@@ -72,3 +73,8 @@ def test_gated_far_from_zero_is_finite(activation, device):
     (slope,) = torch.autograd.grad(y.sum(), gate)
     torch.testing.assert_close(y, gate.detach().clamp(min=0))
     torch.testing.assert_close(slope, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], device=device))
+
+
+def test_the_triton_form_has_every_activation() -> None:
+    kernels = pytest.importorskip("liger_patch.kernels.triton.gated", reason="needs Triton")
+    assert kernels.KINDS == operators.ACTIVATIONS

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.triton.dropout import keeps
-from liger_patch.kernels.triton.gated import activation_slope, apply_activation
+from liger_patch.kernels.triton.gated import KINDS, activation_slope, apply_activation
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -247,7 +246,7 @@ def gated_lora(
             up_scaling,
             seed or 0,
             dropout,
-            ACTIVATION=ACTIVATIONS.index(activation),
+            ACTIVATION=KINDS.index(activation),
             HAS_DROPOUT=seed is not None,
             RANK=rank,
             PROGRAM_COLUMNS=PROGRAM_COLUMNS,
@@ -298,7 +297,7 @@ def gated_lora_backward_(
             up_scaling,
             seed or 0,
             dropout,
-            ACTIVATION=ACTIVATIONS.index(activation),
+            ACTIVATION=KINDS.index(activation),
             HAS_DROPOUT=seed is not None,
             RANK=rank,
             PROGRAM_ROWS=PROGRAM_ROWS,
