@@ -37,9 +37,9 @@ class _DeferLinear(TorchFunctionMode):
     and those of adapters beside it.
     """
 
-    def __init__(self, head: Head, hold: Hold | None) -> None:
+    def __init__(self, head: Head, hold: Hold | None, *, in_graph: bool = False) -> None:
         super().__init__()
-        self.head, self.hold = head, hold
+        self.head, self.hold, self.in_graph = head, hold, in_graph
         # before engines put local tensors in their place
         own = head.module._parameters
         self.whole = own.get("weight"), own.get("bias")
@@ -55,7 +55,7 @@ class _DeferLinear(TorchFunctionMode):
                     call = distributed_call(hidden_states, *self._held(*parameters), self.head)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
-                    if torch.compiler.is_dynamo_compiling():
+                    if self.in_graph and torch.compiler.is_dynamo_compiling():
                         return TracedLogits.of_product(hidden_states, weight, bias, self.head)
                     weight, bias = self._held(weight, bias)
                     call = HeadCall.of(hidden_states, weight, bias, self.head)
@@ -122,7 +122,7 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
     """
     head = Head(model, module, owner)
     if torch.compiler.is_dynamo_compiling() and owner.fits_graph and _is_traced(module):
-        with _DeferLinear(head, None):  # Dynamo cannot undo that forward is replaced
+        with _DeferLinear(head, None, in_graph=True):  # Dynamo cannot undo that forward is replaced
             yield
         return
     with ExitStack() as stack:

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.deferred.traced import TRACES_LOGITS
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch import forward, loss, untested
 from liger_patch.registry import Architecture
@@ -419,7 +420,7 @@ class TestCompiled:
         torch._dynamo.reset()
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == 1 < first
+        assert len(again.linears) == (1 if TRACES_LOGITS else first - 1) < first
 
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:
