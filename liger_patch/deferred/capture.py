@@ -73,6 +73,8 @@ class _DeferLinear(TorchFunctionMode):
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
+        if self.in_graph:  # all products of the model come here
+            return weight is module.weight
         if weight.dim() == 2 and len(weight) == getattr(module, "out_features", None):
             return True
         if is_partitioned(weight):  # to read PEFT's module.weight gathers that of its base
@@ -80,7 +82,7 @@ class _DeferLinear(TorchFunctionMode):
         return weight is getattr(module, "weight", None)
 
 
-skip_code(_DeferLinear.__torch_function__.__code__)  # compiled as a part of graphs alone
+skip_code(_DeferLinear.__torch_function__.__code__)  # never compiled as a frame of its own
 
 
 def _linear_arguments(
@@ -110,7 +112,9 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 @contextmanager
-def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterator[None]:
+def deferring_head(
+    model: nn.Module, module: nn.Module, owner: Owner, *, in_graph: bool = False
+) -> Iterator[None]:
     """Defer the products of the head with its weight, within this context.
 
     Hooks of the head run as always, and so does what has replaced its ``forward``. A head that
@@ -119,9 +123,10 @@ def deferring_head(model: nn.Module, module: nn.Module, owner: Owner) -> Iterato
     Args:
         module: the output embedding of the model.
         owner: the forward pass.
+        in_graph: whether the logits may stay within a graph of torch.compile.
     """
     head = Head(model, module, owner)
-    if torch.compiler.is_dynamo_compiling() and owner.fits_graph and _is_traced(module):
+    if in_graph and torch.compiler.is_dynamo_compiling() and _is_traced(module):
         with _DeferLinear(head, None, in_graph=True):  # Dynamo cannot undo that forward is replaced
             yield
         return

@@ -31,11 +31,6 @@ class Owner(Protocol):
 
     loss_of_graph: Tensor | None
 
-    @property
-    def fits_graph(self) -> bool:
-        """Return whether its loss may be a part of a graph of torch.compile."""
-        ...
-
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient."""
         ...

@@ -81,10 +81,9 @@ def _leave_graph(logits: PlaceholderLogits) -> None:
 
 
 def _refuse_gradient(logits: PlaceholderLogits) -> None:
-    """Let code that goes past ``__torch_function__`` see nan and, in a backward pass, an error."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        logits.as_strided((min(1, logits.numel()),), (1,)).fill_(float("nan"))
-        if logits.deferred.requires_grad:
+    """Let code that goes past ``__torch_function__`` meet an error in its backward pass."""
+    if logits.deferred.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
             logits.requires_grad_()
             logits.register_hook(_raise_unless_none)
 

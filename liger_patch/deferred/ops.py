@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from liger_patch.deferred.record import Recordable, Step
 
-CALLERS = 5  # frames from here to a function that calls a torch function, in a generator too
-
 
 def _times(number: float, tensor: Tensor) -> Tensor:
     return tensor * number
@@ -188,10 +186,10 @@ def _is_called_by_ddp() -> bool:
     if sink is None:
         return False
     frame = inspect.currentframe()
-    for _ in range(CALLERS):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_code is sink.forward.__code__:
+    while frame is not None:
+        if frame.f_code is sink.forward.__code__:  # which does nothing else
             return True
+        frame = frame.f_back
     return False
 
 

@@ -1,6 +1,6 @@
 """Deferred logits within a graph of ``torch.compile``, which makes no tensor of its own class.
 
-There the logits are a placeholder: a tensor of one number, of a class whose ``__torch_function__``
+There the logits are a placeholder: one nan, expanded, of a class whose ``__torch_function__``
 is traced. It records the steps that ``DeferredLogits`` record; any other operation computes the
 values as a part of the graph. A placeholder that nobody returns leaves nothing in the graph. For
 one that leaves it, see ``left_graph``.
@@ -189,7 +189,9 @@ skip_code(TracedLogits.__torch_function__.__func__.__code__)
 def _placeholder(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: tuple
 ) -> TracedLogits:
-    form = torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
+    # nan: what goes past __torch_function__ gets no number that looks right. Dynamo itself does so
+    # for nn.CrossEntropyLoss(...) that is made within a graph, and for F.tanh and F.sigmoid
+    form = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
     logits = form.as_subclass(TracedLogits)
     logits.form, logits.value = form, None
     logits.origin = origin

@@ -5,8 +5,9 @@ from typing import Any
 
 # of os.environ: torch.compile compiles anew where what it read from a dict has changed
 _VARIABLES: Any = vars(os.environ).get("_data", os.environ)
+_encode: Any = str if _VARIABLES is os.environ else vars(os.environ)["encodekey"]
 _KEYS = {
-    name: os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
+    name: _encode(name)
     for name in (
         "LIGER_PATCH_RETURN_LOGITS",
         "LIGER_PATCH_VERIFY",
@@ -58,4 +59,4 @@ def _switch(name: str) -> bool | None:
 def _text(name: str) -> str:
     key = _KEYS[name]
     value = _VARIABLES.get(key, "")
-    return value if isinstance(value, str) else value.decode()  # bytes, but on Windows
+    return value if isinstance(value, str) else value.decode(errors="replace")  # not on Windows

@@ -37,6 +37,7 @@ from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.weights import LOSS_WEIGHTS, take_weights
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
+IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
@@ -107,20 +108,28 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    own: Any = original.loss_function  # a property of Transformers
-    get_own, set_own = own.fget, own.fset
+    attributes: dict[str, Any] = {"forward": forward, IN_GRAPH: _gives_logits_to_loss(original)}
+    own = inspect.getattr_static(original, "loss_function", None)
+    if isinstance(own, property):  # that of Transformers
+        get_own: Any = own.fget
 
-    def loss_function(self) -> Any:
-        record = record_of(self)
-        of_graph = None if record is None else record.loss_of_graph
-        return get_own(self) if of_graph is None else of_graph
+        def loss_function(self) -> Any:
+            record = record_of(self)
+            traced = None if record is None else record.traced_loss_function
+            return get_own(self) if traced is None else traced
 
-    return derived_class(
-        original,
-        patched_class,
-        forward=forward,
-        loss_function=property(loss_function, set_own),
-    )
+        attributes["loss_function"] = property(loss_function, own.fset)
+    return derived_class(original, patched_class, **attributes)
+
+
+def _gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
+    """Return whether a class gives its logits to ``self.loss_function``, by what a graph of
+    torch.compile can record. Of nn.CrossEntropyLoss and torch.nn.functional, Dynamo does not ask
+    ``__torch_function__`` in every case.
+    """
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
 def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
@@ -234,16 +243,23 @@ def _deferred_forward(
     own: OwnArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
-    with deferring(model, record) as forward_pass, ExitStack() as stack:
+    is_transformers_loss = model.loss_function is ForCausalLMLoss and _why_not_followed() is None
+    in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
+    with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
         forward_pass.starts = starts
         forward_pass.num_sequences = own.num_sequences
         forward_pass.loss_weights = own.loss_weights
-        if model.loss_function is ForCausalLMLoss and _why_not_followed() is None:
+        if is_transformers_loss:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
         _note_own_loss(model, record, forward_pass)
     return outputs
+
+
+def _is_settled(record: PatchRecord) -> bool:
+    """Return whether nothing is to be compared any more."""
+    return record.verified or (record.tested and not flags.verify())
 
 
 def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: object) -> bool:
@@ -266,9 +282,11 @@ def _says_where_sequences_begin(record: PatchRecord, labels: object, own: OwnArg
 
 
 @contextmanager
-def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPass]:
+def deferring(
+    model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
+) -> Iterator[ForwardPass]:
     """Defer the logits of a patched model within this context, where they can be and where no
-    environment variable says otherwise.
+    environment variable says otherwise; ``in_graph``: also within a graph of torch.compile.
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or _why_not_deferred(model, head)
@@ -278,7 +296,7 @@ def deferring(model: PreTrainedModel, record: PatchRecord) -> Iterator[ForwardPa
             # the head's forward and the loss function are replaced for one forward pass at a time
             stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
         if head is not None and not (flags.return_logits() is True or unfused):
-            stack.enter_context(deferring_head(model, head, forward_pass))
+            stack.enter_context(deferring_head(model, head, forward_pass, in_graph=in_graph))
         try:
             yield forward_pass
         finally:
@@ -355,11 +373,11 @@ def _loss_function(model: PreTrainedModel, loss_function: Callable[..., Any]) ->
     """Set ``model.loss_function``, a property of Transformers, within this context."""
     record = record_of(model)
     if torch.compiler.is_dynamo_compiling() and record is not None:
-        record.loss_of_graph = loss_function  # Dynamo cannot undo that an attribute is set
+        record.traced_loss_function = loss_function  # Dynamo cannot undo that an attribute is set
         try:
             yield
         finally:
-            record.loss_of_graph = None
+            record.traced_loss_function = None
         return
     before = vars(model).get("_loss_function", MISSING)
     model.loss_function = loss_function

@@ -57,7 +57,7 @@ def _in_graph_of_logits(method: Method) -> Method:
         return between_graphs(self, logits, *args, **kwargs)
 
     whole: Any = compute
-    skip_code(whole.__code__)  # compiled as a part of a graph alone
+    skip_code(whole.__code__)  # never compiled as a frame of its own
     return whole
 
 
@@ -90,11 +90,6 @@ class ForwardPass:
     read_by: str | None = None
     unreached: str | None = None
     loss_of_graph: Tensor | None = None
-
-    @property
-    def fits_graph(self) -> bool:
-        """Return whether the loss may be a part of a graph: nothing is left to be compared."""
-        return self.record.verified or (self.record.tested and not flags.verify())
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient: a loss

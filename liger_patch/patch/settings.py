@@ -12,6 +12,8 @@ from liger_patch.kernels.options import LossOptions
 from liger_patch.patch import flags
 from liger_patch.patch.offload import CheckpointOffload
 
+CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction", "loss_average")  # of LossSettings
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -49,19 +51,13 @@ class LossSettings:
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss differs from that of Transformers."""
-        usual = LossSettings
-        return (
-            self.label_smoothing != usual.label_smoothing
-            or self.z_loss != usual.z_loss
-            or self.reduction != usual.reduction
-            or self.loss_average != usual.loss_average
-        )
+        return any(getattr(self, name) != getattr(LossSettings, name) for name in CHANGE_LOSS)
 
     @property
     def changed(self) -> str:
         """Return the options that change the loss, for messages."""
-        own, usual = vars(self), vars(LossSettings(chunk_mib=self.chunk_mib))
-        return ", ".join(f"{name}={own[name]!r}" for name in own if own[name] != usual[name])
+        values = ((name, getattr(self, name)) for name in CHANGE_LOSS)
+        return ", ".join(f"{n}={v!r}" for n, v in values if v != getattr(LossSettings, n))
 
 
 class OtherCall(Protocol):
@@ -107,7 +103,7 @@ class PatchRecord:
         layers: as ``apply_patch`` was given them.
         adapters: the model's ``peft_config`` whose layers are on kernels, and a copy of that time.
         offload: holds checkpoints on the host, None where they stay on the device.
-        loss_of_graph: the model's loss function while torch.compile traces its forward pass.
+        traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
 
     settings: LossSettings
@@ -125,7 +121,7 @@ class PatchRecord:
     layers: bool | frozenset[str] = False
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     offload: CheckpointOffload | None = None
-    loss_of_graph: Callable[..., Any] | None = None
+    traced_loss_function: Callable[..., Any] | None = None
 
     @property
     def wants_lora(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +15,10 @@ from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 from trainers import QUIET
 from training_step import joined, step, tell_apart
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
@@ -526,3 +527,113 @@ def test_evaluation_is_one_graph() -> None:
     assert is_deferred(ours.logits)
     torch.testing.assert_close(ours.logits + 0, expected.logits + 0)
     assert not ours.logits.requires_grad
+
+
+@GRAPH
+def test_a_layer_as_wide_as_the_vocabulary_is_not_the_head() -> None:
+    models = []
+    for _ in range(2):
+        config = tiny_model(ROWS["llama"]).config
+        config.intermediate_size = config.vocab_size
+        torch.manual_seed(0)
+        models.append(apply_patch(LlamaForCausalLM(config).double(), layers=False))
+    model, uncompiled = models
+    batch = batch_of(model)
+    assert_same_step(run(model, batch, Counted(model)), run(uncompiled, batch))
+    assert patch_status(model).fused
+
+
+@GRAPH
+@pytest.mark.slow
+def test_inductor_trains_as_uncompiled() -> None:
+    model, uncompiled = make_model("gemma2").float(), make_model("gemma2").float()
+    batch = batch_of(model)
+    ours = run(model, batch, torch.compile(model, fullgraph=True))
+    truth = step(make_model("gemma2", patch=False), batch)
+    truth, eager, ours = joined(truth, run(uncompiled, batch), ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@GRAPH
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_trains_as_eager_on_gpus(mode: str) -> None:
+    device = torch.device("cuda")
+    truth = step(make_model("gemma2", patch=False).to(device), batch_of(make_model("gemma2")))
+    model, eager = (make_model("gemma2", patch=p).to(device, torch.bfloat16) for p in (True, False))
+    batch = {name: value.to(device) for name, value in batch_of(model).items()}
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for _ in range(3):  # CUDA graphs are recorded in the second call
+        ours = run(model, batch, compiled)
+    assert patch_status(model).fused
+    assert_no_worse(ours, run(eager, batch), truth, torch.bfloat16)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    file = f"file://{tmp_path}/group"
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@GRAPH
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("compiled_first", slow_but([True], [True, False]))
+def test_ddp_of_a_compiled_model_holds_no_logits(option: str, compiled_first: bool) -> None:
+    model, uncompiled = make_model(), make_model()
+    if compiled_first:
+        call: Any = DistributedDataParallel(torch.compile(model, backend="eager"), **{option: True})
+    else:
+        call = torch.compile(DistributedDataParallel(model, **{option: True}), backend="eager")
+    for seed in range(3):
+        batch = batch_of(model, seed)
+        model.zero_grad()
+        outputs = call(**batch)
+        outputs.loss.backward()
+        ours = {n: p.grad for n, p in model.named_parameters()}
+        assert is_deferred(outputs.logits)
+        assert_same_step({"loss": outputs.loss.detach(), **ours}, run(uncompiled, batch))
+
+
+def test_a_class_with_a_loss_function_of_its_own() -> None:
+    class Own(LlamaForCausalLM):
+        def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+            rows = logits[:, :-1].reshape(-1, logits.shape[-1])
+            return nn.functional.cross_entropy(rows, labels[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    model = Own(tiny_model(ROWS["llama"]).config).double()
+    batch = batch_of(model)
+    expected = run(model, batch)
+    apply_patch(model, layers=False)
+    assert_same_step(run(model, batch), expected)
+    assert patch_status(model).fused
+    revert_patch(model)
+    assert_same_step(run(model, batch), expected)
+
+
+@pytest.mark.parametrize(
+    "model_type", slow_but(["t5"], ["t5", "m2m_100", "recurrent_gemma", "qwen2_audio"])
+)
+def test_models_whose_loss_dynamo_does_not_ask_for_break_the_graph(model_type: str) -> None:
+    models = [apply_patch(tiny_model(ROWS[model_type]).float().eval()) for _ in range(2)]
+    batch = tiny_batch(models[0])
+    ours = run(models[0], batch, torch.compile(models[0], backend="eager"))
+    truth = run(models[1], batch)
+    assert patch_status(models[0]).fused is patch_status(models[1]).fused
+    assert_same_step(ours, truth)
+
+
+@GRAPH
+@pytest.mark.slow
+def test_what_dynamo_does_not_ask_for_is_nan() -> None:
+    model, batch = make_model(), batch_of(make_model())
+
+    def loss() -> Tensor:
+        logits = model(**batch).logits
+        criterion = nn.CrossEntropyLoss()
+        return criterion(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
+
+    assert torch.compile(loss, backend="eager", fullgraph=True)().isnan()
