@@ -174,6 +174,8 @@ def revert_patch(model: Model) -> Model:
             # accelerate has wrapped the patched forward since, which leads to nothing now
             del target.forward
             vars(target).pop("_original_forward", None)
+        if record.other_call is not None:
+            record.replaced_forward = record.other_call.given_back(target, record.replaced_forward)
         vars(target).setdefault("forward", record.replaced_forward)
     return model
 

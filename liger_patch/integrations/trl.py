@@ -39,6 +39,8 @@ from liger_patch.integrations.trl_adapters import (
     adapters_on_head_allowed,
     has_adapters_on_head,
     log_probs_of_logits,
+    refusing_adapters,
+    without_refusal,
 )
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.patch import flags
@@ -161,6 +163,8 @@ def apply_trl_patch(
     For a model that a trainer of TRL holds, once the trainer exists: ``trainer.model``, and
     ``trainer.ref_model`` where there is one. ``revert_patch`` undoes it, ``patch_status`` says what
     is fused. Heads that cannot be fused are left to TRL, with one warning that names the reason.
+    Of a reverted model with adapters on its head, which TRL's would leave out, such calls are a
+    RuntimeError.
 
     Args:
         model: a Transformers model to which TRL has added its fused head, or a PEFT wrapper around
@@ -199,6 +203,7 @@ def apply_trl_patch(
         record = record_of(target)
         assert record is not None
         record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
+        record.replaced_forward = without_refusal(record.replaced_forward)
         record.passes_through = head.passes_through
         record.other_call = _LogProbsCall(**head.options, same_gradient=same_gradient)
     elif isinstance(record.other_call, _LogProbsCall) and head is None:
@@ -280,6 +285,11 @@ class _LogProbsCall:
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
+
+    def given_back(self, model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if self.has_own_head and has_adapters_on_head(model):
+            return refusing_adapters(model, forward)
+        return forward
 
     def __call__(
         self,
@@ -432,7 +442,7 @@ class _TrlsHead(NamedTuple):
 
 def _trls_head(model: PreTrainedModel) -> _TrlsHead | None:
     """Return what TRL has added, by the variables of the model's own ``forward``, or None."""
-    forward: Any = vars(model).get("forward")
+    forward: Any = without_refusal(vars(model).get("forward"))
     outermost = True
     while forward is not None:
         function = getattr(forward, "__func__", forward)

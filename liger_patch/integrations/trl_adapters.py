@@ -3,13 +3,15 @@
 TRL's head multiplies by ``lm_head.weight``; of a layer with adapters that is the weight without
 them. The deferred logits of liger_patch hold the adapters too. So a trainer of this package takes
 such a model, and where its head cannot be fused, the logits of the model's own forward are read.
+Once it is reverted, calls of TRL's head are an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,33 @@ def has_adapters_on_head(model: PreTrainedModel) -> bool:
     """Return True if PEFT's adapters are on the head, also if they are disabled or merged now."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and isinstance(model.get_output_embeddings(), tuners.BaseTunerLayer)
+
+
+def refusing_adapters(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward that TRL gave a model, for a reverted model with adapters on its head: a
+    call of TRL's head is a RuntimeError for as long as they are there.
+    """
+    # a copy of the model has a copy of the partial, which calls the copy's forward
+    return functools.update_wrapper(functools.partial(_refuse_adapters, model, forward), forward)
+
+
+def without_refusal(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return what ``refusing_adapters`` was given, or another forward as it is."""
+    if isinstance(forward, functools.partial) and forward.func is _refuse_adapters:
+        return forward.args[1]
+    return forward
+
+
+def _refuse_adapters(
+    model: PreTrainedModel, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if kwargs.get("fused_lm_head") and has_adapters_on_head(model):
+        raise RuntimeError(
+            f"{type(model).__name__} has adapters on its head, which TRL's own fused head leaves "
+            "out: after revert_patch(model), call apply_trl_patch(model) before it is trained or "
+            "evaluated by a trainer of TRL, or merge them with PEFT's merge_and_unload()"
+        )
+    return forward(*args, **kwargs)
 
 
 def log_probs_of_logits(outputs: Any, labels: Tensor, temperature: float) -> LogProbs:

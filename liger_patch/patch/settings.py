@@ -72,6 +72,10 @@ class OtherCall(Protocol):
         """Return whether a call with these arguments is one."""
         ...
 
+    def given_back(self, model: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a reverted model gets for the ``forward`` that the library gave it."""
+        ...
+
     def __call__(
         self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:

@@ -4,6 +4,8 @@ TRL's own head on the weight that holds the adapter.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_models import tiny_batch
 from tiny_text import judgements, preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from training_step import widened
 from trl_models import (
     DEFAULTS,
     MARKS,
+    apply_trl_patch,
     assert_fused,
     assert_same,
     in_float64,
@@ -26,7 +30,7 @@ from trl_models import (
     trls_calls,
 )
 
-from liger_patch import patch_status
+from liger_patch import apply_patch, patch_status, revert_patch
 
 pytestmark = MARKS
 
@@ -216,3 +220,60 @@ def test_logits_are_read_where_the_head_cannot_be_fused(tmp_path: Path) -> None:
     moved = [ours[name] for name in ours if "lm_head.lora" in name]
     assert len(moved) == 3  # the magnitudes of DoRA too
     assert all(values is not None and values.any() for values in moved)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_reverted_model_does_not_call_trls_head(kind: str, copied: bool, tmp_path: Path) -> None:
+    trainer = make_trainer(kind, tmp_path, True)
+    revert_patch(trainer.model)
+    if copied:
+        trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
+    with pytest.raises(RuntimeError, match=r"adapters on its head.*call apply_trl_patch"):
+        trainer.train()
+
+
+def test_other_calls_of_a_reverted_model_are_its_own(tmp_path: Path) -> None:
+    trainer = make_trainer("SFT", tmp_path, True)
+    base = trainer.model.get_base_model()
+    batch, parameters = tiny_batch(base), inspect.signature(type(base).forward).parameters
+    revert_patch(trainer.model)
+    with torch.no_grad():
+        expected = type(base).forward(base, **batch)
+        ours = trainer.model(**batch)
+    assert torch.equal(ours.logits, expected.logits)
+    assert torch.equal(ours.loss, expected.loss)
+    assert [*inspect.signature(base.forward).parameters] == [*parameters][1:]  # for generate
+
+
+def test_a_reverted_model_can_be_patched_again(tmp_path: Path) -> None:
+    expected = train(make_trainer("SFT", tmp_path / "once", True))
+    trainer = make_trainer("SFT", tmp_path / "again", True)
+    base = trainer.model.get_base_model()
+    revert_patch(trainer.model)
+    first = vars(base)["forward"]
+    apply_patch(trainer.model)  # which leaves the refusal as it is
+    revert_patch(trainer.model)
+    assert vars(base)["forward"] is first
+    apply_trl_patch(trainer.model, same_gradient=True)
+    revert_patch(trainer.model)
+    assert vars(base)["forward"].args == first.args  # one refusal, not one around another
+    apply_trl_patch(trainer.model, same_gradient=True)
+    ours = train(trainer)
+    assert_fused(trainer.model)
+    assert_same(ours, expected)
+
+
+def test_merged_adapters_leave_a_reverted_model_to_trl(tmp_path: Path) -> None:
+    model = make_trainer("SFT", tmp_path, True).model
+    batch = tiny_batch(model)
+    with in_float64(), trls_calls() as calls:
+        ours = model(**batch, fused_lm_head=True)
+        revert_patch(model)
+        merged = copy.deepcopy(model).merge_and_unload()
+        trls = merged(**batch, fused_lm_head=True)
+        assert len(calls) == 1
+        with pytest.raises(RuntimeError, match="adapters on its head"):
+            model(**batch, fused_lm_head=True)  # of which the merged one is a copy
+    assert len(calls) == 1
+    assert_same({"log_probs": ours.log_probs}, {"log_probs": trls.log_probs})
