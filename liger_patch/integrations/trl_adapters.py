@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.patch.packing import IGNORE_INDEX
 
 REFUSED = "BaseTunerLayer"  # the class by which the modules of TRL's trainers know such a head
+_REPLACED = threading.RLock()  # held while that name is replaced
 
 
 @contextlib.contextmanager
@@ -30,18 +32,24 @@ def adapters_on_head_allowed(trainer: type) -> Iterator[None]:
     """Let the constructor of a trainer of TRL take a model with adapters on its head.
 
     TRL asks ``isinstance(head, BaseTunerLayer)`` in the trainer's own module, of a model that it
-    may have loaded and wrapped itself. Within this context nothing is an instance there.
+    may have loaded and wrapped itself. Within this context nothing is an instance there: for the
+    whole constructor, precomputed references included. TRL's name is back when it returns or fails.
+
+    The name is the module's, so it is replaced for all threads. Constructors with the flag wait for
+    each other. But one without it, in another thread and of a trainer of the same module, does not
+    refuse adapters on its head meanwhile: make such trainers one after another.
     """
     names = vars(sys.modules[trainer.__module__])
     if REFUSED not in names:
         yield
         return
-    own = names[REFUSED]
-    names[REFUSED] = ()
-    try:
-        yield
-    finally:
-        names[REFUSED] = own
+    with _REPLACED:
+        own = names[REFUSED]
+        names[REFUSED] = ()
+        try:
+            yield
+        finally:
+            names[REFUSED] = own
 
 
 def has_adapters_on_head(model: PreTrainedModel) -> bool:

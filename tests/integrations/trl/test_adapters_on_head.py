@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,6 +188,33 @@ def test_without_the_flag_trl_refuses_them(kind: str, tmp_path: Path) -> None:
     make_trainer(kind, tmp_path, True)  # which leaves TRL's own refusal as it was
     with pytest.raises(ValueError, match=REFUSAL):
         make_trainer(kind, tmp_path, False)
+
+
+def test_threads_wait_for_each_other_and_leave_the_refusal() -> None:
+    import trl
+
+    from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
+
+    module, entered, leave = trls_module("SFT"), threading.Event(), threading.Event()
+    own = module.BaseTunerLayer
+
+    def second() -> None:
+        with adapters_on_head_allowed(trl.SFTTrainer):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=second)
+    try:
+        with adapters_on_head_allowed(trl.SFTTrainer):
+            with adapters_on_head_allowed(trl.SFTTrainer):  # of the same thread
+                assert module.BaseTunerLayer == ()
+            thread.start()
+            assert not entered.wait(0.2)
+        assert entered.wait(60)
+    finally:
+        leave.set()
+        thread.join()
+    assert module.BaseTunerLayer is own
 
 
 def test_a_head_that_is_cast_to_float32_is_refused(tmp_path: Path) -> None:
