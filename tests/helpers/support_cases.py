@@ -1,5 +1,5 @@
-"""The cells of the support matrix on the first page of the docs: what trains what, and how. Each is
-run by test_support.
+"""The cells of the support matrix on the first page of the docs: what trains what, and how. Each
+of a trainer is run by test_support, each of an engine by test_engines.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def trainers_table() -> str:
 
 
 def engines_table() -> str:
-    """Return a row an engine, a column a head that its tests train."""
+    """Return a row an engine, a column a head: what ``Row.cases`` run, which fail unless fused."""
     tested = {name: head for name, head in HEADS.items() if head.engines is not None}
     lines = [["engine", "trained by", *tested], ["---"] * (2 + len(tested))]
     for row in ENGINES:
