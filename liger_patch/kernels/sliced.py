@@ -171,12 +171,14 @@ class _Run(torch.autograd.Function):
         parameters: Sequence[Tensor | None],
     ) -> Tensor:
         rows = _rows(x)
-        y = x.new_empty(len(rows), layer.out_features, dtype=layer.dtype)
+        # in its own shape: autograd would refuse to change a view in place
+        y = x.new_empty(*x.shape[:-1], layer.out_features, dtype=layer.dtype)
+        filled = y.view(len(rows), layer.out_features)
         with without_autocast(x.device.type):
             shared = layer.prepare(parameters)
             for i, (start, stop) in enumerate(slices):
-                y[start:stop] = layer.forward(shared, rows[start:stop].to(layer.dtype), i)
-        return y.view(*x.shape[:-1], layer.out_features)
+                filled[start:stop] = layer.forward(shared, rows[start:stop].to(layer.dtype), i)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):

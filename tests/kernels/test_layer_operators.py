@@ -18,11 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.gated_norm import gated_norm
+from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
 EPS = 1e-5
 OPERATORS = ["rms_norm", "gated", "gated_norm", "halves", "gated_mlp", "rotary"]
+IN_SLICES = ["gated_mlp in slices", "lora_mlp in slices"]
 
 
 def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
@@ -49,18 +52,22 @@ def test_a_second_derivative_is_refused(operator, device):
 
 
 @pytest.mark.parametrize("made", ["as products leave it", "with gaps"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", [*OPERATORS, "lora_mlp", *IN_SLICES])
 def test_results_may_be_written_to(operator, made, device):
     x = torch.randn(2, 5, 3, 16, device=device)
     x = (x[..., :8] if made == "with gaps" else x).transpose(1, 2).requires_grad_()
     weight = torch.randn(x.shape[-1], x.shape[-1], device=device)
     tables = torch.randn(2, 2, 5, x.shape[-1], device=device)
+    part = LoraProjection(weight, None, weight[:4], weight[:, :4], 1.0)
     call = {
         "rms_norm": lambda: rms_norm(x, weight[0], EPS),
         "gated": lambda: gated(x, 2 * x),
         "gated_norm": lambda: gated_norm(x, 2 * x, weight[0], EPS, group_size=4),
         "halves": lambda: gated(x),
         "gated_mlp": lambda: gated_mlp(x, weight, weight, weight),
+        "gated_mlp in slices": lambda: gated_mlp(x, weight, weight, weight, slice_tokens=4),
+        "lora_mlp": lambda: lora_mlp(x, part, part, part),
+        "lora_mlp in slices": lambda: lora_mlp(x, part, part, part, slice_tokens=4),
         "rotary": lambda: rotary(x, x[:, :2], *tables)[0],
     }[operator]
     written = call()

@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"),
 ]
 ROWS = {row.model_type: row for row in registry.available()}
-FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4"]
+# Llama 4 adds in place to what its shared expert returns
+FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_text"]
 
 
 @pytest.fixture(autouse=True)
