@@ -14,7 +14,7 @@ from liger_patch.cli.model import Row, Sizes
 from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
-from liger_patch.layers.checks import source_of
+from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
 from liger_patch.registry import find
 

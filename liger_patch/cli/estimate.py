@@ -16,7 +16,8 @@ from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.sliced import longest_at_once as longest_tokens_at_once
-from liger_patch.layers.checks import LONG_INPUT_BYTES, TOP_HOOKS
+from liger_patch.layers.checks import TOP_HOOKS
+from liger_patch.layers.long_rows import LONG_INPUT_BYTES
 from liger_patch.registry import row_of
 
 GIB = 2**30

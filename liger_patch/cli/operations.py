@@ -20,7 +20,7 @@ from liger_patch.kernels.gated import gated_forward
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.head.logits import ROW_MULTIPLE
 from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, slice_tokens
-from liger_patch.layers.checks import is_checkpointed
+from liger_patch.layers.long_rows import is_checkpointed
 
 PRODUCTS = (
     functional.linear,
@@ -74,7 +74,7 @@ class GpuOperations(TorchFunctionMode):
         return self._copies[id(value)]
 
     def tokens_of_slice(self, x: Tensor, size: int) -> int | None:
-        """Return what ``layers/checks`` does on a GPU."""
+        """Return what ``layers/long_rows`` does on a GPU."""
         return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
 
     def gated_mlp(

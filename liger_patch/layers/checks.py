@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -13,15 +12,9 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_patch.kernels.backend import autocast_dtype, is_traced
-from liger_patch.kernels.rms_norm import NormInputs
-from liger_patch.kernels.sliced import slice_tokens
-
 PRODUCT = nn.Linear.forward, nn.functional.linear  # as torch defines them: others replace them
-LONG_INPUT_BYTES = 128 * 2**20  # of x: 16k tokens of 4096 features in 16 bits
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -61,65 +54,6 @@ def packs_saved_tensors() -> bool:
     if TOP_HOOKS is None or torch.compiler.is_compiling():
         return False
     return TOP_HOOKS(False) is not None
-
-
-def is_checkpointed() -> bool:
-    """Return whether gradient checkpointing runs a layer now: for the first time, or again.
-
-    Non-reentrant checkpointing has hooks of saved tensors, both times. Reentrant checkpointing runs
-    a layer without gradients, as evaluation does, and then within the backward pass. False with
-    torch 2.6, which does not tell its hooks.
-    """
-    if TOP_HOOKS is None or torch.compiler.is_compiling():
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    hooks = TOP_HOOKS(False)
-    if hooks is None:
-        return torch._C._current_graph_task_id() != -1
-    return getattr(hooks[0], "__module__", None) == checkpoint.__name__
-
-
-def tokens_of_slice(x: Tensor, size: int) -> int | None:
-    """Return in slices of how many tokens a feed-forward layer of x (..., H) runs; None for all at
-    once: where a row is short, and where what the layer keeps is not computed again.
-
-    Args:
-        size: the intermediate size.
-    """
-    if torch.compiler.is_compiling() or x.dim() == 0:
-        return None
-    itemsize = (autocast_dtype(x.device.type) or x.dtype).itemsize
-    tokens = slice_tokens(math.prod(x.shape[:-1]), size, itemsize)
-    if tokens is None or torch._C._is_tracing() or is_traced() or not is_checkpointed():
-        return None
-    return tokens
-
-
-def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
-    """Note on a norm's result what it is the norm of, where it is long, and the layer that runs is
-    computed again: a layer behind the norm need not keep both.
-
-    Args:
-        how: eps, offset and dtype of the norm.
-    """
-    if torch.compiler.is_compiling() or y.dim() > 3:  # of queries or keys: nothing keeps these
-        return
-    if y.nbytes <= LONG_INPUT_BYTES or is_traced():
-        return
-    if torch.is_grad_enabled() and is_checkpointed():
-        noted: Any = y
-        source = NormInputs(x.detach(), weight, *how)
-        noted._liger_patch_source = source, x._version, y._version
-
-
-def source_of(x: Tensor) -> NormInputs | None:
-    """Return what ``note_source`` has noted, None where x or its source has changed since."""
-    noted = getattr(x, "_liger_patch_source", None)
-    if noted is None:
-        return None
-    source, *versions = noted
-    return source if [source.x._version, x._version] == versions else None
 
 
 def has_hooks(module: nn.Module) -> bool:

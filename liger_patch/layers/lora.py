@@ -23,13 +23,8 @@ from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection, rows_of
-from liger_patch.layers.checks import (
-    PRODUCT,
-    has_hooks,
-    needs_own_code,
-    source_of,
-    tokens_of_slice,
-)
+from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
+from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input

@@ -25,9 +25,9 @@ from liger_patch.layers.checks import (
     names_of,
     needs_own_code,
     packs_saved_tensors,
-    tokens_of_slice,
 )
 from liger_patch.layers.gates import GATES, Gate
+from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.subclass import derived_class, once_for_each_class

@@ -27,7 +27,7 @@ from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import MemoryTrace
 from liger_patch.kernels import sliced
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.layers import checks
+from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 3, 512
@@ -201,7 +201,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> int:
         pytest.skip("torch 2.6 runs no slices")
     token_bytes = 5 * 2 * SIZE
     monkeypatch.setattr(sliced, "LONG_BYTES", 1024 * token_bytes)
-    for module in (checks, estimates):
+    for module in (long_rows, estimates):
         monkeypatch.setattr(module, "LONG_INPUT_BYTES", 1024 * 2 * HIDDEN)
     for module in (sliced, operations):
         monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)

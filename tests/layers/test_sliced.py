@@ -21,7 +21,7 @@ from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, registry
 from liger_patch.kernels import rms_norm, sliced
-from liger_patch.layers import checks, lora
+from liger_patch.layers import checks, long_rows, lora
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -38,7 +38,7 @@ FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_t
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many slices each run of a sliced layer had, forward; every row is a long one."""
     monkeypatch.setattr(sliced, "LONG_BYTES", 0)
-    monkeypatch.setattr(checks, "LONG_INPUT_BYTES", 0)
+    monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 4 * 64 * 7)  # 7 tokens of 64 float32 features
     found: list[int] = []
     forward = sliced._Run.forward
@@ -268,7 +268,7 @@ def test_projections_of_a_norm_keep_its_input(
     lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
     results = []
     for least in (2**40, 0):
-        monkeypatch.setattr(checks, "LONG_INPUT_BYTES", least)
+        monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
         kept = Kept(monkeypatch)
         model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
         model.enable_input_require_grads()
@@ -294,8 +294,8 @@ def test_norms_of_queries_and_keys_are_not_noted() -> None:
 
     def layer(x: Tensor) -> Tensor:
         y = rms_norm.rms_norm(x, None, 1e-6)
-        checks.note_source(y, x, None, 1e-6, 0.0, x.dtype)
-        assert checks.source_of(y) is None
+        long_rows.note_source(y, x, None, 1e-6, 0.0, x.dtype)
+        assert long_rows.source_of(y) is None
         return y.sum()
 
     x = torch.randn(1, 3, 2, 8, requires_grad=True)
@@ -310,10 +310,10 @@ def test_a_norm_that_has_changed_is_kept(which: str) -> None:
     def layer(x: Tensor) -> Tensor:
         x = x * 2.0
         y = rms_norm.rms_norm(x, weight, 1e-6)
-        checks.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
+        long_rows.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
         with torch.no_grad():
             CHANGES[which](x, y)
-        found.append((checks.source_of(y), y.detach()))
+        found.append((long_rows.source_of(y), y.detach()))
         return y.sum()
 
     checkpoint.checkpoint(layer, torch.randn(3, 8, requires_grad=True), use_reentrant=False)
