@@ -201,8 +201,13 @@ def is_traced() -> bool:
 
     Other dispatch modes count floating-point operations or tensors: they see PyTorch's own.
     """
-    if torch.compiler.is_compiling():
-        return True
+    return torch.compiler.is_compiling() or in_tracing_mode()
+
+
+def in_tracing_mode() -> bool:
+    """Return True if this thread's calls become a part of a graph, where Dynamo is not what traces
+    them. ``is_compiling`` is one flag of all threads.
+    """
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     return any(isinstance(mode, _TRACING_MODES) for mode in _get_current_dispatch_mode_stack())

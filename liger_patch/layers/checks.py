@@ -51,7 +51,7 @@ def packs_saved_tensors() -> bool:
 
     Gradient checkpointing has such hooks, and so has offloading.
     """
-    if TOP_HOOKS is None or torch.compiler.is_compiling():
+    if TOP_HOOKS is None or torch.compiler.is_dynamo_compiling():  # not is_compiling: of any thread
         return False
     return TOP_HOOKS(False) is not None
 

@@ -1,5 +1,8 @@
 """Tell whether a feed-forward layer runs in slices, and what a norm is the norm of: of long rows,
 under gradient checkpointing.
+
+The answers must be the same when a layer is computed again, whatever other threads do: so nothing
+here asks ``torch.compiler.is_compiling``, which is true in all threads while one compiles.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from liger_patch.kernels.backend import autocast_dtype, is_traced
+from liger_patch.kernels.backend import autocast_dtype, in_tracing_mode
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.sliced import slice_tokens
 from liger_patch.layers.checks import TOP_HOOKS
@@ -26,7 +29,7 @@ def is_checkpointed() -> bool:
     a layer without gradients, as evaluation does, and then within the backward pass. False with
     torch 2.6, which does not tell its hooks.
     """
-    if TOP_HOOKS is None or torch.compiler.is_compiling():
+    if TOP_HOOKS is None or torch.compiler.is_dynamo_compiling():
         return False
     if not torch.is_grad_enabled():
         return True
@@ -43,11 +46,11 @@ def tokens_of_slice(x: Tensor, size: int) -> int | None:
     Args:
         size: the intermediate size.
     """
-    if torch.compiler.is_compiling() or x.dim() == 0:
+    if _is_in_graph() or x.dim() == 0:
         return None
     itemsize = (autocast_dtype(x.device.type) or x.dtype).itemsize
     tokens = slice_tokens(math.prod(x.shape[:-1]), size, itemsize)
-    if tokens is None or torch._C._is_tracing() or is_traced() or not is_checkpointed():
+    if tokens is None or torch._C._is_tracing() or not is_checkpointed():
         return None
     return tokens
 
@@ -59,11 +62,9 @@ def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
     Args:
         how: eps, offset and dtype of the norm.
     """
-    if torch.compiler.is_compiling() or y.dim() > 3:  # of queries or keys: nothing keeps these
+    if _is_in_graph() or y.dim() > 3:  # of queries or keys: nothing keeps these
         return
-    if y.nbytes <= LONG_INPUT_BYTES or is_traced():
-        return
-    if torch.is_grad_enabled() and is_checkpointed():
+    if y.nbytes > LONG_INPUT_BYTES and torch.is_grad_enabled() and is_checkpointed():
         noted: Any = y
         source = NormInputs(x.detach(), weight, *how)
         noted._liger_patch_source = source, x._version, y._version
@@ -76,3 +77,10 @@ def source_of(x: Tensor) -> NormInputs | None:
         return None
     source, *versions = noted
     return source if [source.x._version, x._version] == versions else None
+
+
+def _is_in_graph() -> bool:
+    """Return whether this thread traces a graph, of which slices would make a large one, and sizes
+    that are compared would be guards.
+    """
+    return torch.compiler.is_dynamo_compiling() or in_tracing_mode()

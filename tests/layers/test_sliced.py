@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -238,6 +240,64 @@ def test_a_compiled_layer_runs_at_once(runs: list[int]) -> None:
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), expected)
     assert len(runs) == 1
+
+
+@contextmanager
+def compiled_elsewhere() -> Iterator[None]:
+    """While another thread compiles a function of its own."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        begun.set()
+        may_end.wait(60)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    thread = threading.Thread(target=function, args=(torch.ones(2),))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        may_end.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("slices", [True, False])
+def test_a_thread_that_compiles_changes_nothing(
+    slices: bool, when: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer is when it is computed again must be what it was."""
+    monkeypatch.setattr(sliced, "LONG_BYTES", 0 if slices else 2**40)
+    layer = apply_patch(tiny_model(ROWS["llama"])).model.layers[0]
+    x = torch.randn(2, 9, layer.mlp.gate_proj.in_features, requires_grad=True)
+    results = []
+    for others in ("", when):
+        with compiled_elsewhere() if others == "forward" else nullcontext():
+            y = checkpoint.checkpoint(
+                lambda x: layer.mlp(layer.input_layernorm(x)), x, use_reentrant=False
+            )
+        with compiled_elsewhere() if others == "backward" else nullcontext():
+            results += torch.autograd.grad(y.sum(), [x, *layer.mlp.parameters()])
+        assert len(runs) == (len(results) // 4 if slices else 0)
+    pairs = zip(results[:4], results[4:], strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No length is compared with that of a long row."""
+    layer = apply_patch(tiny_model(ROWS["llama"])).double().model.layers[0]
+    size, hidden_size = layer.mlp.gate_proj.weight.shape
+    monkeypatch.setattr(sliced, "LONG_BYTES", 5 * 8 * size * 20)
+    monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 8 * hidden_size * 20)
+    norm_and_mlp = nn.Sequential(layer.input_layernorm, layer.mlp)
+    short, long = (torch.randn(1, n, hidden_size).double() for n in (9, 99))
+    lengths = ({1: torch.export.Dim("length")},)
+    with torch.no_grad():
+        exported = torch.export.export(norm_and_mlp, (short,), dynamic_shapes=lengths, strict=False)
+        torch.testing.assert_close(exported.module()(long), norm_and_mlp(long))
 
 
 class Kept:
