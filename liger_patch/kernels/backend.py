@@ -213,6 +213,12 @@ def in_tracing_mode() -> bool:
     return any(isinstance(mode, _TRACING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_compiled_here() -> bool:
+    """Return ``torch.compiler.is_compiling`` of this thread: that is one flag of all threads."""
+    compiler = torch.compiler
+    return compiler.is_dynamo_compiling() or (compiler.is_compiling() and in_tracing_mode())
+
+
 def _is_watched(arguments: tuple[object, ...]) -> bool:
     """Return True if the operators that run are recorded, or run on no values."""
     if torch._C._len_torch_dispatch_stack() == 0:

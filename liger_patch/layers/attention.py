@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.layers.lora import computed_together
@@ -275,7 +276,7 @@ def _with_globals(function: Any, values: dict[str, Any]) -> Any:
 
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo guards the globals that it has found
+        if is_compiled_here():  # Dynamo guards the globals that it has found
             return other(*arguments, **options)
         look_up()
         with computed_together(arguments[0]):

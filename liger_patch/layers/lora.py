@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.backend import autocast_dtype, is_compiled_here
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection, rows_of
@@ -78,7 +78,7 @@ def lora_linear(original: Any) -> type[nn.Module]:
     """Derive a LoRA linear layer that is one function where its adapter is plain."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (args or kwargs or torch.compiler.is_compiling()):
+        if not (args or kwargs or is_compiled_here()):
             siblings = getattr(_running, "siblings", None)
             result = None if siblings is None else siblings.result(self, x)
             if result is not None:
@@ -124,7 +124,7 @@ def lora_feed_forward(
     """Compute a feed-forward layer of x (..., H) as one function; None unless its projections are
     plain LoRA layers on kernels, without hooks. None for ``torch.compile`` too.
     """
-    if torch.compiler.is_compiling():
+    if is_compiled_here():
         return None
     layers = gate, up, down
     if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
