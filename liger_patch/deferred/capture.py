@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.distributed import (
@@ -26,6 +25,7 @@ from liger_patch.deferred.sharding import Hold, keeping_weight
 from liger_patch.deferred.stored import in_process_group, is_partitioned
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
+from liger_patch.kernels.backend import inlined_only
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -82,7 +82,7 @@ class _DeferLinear(TorchFunctionMode):
         return weight is getattr(module, "weight", None)
 
 
-skip_code(_DeferLinear.__torch_function__.__code__)  # never compiled as a frame of its own
+inlined_only(_DeferLinear.__torch_function__)
 
 
 def _linear_arguments(

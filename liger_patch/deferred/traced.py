@@ -15,7 +15,6 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
@@ -24,6 +23,7 @@ from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.kernels.backend import inlined_only
 
 TRACES_LOGITS = torch.__version__ >= "2.11"  # before, Dynamo cannot make such a placeholder
 _NEED_GRADIENTS = frozenset(
@@ -183,7 +183,7 @@ class TracedLogits(PlaceholderLogits):
 
 
 # torch.compile would compile calls between two graphs as if they were within one
-skip_code(TracedLogits.__torch_function__.__func__.__code__)
+inlined_only(TracedLogits.__torch_function__.__func__)
 
 
 def _placeholder(

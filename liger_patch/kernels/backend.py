@@ -147,6 +147,18 @@ def runs_eagerly(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
+def inlined_only(function: Function) -> Function:
+    """Decorate a function that torch.compile traces as a part of its callers, and never compiles as
+    a frame of its own.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+    except ImportError:  # private
+        return function
+    skip_code(cast(Any, function).__code__)
+    return function
+
+
 def operator(
     results: Callable[..., object], *, mutates: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.distributed import DistributedLogits, is_distributed
@@ -22,7 +21,7 @@ from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.traced import TracedLogits
-from liger_patch.kernels.backend import accumulation_dtype, runs_eagerly
+from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.patch import flags
 from liger_patch.patch.packing import (
@@ -56,9 +55,7 @@ def _in_graph_of_logits(method: Method) -> Method:
             logits = logits.deferred  # the model breaks the graph behind its head
         return between_graphs(self, logits, *args, **kwargs)
 
-    whole: Any = compute
-    skip_code(whole.__code__)  # never compiled as a frame of its own
-    return whole
+    return cast(Method, inlined_only(compute))
 
 
 @dataclass
