@@ -150,7 +150,7 @@ class TracedLogits(PlaceholderLogits):
 
     def real_logits(self) -> Tensor:
         """Return the real logits, computed at the first call."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return self.deferred.real_logits()
         if self.value is None:
             self.value = _compute(self, TracedLogits.real_logits)
