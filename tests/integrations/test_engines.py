@@ -100,4 +100,9 @@ def test_a_configuration_says_what_starts_it(path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_split_sequences_on_gpus(tmp_path: Path) -> None:
     """With PyTorch's ring attention, which has kernels for GPUs alone."""
-    run("sequence_trainer.py", str(tmp_path), "cuda", "context --layers", "ulysses --layers")
+    run("sequence_trainer.py", str(tmp_path), "cuda", "context --layers --bf16", "ulysses --layers")
+
+
+@pytest.mark.slow
+def test_split_sequences_in_bf16(tmp_path: Path) -> None:
+    run("sequence_trainer.py", str(tmp_path), "cpu", "context --layers --bf16")

@@ -163,7 +163,9 @@ def test_any_strides(view: str, device: torch.device) -> None:
     def of_view(layer: Any) -> Any:
         return lambda x, parts: tuple(y.transpose(0, 1) for y in layer(of(x), parts))
 
-    check(of_view(sliced_lora(500)), of_view(eager_mlp("silu")), x, parts, wanted=EVERYTHING)
+    ours, plain = of_view(sliced_lora(500)), of_view(eager_mlp("silu"))
+    # a GPU's product of 1200 tokens sums parts of them apart, and each sum is the more exact for it
+    check(ours, plain, x, parts, wanted=EVERYTHING, eps=8)
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast"])

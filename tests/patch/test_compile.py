@@ -559,9 +559,9 @@ def test_inductor_trains_as_uncompiled() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_trains_as_eager_on_gpus(mode: str) -> None:
     device = torch.device("cuda")
-    truth = step(make_model("gemma2", patch=False).to(device), batch_of(make_model("gemma2")))
     model, eager = (make_model("gemma2", patch=p).to(device, torch.bfloat16) for p in (True, False))
     batch = {name: value.to(device) for name, value in batch_of(model).items()}
+    truth = step(make_model("gemma2", patch=False).to(device), batch)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     for _ in range(3):  # CUDA graphs are recorded in the second call
         ours = run(model, batch, compiled)
