@@ -2,13 +2,19 @@
 
     python -m benchmarks longest_row                      all models and contenders: hours
     python -m benchmarks longest_row --model QLoRA --contender Unsloth --gib 24 --limit 580
+    python -m benchmarks longest_row --contender liger_patch --try 24:122880 --try 48:311296
 
 Forward and backward of one row as in ``lora_step``: whole models, random weights, adapters of rank
 16 in float32 under autocast to bf16, gradient checkpointing, no optimizer. Each contender has a
 process of its own. Memory is limited by ``torch.cuda.set_per_process_memory_fraction``, so gaps of
-the allocator count; a limit of more than the GPU has is all of it. A doubling search and a
-bisection find the longest multiple of 8192 tokens. A search that the time limit ends has a lower
-bound, with ">=".
+the allocator count; a limit of more than the GPU has is all of it. Where two measured peaks expect
+the limit to be met, a search begins for the longest multiple of 8192 tokens, or of 2 % of the row
+where that is more. A row whose step has reserved no more than a limit fits it without another step.
+A search that the time limit ends has a lower bound, with ">=".
+
+Each step is printed as soon as it is done. --try asks whether one length fits, and searches for
+none. --host-gib bounds the host memory that offloaded checkpoints (Unsloth's too) may take: a
+process that takes too much is killed.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
 attention would take minutes a step there. Attention allocates as much as before.
@@ -29,6 +35,7 @@ from transformers import LlamaConfig
 
 from .attention_blocks import BLOCK
 from .benchmark import Benchmark, Cases
+from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS, Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
@@ -75,6 +82,8 @@ class Limits:
         whole: tokens of the longest row that attends to all before.
         rounds: timed steps.
         seconds: of each process; None for no limit.
+        tries: GiB with a length each: only these are tried.
+        host_gib: of host memory, for offloaded checkpoints; None for no limit.
     """
 
     gib: Sequence[float] = LIMITS
@@ -84,6 +93,8 @@ class Limits:
     whole: int = WHOLE
     rounds: int = 2
     seconds: float | None = None
+    tries: Sequence[tuple[float, int]] = ()
+    host_gib: float | None = None
 
 
 def run_case(
@@ -112,6 +123,8 @@ def run_case(
                 tuple(limits.timed),
                 limits.rounds,
                 device,
+                tuple(limits.tries),
+                limits.host_gib,
             )
             print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
             steps, failure = [], ""
@@ -154,25 +167,30 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
             continue
         longest = max((tokens for tokens, why in tried.items() if why is None), default=known)
         failed = {tokens: why for tokens, why in tried.items() if why is not None}
-        is_most = longest >= search.most - search.most % search.step
-        is_found = is_most or min(failed, default=search.most) - longest <= search.step
+        shortest = min(failed, default=None)
+        if search.tries and shortest is not None and not longest:
+            yield {**name, "gib": gib, "failure": f"{failed[shortest]} at {shortest:,} tokens"}
+            continue
         known, row = longest, {**name, "gib": gib, "tokens": longest}
-        if not is_found:
+        if shortest is None or shortest - longest > width(shortest, search.step):
             row["at_least"] = True
-        elif failed and failed[min(failed)] != OUT_OF_MEMORY:
-            row["ends_with"] = failed[min(failed)]
+        elif failed[shortest] != OUT_OF_MEMORY:
+            row["ends_with"] = failed[shortest]
         yield row
 
 
 def cases(options: argparse.Namespace) -> Cases:
     """Return the models and settings whose name contains one of --model."""
     names = [each for each in CONTENDERS if each in (options.contender or CONTENDERS)]
+    tries = tuple(map(gib_and_tokens, getattr(options, "try") or ()))
     limits = Limits(
-        gib=options.gib or LIMITS,
-        timed=options.timed or TIMED,
+        gib=list(dict.fromkeys(gib for gib, _ in tries)) or options.gib or LIMITS,
+        timed=options.timed or (() if tries else TIMED),
         whole=options.whole_attention or WHOLE,
         rounds=options.rounds,
         seconds=options.limit,
+        tries=tries,
+        host_gib=options.host_gib,
     )
     chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
     return {
@@ -182,6 +200,26 @@ def cases(options: argparse.Namespace) -> Cases:
             if any(part in f"{model.name}, {setting.name}" for part in options.model or [""])
         ]
     }
+
+
+def gib_and_tokens(text: str) -> tuple[float, int]:
+    """Read GIB:TOKENS.
+
+    Raises:
+        ValueError: it is not that, or no multiple of a block of attention.
+    """
+    gib, _, tokens = text.partition(":")
+    if not tokens.isdecimal() or int(tokens) % BLOCK or not int(tokens):
+        raise ValueError(f"--try must be GIB:TOKENS, tokens a multiple of {BLOCK}, got {text!r}")
+    return float(gib), int(tokens)
+
+
+def _checked(text: str) -> str:
+    try:
+        gib_and_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +233,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="only the contender of this name, or another",
     )
     parser.add_argument("--gib", type=float, action="append", help="of memory, or another")
+    parser.add_argument(
+        "--try",
+        type=_checked,
+        action="append",
+        metavar="GIB:TOKENS",
+        help="whether a row of TOKENS fits GIB of memory, or another; no search, no --timed",
+    )
+    parser.add_argument(
+        "--host-gib", type=float, help="of host memory, for offloaded checkpoints (default: any)"
+    )
     parser.add_argument("--timed", type=int, action="append", help="tokens of a timed row")
     parser.add_argument(
         "--whole-attention", type=int, help="tokens of the longest row that attends to all before"

@@ -72,12 +72,16 @@ class Request:
 
 
 def main(request: Path, results: Path) -> None:
-    """Append one line of JSON to ``results`` for each row, as soon as it is measured."""
+    """Append one line of JSON to ``results`` for each row, as soon as it is measured, and print it:
+    so nothing is lost when a time limit ends this process or all.
+    """
     fields = json.loads(request.read_text(encoding="utf-8"))
     settings = tuple(Setting(**each) for each in fields.pop("settings"))
     for row in rows(Request(**fields, settings=settings)):
+        line = json.dumps(row)
         with results.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(row)}\n")
+            file.write(f"{line}\n")
+        print(line, flush=True)
 
 
 def rows(request: Request) -> Iterator[dict]:

@@ -178,7 +178,6 @@ def run_process(
         said = errors.read_text(encoding="utf-8", errors="replace")
         print(said, file=sys.stderr, flush=True)
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    print(*lines, sep="\n", flush=True)  # a run that is cut short keeps them
     rows = [json.loads(line) for line in lines]
     *_, last = ["", *said.strip().splitlines()]
     failure = f"takes longer than {limit} s"

@@ -292,7 +292,7 @@ def longest_rows_table(report: dict) -> str:
     note = (
         " (autocast): forward and backward of one row through the whole model with random weights, "
         "gradient checkpointing, adapters of rank 16 in float32; one process a contender, memory "
-        f"limited by PyTorch's allocator, rows in steps of 8192 tokens, {{command}}. "
+        f"limited by PyTorch's allocator, rows in steps of 8192 tokens or 2 %, {{command}}. "
         f"{attention_note(rows)}"
     )
     return _document(report, longest_cells(rows), note)

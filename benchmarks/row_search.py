@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from . import lora_contenders
-from .lora_contenders import CONTENDERS, Setting
+from .guided_search import candidates, expected_longest
+from .lora_contenders import CONTENDERS, OFFLOADED, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
 from .training_step import run_step
 
 GIB = 2**30
+OFFLOADING = ("Unsloth", OFFLOADED)  # their checkpoints wait in host memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Search:
         most: tokens beyond which nothing is looked for.
         timed: lengths whose steps are timed with all memory.
         rounds: timed steps of each.
+        tries: limits with a length each: only these are tried, none is searched for.
+        host_gib: of host memory for the checkpoints of those that offload them; None: unlimited.
     """
 
     contender: str
@@ -49,16 +53,23 @@ class Search:
     timed: tuple[int, ...]
     rounds: int
     device: str = "cuda"
+    tries: tuple[tuple[float, int], ...] = ()
+    host_gib: float | None = None
 
 
 def main(request: Path, results: Path) -> None:
-    """Append one line of JSON to ``results`` for each row, as soon as it is measured."""
+    """Append one line of JSON to ``results`` for each row, as soon as it is measured, and print it:
+    so nothing is lost when a time limit ends this process or all.
+    """
     fields = json.loads(request.read_text(encoding="utf-8"))
     fields["setting"] = Setting(**fields["setting"])
+    fields["tries"] = tuple((gib, tokens) for gib, tokens in fields["tries"])
     fields |= {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
     for row in rows(Search(**fields)):
+        line = json.dumps(row)
         with results.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(row)}\n")
+            file.write(f"{line}\n")
+        print(line, flush=True)
 
 
 def rows(search: Search) -> Iterator[dict]:
@@ -69,46 +80,141 @@ def rows(search: Search) -> Iterator[dict]:
     except Exception:
         traceback.print_exc()  # the parent has the last line only
         raise
+    known: dict[int, dict] = {}  # the peaks of each length that fits
+    too_long = _beyond_host(search)
     for tokens in search.timed:
-        found = attempt(partial(_timed, step, tokens, search))
+        why = _why_not(tokens, too_long)
+        found = why or attempt(partial(_timed, step, tokens, search))
         yield {**named, "timed": tokens, **_result(found)}
+        if not isinstance(found, Failure):
+            known[tokens] = found
+        elif not why:
+            too_long[tokens] = found
     longest = 0
     for limit in search.limits:
-        limit_memory(limit, search.device)
-        tried: dict[int, str | None] = {}  # the failure of each length
-
-        def fits(tokens: int, tried: dict[int, str | None] = tried) -> bool:
-            found = attempt(partial(step, tokens))
-            release_memory()
-            tried[tokens] = found.failure if isinstance(found, Failure) else None
-            return tried[tokens] is None
-
-        for tokens in candidates(fits, longest, search.most, search.step):
-            why = {} if tried[tokens] is None else {"failure": tried[tokens]}
-            yield {**named, "gib": limit, "tokens": tokens, **why}
-        longest = max((tokens for tokens, why in tried.items() if why is None), default=longest)
+        room = limit_memory(limit, search.device)
+        fits = _Fits(step, search.device, room, known, longest, too_long)
+        if fits.longest > longest:  # has reserved no more than this limit
+            yield {**named, "gib": limit, "tokens": fits.longest, **_peaks(known[fits.longest])}
+        for tokens in fits.tried(search, limit):
+            yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
+        longest = fits.longest
+        shortest = min(too_long, default=None)
+        if shortest is not None and shortest not in fits.results and not search.tries:
+            why = too_long[shortest]
+            yield {**named, "gib": limit, "tokens": shortest, "failure": why.failure}
 
 
-def candidates(fits: Callable[[int], bool], known: int, most: int, step: int) -> Iterator[int]:
-    """Yield each length that is tried to find the longest that fits, a multiple of ``step``.
+class _Fits:
+    """Tells which rows fit one limit, by training on them.
 
-    Args:
-        known: a length that fits, 0 for none.
+    Attributes:
+        results: of the lengths that were tried.
+        longest: tokens of the longest row that fits.
     """
-    low, high = known, most + step  # fits, does not
-    while high - low > step:
-        doubled = max(step, 2 * low)
-        middle = doubled if high > most and doubled < most else (low + high) // 2 // step * step
-        low, high = (middle, high) if fits(middle) else (low, middle)
-        yield middle
+
+    def __init__(
+        self,
+        step: Callable[[int], None],
+        device: str,
+        room: float | None,
+        known: dict[int, dict],
+        longest: int,
+        too_long: Mapping[int, Failure],
+    ) -> None:
+        self._step, self._device, self._room, self._known = step, device, room, known
+        self._too_long = too_long
+        self.results: dict[int, dict | Failure] = {}
+        reserved = {n: each["reserved_mib"] for n, each in known.items() if _peaks(each)}
+        fitting = [n for n, mib in reserved.items() if room is not None and mib <= room]
+        self.longest = max([longest, *fitting])
+
+    def tried(self, search: Search, limit: float | None) -> Iterator[int]:
+        """Yield each length that is tried."""
+        if not search.tries:
+            most = min([search.most, *(n - search.step for n in self._too_long)])
+            start = self.longest
+            yield from candidates(self.fits, start, most, search.step, self._expected)
+            return
+        for gib, tokens in sorted(search.tries):
+            if gib == limit and tokens > self.longest:
+                is_fitting = self.fits(tokens)
+                yield tokens
+                if not is_fitting:
+                    return
+
+    def fits(self, tokens: int) -> bool:
+        """Train on a row of so many tokens, and return whether it fits."""
+        found = _why_not(tokens, self._too_long) or attempt(partial(self._measured, tokens))
+        self.results[tokens] = found
+        if isinstance(found, Failure):
+            return False
+        self._known[tokens] = found
+        self.longest = max(self.longest, tokens)
+        return True
+
+    def _measured(self, tokens: int) -> dict:
+        reset_peaks(self._device)
+        self._step(tokens)
+        return peaks(self._device)
+
+    def _expected(self) -> int | None:
+        """The allocator empties its cache before it fails, so what is allocated tells."""
+        if self._room is None:
+            return None
+        allocated = {n: each["peak_mib"] for n, each in self._known.items() if _peaks(each)}
+        return expected_longest(allocated, self._room)
 
 
-def limit_memory(gib: float | None, device: str) -> None:
-    """Let this process allocate so much of the GPU."""
+def _beyond_host(search: Search) -> dict[int, Failure]:
+    """Return the shortest row whose checkpoints the host has no memory for, and the failure."""
+    if search.host_gib is None or search.contender not in OFFLOADING:
+        return {}
+    config = AutoConfig.from_pretrained(search.folder)
+    bytes_of_token = 2 * config.hidden_size * config.num_hidden_layers
+    tokens = int(search.host_gib * GIB) // bytes_of_token // search.step * search.step
+    return {tokens + search.step: Failure(f"{search.host_gib:g} GiB of host memory are full")}
+
+
+def _why_not(tokens: int, too_long: Mapping[int, Failure]) -> Failure | None:
+    """Return the failure of a length that is not tried, None for one that may fit."""
+    return next((why for shortest, why in too_long.items() if tokens >= shortest), None)
+
+
+def limit_memory(gib: float | None, device: str) -> float | None:
+    """Let this process allocate so much of the GPU.
+
+    Returns:
+        MiB: the limit, or what is left on the GPU beside contexts and other processes.
+    """
     if device != "cuda":
-        return
+        return None
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * GIB / total))
+    free, _ = torch.cuda.mem_get_info()
+    room = free + torch.cuda.memory_reserved()
+    return (room if gib is None else min(room, gib * GIB)) / MIB
+
+
+def reset_peaks(device: str) -> None:
+    """Forget the peaks of earlier steps, and give the memory back that they left reserved."""
+    release_memory()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peaks(device: str) -> dict[str, float]:
+    """Return the most memory that was allocated and reserved since ``reset_peaks``, in MiB."""
+    if device != "cuda":
+        return {}
+    return {
+        "peak_mib": torch.cuda.max_memory_allocated() / MIB,
+        "reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+    }
+
+
+def _peaks(row: dict) -> dict[str, float]:
+    return {name: row[name] for name in ("peak_mib", "reserved_mib") if name in row}
 
 
 def _stepper(search: Search) -> Callable[[int], None]:
@@ -137,18 +243,16 @@ def _stepper(search: Search) -> Callable[[int], None]:
     return step
 
 
-def _timed(step: Callable[[int], None], tokens: int, search: Search) -> dict[str, Any]:
+def _timed(step: Callable[[int], None], tokens: int, search: Search) -> dict[str, float]:
     step(tokens)  # compiles kernels
-    if search.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peaks(search.device)
     times = []
     for _ in range(search.rounds):
         start = time.perf_counter()
         step(tokens)
         times.append(1000 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated() / MIB if search.device == "cuda" else 0.0
-    return {"ms": sorted(times)[len(times) // 2], "peak_mib": peak}
+    return {"ms": statistics.median(times), **peaks(search.device)}
 
 
-def _result(found: dict[str, Any] | Failure) -> dict[str, Any]:
+def _result(found: dict | Failure) -> dict:
     return {"failure": found.failure} if isinstance(found, Failure) else found
