@@ -27,6 +27,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "sft_step": "steps of TRL's SFTTrainer, with its own head and with ours",
     "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
     "longest_row": "the longest LoRA and QLoRA rows that fit, one process a contender",
+    "long_row_check": "gradients of a row of a million tokens, beside those of its blocks",
     "distributed_step": "steps of whole models on several GPUs, and a distributed head",
     "convergence": "losses of small models, trained with and without the patch",
     "distributed_convergence": "losses under FSDP2 and ZeRO-3 beside those of one GPU",

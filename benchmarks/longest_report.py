@@ -1,4 +1,6 @@
-"""Format the longest rows: a line for each memory, and one for each length that was timed."""
+"""Format the longest rows: a line for each memory, and one for each length that was timed; and the
+check of a long row.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,7 @@ def longest_cells(rows: list[dict]) -> list[list[str]]:
 
 def terminal_longest_table(rows: list[dict]) -> str:
     """Format the rows of one model for the terminal."""
-    cells = longest_cells(rows)
-    widths = [max(len(line[i]) for line in cells) + 2 for i in range(len(cells[0]))]
-    return "\n".join(
-        "".join(f"{cell:{width}s}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    return _aligned(longest_cells(rows))
 
 
 def attention_note(rows: list[dict]) -> str:
@@ -50,3 +47,30 @@ def _cell(row: dict, rows: list[dict]) -> str:
 
 def _is_same(eager: dict, row: dict) -> bool:
     return "ms" in eager and eager["model"] == row["model"] and eager["timed"] == row["timed"]
+
+
+def check_cells(rows: list[dict]) -> list[list[str]]:
+    """Return a line a result of ``long_row_check``; the first line is the heading."""
+    cells = [["tokens", "compared", "liger_patch's error", "eager's error", "holds"]]
+    for row in rows:
+        if "error" in row:
+            numbers = [f"{row['error']:.3%}", f"{row['eager_error']:.3%}"]
+        else:
+            numbers = [f"{row['seconds']:.0f} s", ""]
+            if "peak_mib" in row:
+                numbers[0] += f", {row['peak_mib'] / 1024:.1f} GiB"
+        cells.append([f"{row['tokens']:,}", row["what"], *numbers, "yes" if row["holds"] else "NO"])
+    return cells
+
+
+def terminal_check_table(rows: list[dict]) -> str:
+    """Format the results of ``long_row_check`` for the terminal."""
+    return _aligned(check_cells(rows))
+
+
+def _aligned(cells: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in cells) + 2 for i in range(len(cells[0]))]
+    return "\n".join(
+        "".join(f"{cell:{width}s}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )

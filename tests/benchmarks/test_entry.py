@@ -43,7 +43,7 @@ def test_a_benchmark_has_help_without_a_gpu_and_needs_one_to_run(name: str, caps
     said = capsys.readouterr().out
     assert f"python -m benchmarks {name}" in said
     assert "--output" in said
-    assert ("--rounds" in said) is not name.endswith("convergence")
+    assert ("--rounds" in said) is not name.endswith(("convergence", "check"))
     with pytest.raises(SystemExit, match="benchmarks need a CUDA GPU"):
         main([name])
 
@@ -54,7 +54,8 @@ def test_every_list_of_a_report_has_a_table(name: str):
     options.model = options.contender = options.compile = None
     options.layers = options.tokens = options.limit = options.gpus = None
     options.gib = options.timed = options.whole_attention = None
-    options.engine = options.steps = None
+    options.engine = options.steps = options.host_gib = options.all_blocks = None
+    setattr(options, "try", None)
     options.device = "cuda"
     lists = import_module(f"benchmarks.{name}").BENCHMARK.cases(options)
     assert lists.keys() <= TABLES.keys()
