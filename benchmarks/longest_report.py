@@ -10,7 +10,9 @@ EAGER = "eager"
 def longest_cells(rows: list[dict]) -> list[list[str]]:
     """Return lines of cells, a column a contender; the first line is the heading."""
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    cells = [["longest row, tokens; time per token, µs", *contenders]]
+    is_timed = any("timed" in row for row in rows)
+    what = "longest row, tokens; time per token, µs" if is_timed else "longest row, tokens"
+    cells = [[what, *contenders]]
     found = {(_line(row), row["contender"]): _cell(row, rows) for row in rows}
     for line in dict.fromkeys(map(_line, rows)):
         cells.append([line, *(found.get((line, each), "") for each in contenders)])

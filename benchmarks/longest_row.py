@@ -26,6 +26,7 @@ import argparse
 import copy
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -84,6 +85,8 @@ class Limits:
         seconds: of each process; None for no limit.
         tries: GiB with a length each: only these are tried.
         host_gib: of host memory, for offloaded checkpoints; None for no limit.
+        total: seconds of all processes of a model, each of which may take an even share of what is
+            left; None for no limit.
     """
 
     gib: Sequence[float] = LIMITS
@@ -95,6 +98,12 @@ class Limits:
     seconds: float | None = None
     tries: Sequence[tuple[float, int]] = ()
     host_gib: float | None = None
+    total: float | None = None
+
+    def seconds_left(self, elapsed: float, processes: int) -> float | None:
+        """Return how long the next of so many processes may run; None for no limit."""
+        shares = [] if self.total is None else [max(0.0, self.total - elapsed) / processes]
+        return min([*shares, *([] if self.seconds is None else [self.seconds])], default=None)
 
 
 def run_case(
@@ -106,12 +115,13 @@ def run_case(
     device: str = "cuda",
 ) -> list[dict]:
     """Save the model, let each contender search in a process of its own, and return its rows."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
         found: list[dict] = []
-        for contender in contenders:
+        for i, contender in enumerate(contenders):
             search = Search(
                 contender,
                 model.name,
@@ -135,7 +145,8 @@ def run_case(
                 before += f"attention_blocks.install({limits.whole}); "
                 before += "import unsloth; " if contender == "Unsloth" else ""
                 request = json.dumps(asdict(search))
-                steps, failure = run_process("row_search", request, before, limits.seconds)
+                left = limits.seconds_left(time.monotonic() - start, len(contenders) - i)
+                steps, failure = run_process("row_search", request, before, left)
             found += summary(search, steps, failure, limits.whole)
     return found
 
@@ -191,6 +202,7 @@ def cases(options: argparse.Namespace) -> Cases:
         seconds=options.limit,
         tries=tries,
         host_gib=options.host_gib,
+        total=options.total,
     )
     chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
     return {
@@ -248,6 +260,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--whole-attention", type=int, help="tokens of the longest row that attends to all before"
     )
     parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
+    parser.add_argument(
+        "--total", type=float, help="seconds for a model: each contender gets its share of the rest"
+    )
 
 
 BENCHMARK = Benchmark(

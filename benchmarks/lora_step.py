@@ -180,10 +180,9 @@ def run_process(
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
     *_, last = ["", *said.strip().splitlines()]
-    failure = f"takes longer than {limit} s"
-    if done is not None:
-        failure = f"does not run: exit status {done.returncode}: {last}"
-    return rows, failure
+    if done is None:
+        return rows, f"takes longer than {limit:.0f} s"
+    return rows, f"does not run: exit status {done.returncode}: {last}"
 
 
 def judged(rows: list[dict]) -> list[dict]:

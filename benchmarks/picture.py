@@ -1,7 +1,8 @@
 """Draw the pictures of a report.
 
 Heads: time over the lower bound against peak memory, and both against the number of tokens.
-Training steps: bars of time and peak memory. Training runs: losses.
+Training steps: bars of time and peak memory. Training runs: losses. The longest rows: against the
+memory of the GPU.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def draw_all(report: dict, path: Path) -> list[Path]:
         ("sweep", "_sweep", draw_sweep),
         ("steps", "", draw_steps),
         ("distributed_steps", "", partial(draw_steps, key="distributed_steps")),
+        ("longest_rows", "", draw_longest),
         ("convergence", "", draw_convergence),
     ):
         if any(_is_drawn(row) for row in report.get(key, ())):
@@ -47,6 +49,8 @@ def draw_all(report: dict, path: Path) -> list[Path]:
 
 
 def _is_drawn(row: dict) -> bool:
+    if "gib" in row or "timed" in row:
+        return bool(row.get("tokens"))
     return row["contender"] != LOWER_BOUND and ("ms" in row or "held_out" in row)
 
 
@@ -151,6 +155,52 @@ def draw_steps(report: dict, path: Path, key: str = "steps") -> None:
     _finish(figure, report, path, "training step")
 
 
+def draw_longest(report: dict, path: Path) -> None:
+    """Draw a panel a model: the longest row against the memory, one line a contender.
+
+    An arrow is a lower bound; a hollow point is a row that ends for want of something else than the
+    GPU's memory.
+    """
+    rows = [row for row in report["longest_rows"] if "gib" in row and _is_drawn(row)]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    styles, most = _styles(report), max(row["tokens"] for row in rows)
+    figure, axes = plt.subplots(
+        1,
+        len(models),
+        figsize=(max(7.0, 5.2 * len(models)), 4.4),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for panel, model in zip(axes.flat, models, strict=True):
+        for contender, style in styles.items():
+            line = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
+            line.sort(key=lambda row: row["gib"])
+            places = [(row["gib"], row["tokens"]) for row in line]
+            if not places:
+                continue
+            panel.plot(*zip(*places, strict=True), label=contender, alpha=0.9, **style)
+            for row, place in zip(line, places, strict=True):
+                if row.get("at_least"):
+                    panel.errorbar(
+                        *place, yerr=most / 20, lolims=True, fmt="none", color=style["color"]
+                    )
+                if "ends_with" in row:
+                    panel.plot(*place, **style, markerfacecolor="white")
+                text = f"{'≥ ' if row.get('at_least') else ''}{row['tokens'] / 1000:,.0f}k"
+                panel.annotate(text, place, (4, -9), textcoords="offset points", fontsize=7)
+        panel.set_title(model, fontsize=10)
+        panel.set_xlabel("memory of the GPU (GiB)")
+        panel.set_xticks(sorted({row["gib"] for row in rows}))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.margins(x=0.1)
+        panel.set_ylim(0, ROOM_FOR_LABELS * most)
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("longest row (tokens)")
+    _finish(figure, report, path, "longest row that trains")
+
+
 def draw_convergence(report: dict, path: Path) -> None:
     """Draw losses above, and below how far the held-out ones are from the first run's."""
     models, settings = by_model(report["convergence"]), report["settings"]
@@ -186,7 +236,7 @@ def _styles(report: dict) -> dict[str, dict]:
     """
     rows = [
         row
-        for key in ("results", "sweep", "steps", "distributed_steps", "convergence")
+        for key in ("results", "sweep", "steps", "distributed_steps", "longest_rows", "convergence")
         for row in report.get(key, ())
     ]
     styles, peers, own = {}, 0, 0

@@ -298,6 +298,17 @@ def longest_rows_table(report: dict) -> str:
     return _document(report, longest_cells(rows), note)
 
 
+def longest_summary(report: dict) -> str:
+    """Show the picture, and format a line a model and memory: docs/memory.md has times too."""
+    rows = [row for row in report["longest_rows"] if "gib" in row]
+    note = (
+        " (autocast): forward and backward of one row, random weights, gradient checkpointing, "
+        f"adapters of rank 16 in float32. {attention_note(rows)}"
+    )
+    picture = "![Longest row that trains against the memory of the GPU](docs/longest_row.png)"
+    return f"{picture}\n\n{_document(report, longest_cells(rows), note)}"
+
+
 def long_row_check_table(report: dict) -> str:
     note = (
         " (autocast): one row through the whole model with random weights, QLoRA with adapters of "

@@ -23,6 +23,9 @@ from benchmarks.report import (
     heads_table,
     layer_kernels_table,
     log_probs_table,
+    long_row_check_table,
+    longest_rows_table,
+    longest_summary,
     lora_steps_table,
     lora_summary,
     read,
@@ -60,6 +63,11 @@ def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
     return lambda: table(*(read(RESULTS / name) for name in names))
 
 
+def if_measured(table: Callable[[dict], str], name: str) -> Callable[[], str]:
+    """The table of a report that may not be there: then nothing."""
+    return lambda: table(read(RESULTS / name)) if (RESULTS / name).exists() else ""
+
+
 README = Path(__file__).parents[1] / "README.md"
 INDEX = DOCS / "index.md"
 PERFORMANCE, DISTRIBUTED = DOCS / "performance.md", DOCS / "distributed.md"
@@ -91,6 +99,12 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "lora_convergence": (
         DOCS / "lora.md",
         of_results(convergence_table, "convergence_adapters.json"),
+    ),
+    "longest_summary": (README, if_measured(longest_summary, "longest_row.json")),
+    "longest_rows": (DOCS / "memory.md", if_measured(longest_rows_table, "longest_row.json")),
+    "long_row_check": (
+        DOCS / "memory.md",
+        if_measured(long_row_check_table, "long_row_check.json"),
     ),
     "support_trainers": (INDEX, trainers_table),
     "support_engines": (INDEX, engines_table),

@@ -21,7 +21,8 @@ from benchmarks.lora_contenders import OFFLOADED, Setting
 from benchmarks.lora_step import CHECKPOINTED, run_process
 from benchmarks.measure import Failure
 from benchmarks.models import Model
-from benchmarks.report import longest_rows_table
+from benchmarks.picture import draw_all
+from benchmarks.report import longest_rows_table, longest_summary
 from benchmarks.row_search import Search, rows
 from benchmarks.sft_step import tiny_tokenizer
 
@@ -238,6 +239,14 @@ def test_lengths_are_tried_without_a_search(search_of: Callable[..., Search], gp
     ]
 
 
+def test_processes_share_the_time_that_is_left():
+    assert Limits().seconds_left(10.0, 2) is None
+    assert Limits(seconds=30.0).seconds_left(100.0, 2) == 30.0
+    assert Limits(total=100.0).seconds_left(40.0, 3) == 20.0
+    assert Limits(total=100.0, seconds=15.0).seconds_left(40.0, 3) == 15.0
+    assert Limits(total=100.0).seconds_left(101.0, 1) == 0.0
+
+
 def test_a_row_is_written_and_printed_before_the_next(
     search_of: Callable[..., Search], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
@@ -266,7 +275,7 @@ def test_a_process_that_is_ended_leaves_its_rows():
     )
     found, failure = run_process("made_up", "", made_up, 5.0)
     assert found == [{"tokens": 8}]
-    assert failure == "takes longer than 5.0 s"
+    assert failure == "takes longer than 5 s"
 
 
 def test_a_search_that_ends_early_has_a_lower_bound():
@@ -369,6 +378,20 @@ def test_tables_have_a_line_for_each_memory_and_length():
     assert note.endswith("Rows of more than 65,536 tokens attend within blocks of 8192.")
 
 
+def test_a_picture_has_the_rows_that_were_found(tmp_path: Path):
+    versions = {"torch": "2.6", "triton": "3.2"}
+    report = {"gpu": "GPU", "date": "2026-01-01", "versions": versions, "command": "c"}
+    partly = {**report, "longest_rows": made_up()}  # bounds, failures, no more than one point
+    assert draw_all(partly, tmp_path / "longest_row.json") == [tmp_path / "longest_row.png"]
+    assert (tmp_path / "longest_row.png").stat().st_size > 10_000
+    nothing = [row for row in made_up() if "tokens" not in row]
+    assert draw_all({**report, "longest_rows": nothing}, tmp_path / "longest_row.json") == []
+    summary = longest_summary(partly)
+    assert "(docs/longest_row.png)" in summary
+    assert "| longest row, tokens | eager | liger_patch |" in summary
+    assert "1,000 tokens" not in summary
+
+
 def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     measured = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -385,9 +408,10 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     limits = Limits(gib=[24.0], timed=[64], whole=32, rounds=1, seconds=9.0)
     assert measured == [("Llama-3.1-8B", QLORA.name, ["liger_patch"], limits)]
     options = ["--try", "24:16384", "--try", "48:40960", "--host-gib", "120", "--rounds", "1"]
+    options += ["--total", "540"]
     assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
     tries = ((24.0, 16384), (48.0, 40960))
-    limits = Limits(gib=[24.0, 48.0], timed=(), rounds=1, tries=tries, host_gib=120.0)
+    limits = Limits(gib=[24.0, 48.0], timed=(), rounds=1, tries=tries, host_gib=120.0, total=540.0)
     assert measured[-1][-1] == limits
     report = json.loads((tmp_path / "longest_row.json").read_text(encoding="utf-8"))
     assert "--try 24:16384 --try 48:40960" in report["command"]

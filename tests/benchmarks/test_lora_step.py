@@ -190,7 +190,7 @@ def test_a_contender_may_take_no_longer_than_its_limit(monkeypatch: pytest.Monke
     monkeypatch.setattr(lora_step, "ROOT", tmp_path)
     request = Request("eager", "tiny", "", 2, 9, SETTINGS[:1], rounds=1)
     (lost,) = lora_step.run_apart(request, limit=1.0)
-    assert lost["failure"] == "takes longer than 1.0 s"
+    assert lost["failure"] == "takes longer than 1 s"
 
 
 def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.MonkeyPatch):
