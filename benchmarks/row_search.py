@@ -94,8 +94,9 @@ def rows(search: Search) -> Iterator[dict]:
     for limit in search.limits:
         room = limit_memory(limit, search.device)
         fits = _Fits(step, search.device, room, known, longest, too_long)
-        if fits.longest > longest:  # has reserved no more than this limit
-            yield {**named, "gib": limit, "tokens": fits.longest, **_peaks(known[fits.longest])}
+        if fits.longest:
+            peak = _peaks(known.get(fits.longest, {}))
+            yield {**named, "gib": limit, "tokens": fits.longest, **peak}
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
         longest = fits.longest
@@ -110,7 +111,8 @@ class _Fits:
 
     Attributes:
         results: of the lengths that were tried.
-        longest: tokens of the longest row that fits.
+        longest: tokens of the longest row that fits: before any is tried, of one that fits a
+            smaller limit, or whose step has reserved no more than this one.
     """
 
     def __init__(
