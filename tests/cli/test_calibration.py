@@ -137,7 +137,7 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     # earlier settings of the process leave a workspace or two, and the allocator leaves less than a
     # MiB behind a large tensor unsplit: 2 MiB of 6 GiB in all
     rounded = sizes.weights / MIB / 1000
-    assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.1 * WORKSPACES / MIB + rounded
+    assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.2 * WORKSPACES / MIB + rounded
 
 
 def test_every_contender_is_estimated_or_has_a_reason() -> None:
