@@ -23,8 +23,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
 from liger_patch.deferred.stored import in_process_group
+from liger_patch.kernels.backend import is_traced
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch import flags
+from liger_patch.patch.expected import ExpectedLabels
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -211,26 +213,27 @@ def _forward_with_loss(
     if _is_to_be_compared(model, record, named["labels"]):
 
         def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(model, trial, inner, args, kwargs, None, OwnArguments())
+            return _deferred_forward(model, trial, inner, args, kwargs, {}, None, OwnArguments())
 
         compare_losses(model, record, inner, fused, args, kwargs)
-    starts = None
+    starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
-    if _says_where_sequences_begin(record, named["labels"], own) and not is_plain:
-        starts = sequence_starts(named["labels"].shape, named)
+    if _says_where_sequences_begin(record, labels, own) and not is_plain:
+        starts = sequence_starts(labels.shape, named)
+    ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     # models that are not tested may not shift their labels: see causal_lm_loss
     if starts is not None and record.tested and not is_shifted:
         # whatever loss the model computes, no token predicts the first of the next sequence
-        ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
-        labels = within_sequences(named["labels"], starts, ignore_index)
+        labels = within_sequences(labels, starts, ignore_index)
         place = list(named).index("labels")  # positional arguments come first
         if place < len(args):
             args = (*args[:place], labels, *args[place + 1 :])
         else:
             kwargs = {**kwargs, "labels": labels}
-    return _deferred_forward(model, record, inner, args, kwargs, starts, own)
+    named = {**named, "labels": labels}
+    return _deferred_forward(model, record, inner, args, kwargs, named, starts, own)
 
 
 def _deferred_forward(
@@ -239,6 +242,7 @@ def _deferred_forward(
     inner: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
+    named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
     starts: Tensor | None,  # (B, T)
     own: OwnArguments,
 ) -> Any:
@@ -251,10 +255,30 @@ def _deferred_forward(
         forward_pass.loss_weights = own.loss_weights
         if is_transformers_loss:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
+            forward_pass.expected = _counted_labels(model, forward_pass, named)
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
         _note_own_loss(model, record, forward_pass)
     return outputs
+
+
+def _counted_labels(
+    model: PreTrainedModel, forward_pass: ForwardPass, named: dict[str, Any]
+) -> ExpectedLabels | None:
+    """Start to count the labels of a fused loss; None where it may not be fused, or where the host
+    reads no number.
+    """
+    shifted = named.get("shift_labels") is not None
+    labels = named.get("shift_labels" if shifted else "labels")
+    vocab_size = getattr(model.get_output_embeddings(), "out_features", None)
+    ignore_index = named.get("ignore_index", IGNORE_INDEX)
+    if is_traced() or forward_pass.unfused is not None or flags.return_logits():
+        return None
+    if type(labels) is not Tensor or labels.is_inference() or labels.is_floating_point():
+        return None
+    if labels.dim() != 2 or not isinstance(vocab_size, int) or not isinstance(ignore_index, int):
+        return None
+    return ExpectedLabels.counted(labels, ignore_index, vocab_size, shifted=shifted)
 
 
 def _is_settled(record: PatchRecord) -> bool:

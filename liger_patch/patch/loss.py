@@ -24,6 +24,7 @@ from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.patch import flags
+from liger_patch.patch.expected import ExpectedLabels
 from liger_patch.patch.packing import (
     next_labels,
     sequence_weights,
@@ -74,6 +75,7 @@ class ForwardPass:
         read_by: the operation that first needed the values of the logits.
         unreached: the option that does not apply to a loss of the model's own.
         loss_of_graph: a fused loss that a graph of torch.compile has computed.
+        expected: the labels that the loss will be given, None where they are not counted ahead.
     """
 
     record: PatchRecord
@@ -87,6 +89,7 @@ class ForwardPass:
     read_by: str | None = None
     unreached: str | None = None
     loss_of_graph: Tensor | None = None
+    expected: ExpectedLabels | None = None
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient: a loss
@@ -120,7 +123,14 @@ class ForwardPass:
         self.done = True
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
-        targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
+        shifted = shift_labels is not None
+        given = labels if shift_labels is None else shift_labels
+        flat = None
+        if self.expected is not None:
+            flat = self.expected.targets_of(given, ignore_index, shifted=shifted)
+        if flat is None:
+            flat = (given if shifted else next_labels(labels, ignore_index)).reshape(-1)
+        targets = flat.view(given.shape)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
@@ -147,9 +157,8 @@ class ForwardPass:
             )
         token_weight = None
         if self.loss_weights is not None:
-            is_shifted = shift_labels is not None
             of_labels = self.loss_weights.to(logits.device)
-            token_weight = weights_of_targets(of_labels, targets, shifted=is_shifted).reshape(-1)
+            token_weight = weights_of_targets(of_labels, targets, shifted=shifted).reshape(-1)
         if self.record.settings.loss_average == "sequence":
             split = why_sequences_are_split()
             if split is not None:
@@ -162,7 +171,7 @@ class ForwardPass:
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
             logits,
-            targets.reshape(-1).to(logits.device),
+            flat.to(logits.device),
             vocab_size,
             ignore_index=ignore_index,
             reduction=reduction,

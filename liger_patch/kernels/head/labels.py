@@ -15,6 +15,7 @@ from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.kernels.options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
+AHEAD = "_liger_patch_compacted"  # attribute of labels: see compact_ahead
 
 
 class CompactedLabels:
@@ -93,12 +94,23 @@ class CompactedLabels:
                 each.mul_(of_tokens)
 
 
+def compact_ahead(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Start to count labels (N,) that ``compact_labels`` is given later: by then the host need not
+    wait for what was launched in between.
+    """
+    compacted = compact_labels(labels, vocab_size, ignore_index)
+    vars(labels)[AHEAD] = compacted, labels._version, vocab_size, ignore_index
+
+
 def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> CompactedLabels:
     """Return labels (N,) with those of the supervised tokens first, and start to count them."""
+    compacted, *of = vars(labels).get(AHEAD, (None,))
+    if compacted is not None and of == [labels._version, vocab_size, ignore_index]:
+        return compacted
     if serves_triton_device(labels):
         from liger_patch.kernels.triton.order_tokens import order_tokens
 
-        compacted, rows, counts = order_tokens(labels, vocab_size, ignore_index)
+        ordered, rows, counts = order_tokens(labels, vocab_size, ignore_index)
     else:
         labels = labels.to(torch.int64)
         ignored = labels == ignore_index
@@ -106,8 +118,8 @@ def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> Compac
         counts = torch.stack([(~ignored).sum(), outside.sum()])
         # a stable sort instead of nonzero(), which would read the count from the device
         rows = torch.argsort(ignored.to(torch.uint8), stable=True)
-        compacted = labels.index_select(0, rows)
-    return CompactedLabels(compacted, rows, counts, vocab_size, ignore_index)
+        ordered = labels.index_select(0, rows)
+    return CompactedLabels(ordered, rows, counts, vocab_size, ignore_index)
 
 
 def token_factors(

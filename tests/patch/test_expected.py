@@ -1,0 +1,107 @@
+"""Labels that are counted before the model runs, also where the loss is given others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.kernels.head import labels as labels_module
+from liger_patch.registry import available
+
+COUNT = labels_module.CompactedLabels.__init__
+(LLAMA,) = (row for row in available() if row.model_type == "llama")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with every count of labels."""
+    made: list[int] = []
+
+    def init(self: Any, labels: Tensor, *arguments: Any) -> None:
+        made.append(len(labels))
+        COUNT(self, labels, *arguments)
+
+    monkeypatch.setattr(labels_module.CompactedLabels, "__init__", init)
+    return made
+
+
+def make_models() -> tuple[Any, Any]:
+    """A patched model and an unpatched one."""
+    return apply_patch(tiny_model(LLAMA), layers=False), tiny_model(LLAMA)
+
+
+def results(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def before_layers(model: Any, act: Callable[[], object]) -> None:
+    def hook(*_: Any) -> None:
+        act()
+
+    model.model.layers[0].register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("option", ["labels", "shift_labels", "ignore_index", "num_items_in_batch"])
+def test_labels_are_counted_once_before_the_model_runs(option: str, counts: list[int]) -> None:
+    model, unpatched = make_models()
+    batch: dict[str, Any] = tiny_batch(model)
+    if option == "shift_labels":
+        batch["shift_labels"] = batch["labels"].roll(-1, 1)
+    elif option == "ignore_index":
+        batch["ignore_index"] = 7
+        batch["labels"] = batch["labels"].clamp(min=7)
+    elif option == "num_items_in_batch":
+        batch["num_items_in_batch"] = 5
+    seen: list[int] = []
+    before_layers(model, lambda: seen.append(len(counts)))
+    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    assert patch_status(model).fused
+    assert (seen, counts) == ([1], [batch["labels"].numel()])
+
+
+def test_labels_that_change_while_the_model_runs(counts: list[int]) -> None:
+    """As the unpatched model's loss, the patched one's sees them as they are then."""
+    model, unpatched = make_models()
+    batches = [tiny_batch(model) for _ in range(2)]
+    for each, batch in zip((model, unpatched), batches, strict=True):
+        before_layers(each, lambda batch=batch: batch["labels"][:, 3:].fill_(-100))
+    ours, expected = (
+        results(each, batch) for each, batch in zip((model, unpatched), batches, strict=True)
+    )
+    torch.testing.assert_close(ours, expected)
+    assert len(counts) == 2
+
+
+def test_a_label_outside_the_vocabulary_is_still_named() -> None:
+    model, _ = make_models()
+    batch = tiny_batch(model)
+    batch["labels"][0, 1] = 5000
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 131\).*got 5000"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("option", ["inference_mode", "LIGER_PATCH_RETURN_LOGITS"])
+def test_nothing_is_counted_where_nothing_is_to_be_read(
+    option: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, unpatched = make_models()
+    seen: list[int] = []
+    before_layers(model, lambda: seen.append(len(counts)))
+    if option != "inference_mode":
+        monkeypatch.setenv(option, "1")
+        batch = tiny_batch(model)
+        torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    else:
+        with torch.inference_mode():
+            batch = {name: value.clone() for name, value in tiny_batch(model).items()}
+            torch.testing.assert_close(model(**batch).loss, unpatched(**batch).loss)
+    assert seen == [0]
