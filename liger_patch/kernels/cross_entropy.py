@@ -156,7 +156,7 @@ def _factors(logits: Tensor, labels: Tensor, options: LossOptions, **how: Any) -
     """Return (N,) the factors of the tokens' losses; raise ValueError for a label outside."""
     compacted = compact_labels(labels, logits.shape[1], options.ignore_index)
     dtype = accumulation_dtype(logits.dtype)
-    factors = token_factors(labels, compacted.counts[0], options, dtype=dtype, **how)
+    factors = token_factors(labels, compacted, options, dtype=dtype, **how)
     compacted.read_count()  # for the check of the labels
     return factors
 

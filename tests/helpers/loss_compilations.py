@@ -265,6 +265,7 @@ def order_tokens(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]
                 "given_ptr": labels,
                 "labels_ptr": "*i64",
                 "rows_ptr": "*i64",
+                "means_ptr": "*fp32",
                 "counts_ptr": "*i64",
                 "tokens": "i32",
                 "vocab_size": "i32",

@@ -140,6 +140,20 @@ class OddsForm:
         odds_tiles = None
         if row_scale is not None and memory is not None:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
+        per_token = (
+            self._labels.labels[chunk],
+            self._label_logits[chunk],
+            self._label_z[chunk],
+            reference,
+            None if row_scale is None else row_scale[chunk],
+            self._class_weight,
+            self.losses[chunk],
+            self.odds.factors[chunk],
+            self.odds.label_gradients[chunk],
+            *((None, None, None) if statistics is None else statistics[:3]),
+        )
+        logit_options = options.softcap, options.logit_scale
+        finish: Any = finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)]
         with torch.cuda.device_of(x):
             for only_on_overflow in (0, 1):
                 if tiles:  # a shard may have none
@@ -159,25 +173,13 @@ class OddsForm:
                         rows,
                         hidden_size,
                         self._own_size,
-                        options.softcap,
-                        options.logit_scale,
+                        *logit_options,
                         **constants,
                     )
                 numbers = self._numbers(partial, own_labels, start, only_on_overflow)
-                finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)](
+                finish(
                     numbers,
-                    self._labels.labels[chunk],
-                    self._label_logits[chunk],
-                    self._label_z[chunk],
-                    reference,
-                    None if row_scale is None else row_scale[chunk],
-                    self._class_weight,
-                    self.losses[chunk],
-                    self.odds.factors[chunk],
-                    self.odds.label_gradients[chunk],
-                    None if statistics is None else statistics.entropy,
-                    None if statistics is None else statistics.lse,
-                    None if statistics is None else statistics.is_top1,
+                    *per_token,
                     self._overflow,
                     counts,
                     start,
@@ -185,11 +187,10 @@ class OddsForm:
                     rows,
                     len(numbers),
                     self._vocab_size,
-                    options.softcap,
-                    options.logit_scale,
+                    *logit_options,
                     options.z_loss,
-                    SUMS=sums,  # pyright: ignore[reportArgumentType]
-                    TILE_V=self._finished_tile_v,  # pyright: ignore[reportArgumentType]
+                    SUMS=sums,
+                    TILE_V=self._finished_tile_v,
                     **FINISHED,
                 )
 

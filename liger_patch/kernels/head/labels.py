@@ -25,14 +25,22 @@ class CompactedLabels:
         labels: (N,) int64, those of the supervised tokens first; the rest means nothing.
         rows: (N,) positions of the supervised tokens, ascending; the rest are positions too.
         counts: (2,) tokens that are supervised, and those of them with a label outside [0, V).
+        means: (N,) float32 one over the number of supervised tokens, 1 for none; None where nothing
+            has computed it.
         count: n; None before ``read_count``.
         supervised_rows: the first n of ``rows``; None where every token is supervised.
     """
 
     def __init__(
-        self, labels: Tensor, rows: Tensor, counts: Tensor, vocab_size: int, ignore_index: int
+        self,
+        labels: Tensor,
+        rows: Tensor,
+        counts: Tensor,
+        means: Tensor | None,
+        vocab_size: int,
+        ignore_index: int,
     ) -> None:
-        self.labels, self.rows, self.counts = labels, rows, counts
+        self.labels, self.rows, self.counts, self.means = labels, rows, counts, means
         self.count: int | None = None
         self.supervised_rows: Tensor | None = None
         self._vocab_size, self._ignore_index = vocab_size, ignore_index
@@ -110,7 +118,7 @@ def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> Compac
     if serves_triton_device(labels):
         from liger_patch.kernels.triton.order_tokens import order_tokens
 
-        ordered, rows, counts = order_tokens(labels, vocab_size, ignore_index)
+        ordered, rows, counts, means = order_tokens(labels, vocab_size, ignore_index)
     else:
         labels = labels.to(torch.int64)
         ignored = labels == ignore_index
@@ -118,13 +126,13 @@ def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> Compac
         counts = torch.stack([(~ignored).sum(), outside.sum()])
         # a stable sort instead of nonzero(), which would read the count from the device
         rows = torch.argsort(ignored.to(torch.uint8), stable=True)
-        ordered = labels.index_select(0, rows)
-    return CompactedLabels(ordered, rows, counts, vocab_size, ignore_index)
+        ordered, means = labels.index_select(0, rows), None
+    return CompactedLabels(ordered, rows, counts, means, vocab_size, ignore_index)
 
 
 def token_factors(
     labels: Tensor,  # (N,)
-    count: Tensor,  # () supervised tokens
+    compacted: CompactedLabels,  # the same
     options: LossOptions,
     *,
     reduction: str,
@@ -133,7 +141,7 @@ def token_factors(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return (N,) the factor of each supervised token's loss in the result: its weight, over the
-    mean's denominator. Expanded from one number where all are the same.
+    mean's denominator. It may be expanded from one number where all are the same.
 
     A denominator of 0 counts as 1: without a supervised token, loss and gradients are 0.
     """
@@ -156,8 +164,11 @@ def token_factors(
             denominator = (weights if factors is None else weights * factors).sum()
         elif factors is not None:
             denominator = factors.sum()
+        elif compacted.means is not None and compacted.means.dtype == dtype:
+            return compacted.means
         else:
-            inverse = count.clamp(min=1).to(dtype).reciprocal()  # three launches, not five
+            # three launches, not five
+            inverse = compacted.counts[0].clamp(min=1).to(dtype).reciprocal()
             return inverse.expand(labels.shape)
     if denominator is None:
         return (

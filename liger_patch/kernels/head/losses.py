@@ -18,9 +18,9 @@ def loss_factors(
     """Return (N,) the factors of the tokens' losses in the order of the compacted labels; ``how``:
     reduction and ``num_items_in_batch``.
     """
-    count, dtype = config.labels.counts[0], accumulation_dtype(config.dtype)
+    dtype = accumulation_dtype(config.dtype)
     factors = token_factors(
-        labels, count, config.options, token_weight=token_weight, dtype=dtype, **how
+        labels, config.labels, config.options, token_weight=token_weight, dtype=dtype, **how
     )
     if token_weight is None:
         return factors.contiguous()

@@ -18,13 +18,16 @@ def _order_tokens_kernel(
     given_ptr,  # (N,) any integers
     labels_ptr,  # (N,) int64
     rows_ptr,  # (N,) int64
+    means_ptr,  # (N,) float32
     counts_ptr,  # (2,) int64
     tokens,
     vocab_size,
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """One program: labels and positions of the supervised tokens to the front, in their order."""
+    """One program: labels and positions of the supervised tokens to the front, in their order, and
+    zeros behind them.
+    """
     count = tl.zeros((), dtype=tl.int64)
     n_outside = tl.zeros((), dtype=tl.int64)
     for start in range(0, tokens, BLOCK):
@@ -41,24 +44,35 @@ def _order_tokens_kernel(
         n_outside += tl.sum(outside.to(tl.int64), axis=0)
     tl.store(counts_ptr, count)
     tl.store(counts_ptr + 1, n_outside)
+    mean = tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32))
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < tokens
+        is_behind = inside & (token >= count)
+        tl.store(labels_ptr + token, 0, mask=is_behind)
+        tl.store(rows_ptr + token, 0, mask=is_behind)
+        tl.store(means_ptr + token, mean, mask=inside)
 
 
 def order_tokens(
     labels: Tensor,  # (N,)
     vocab_size: int,
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels (N,) and rows (N,), the supervised ones first and zeros after them, and counts
-    (2,): supervised tokens, and those of them with a label outside [0, V).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return labels (N,) and rows (N,), the supervised ones first and zeros after them, counts
+    (2,): supervised tokens, and those of them with a label outside [0, V), and means (N,) float32:
+    for each token one over the number of supervised ones, 1 for none.
     """
-    tokens = len(labels)
-    ordered, rows = torch.zeros(2, tokens, dtype=torch.int64, device=labels.device)
-    counts = torch.empty(2, dtype=torch.int64, device=labels.device)
+    tokens, device = len(labels), labels.device
+    ordered, rows = torch.empty(2, tokens, dtype=torch.int64, device=device)
+    means = torch.empty(tokens, dtype=torch.float32, device=device)
+    counts = torch.empty(2, dtype=torch.int64, device=device)
     with torch.cuda.device_of(labels):
         _order_tokens_kernel[(1,)](
             labels.contiguous(),
             ordered,
             rows,
+            means,
             counts,
             tokens,
             vocab_size,
@@ -66,4 +80,4 @@ def order_tokens(
             BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
-    return ordered, rows, counts
+    return ordered, rows, counts, means
