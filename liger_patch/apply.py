@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ def apply_patch(
     reduction: str = "mean",
     loss_average: str = "token",
     layers: bool | Collection[str] = True,
-    checkpoint_offload: bool = False,
+    checkpoint_offload: bool | float = False,
     strict: bool = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits; change nothing else.
@@ -68,8 +70,10 @@ def apply_patch(
             some of "rms_norm", "rotary", "gated" and "lora". These run in calls without labels too.
             LoRA adapters may come later: the next call finds them.
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
-            pinned host memory. Gradients stay the same bit for bit. For GPUs, and for layers that
-            ``torch.compile`` does not trace; elsewhere checkpoints stay as they are.
+            pinned host memory: True for as much of it as the system has available, or GiB that this
+            process may take at most. What does not fit stays on the GPU, with one warning.
+            Gradients stay the same bit for bit. For GPUs, and for layers that ``torch.compile``
+            does not trace; elsewhere checkpoints stay as they are.
         strict: whether an architecture without a row is an error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
@@ -81,8 +85,13 @@ def apply_patch(
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
-    if not isinstance(checkpoint_offload, bool):
-        raise ValueError(f"checkpoint_offload must be True or False, got {checkpoint_offload!r}")
+    if not isinstance(checkpoint_offload, bool) and not (
+        isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload < math.inf
+    ):
+        raise ValueError(
+            "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
+            f"{checkpoint_offload!r}"
+        )
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
     asked = layers if isinstance(layers, bool) else names
@@ -129,12 +138,13 @@ def apply_patch(
     return model
 
 
-def _set_offload(record: PatchRecord, wanted: bool) -> None:
-    if record.offload is not None and not wanted:
+def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
+    host_gib = None if isinstance(wanted, bool) else float(wanted)
+    if record.offload is not None and (wanted is False or record.offload.host_gib != host_gib):
         record.offload.free()
         record.offload = None
-    elif record.offload is None and wanted:
-        record.offload = CheckpointOffload()
+    if record.offload is None and wanted is not False:
+        record.offload = CheckpointOffload(host_gib=host_gib)
 
 
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:

@@ -27,7 +27,7 @@ class LigerPatchArgs(BaseModel):
     liger_patch: bool = False
     liger_patch_layers: bool | list[str] = True
     liger_patch_chunk_mib: float | None = None
-    liger_patch_checkpoint_offload: bool = False
+    liger_patch_checkpoint_offload: bool | float = False
 
     @model_validator(mode="before")
     @classmethod

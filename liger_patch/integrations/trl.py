@@ -155,7 +155,7 @@ def apply_trl_patch(
     same_gradient: bool = False,
     chunk_mib: float | None = None,
     layers: bool | Collection[str] = True,
-    checkpoint_offload: bool = False,
+    checkpoint_offload: bool | float = False,
     strict: bool = False,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
@@ -241,12 +241,12 @@ def taken_back(model: Any) -> dict[str, Any]:
     if record is None:
         return {}
     _check_loss_is_trls(record.settings)
-    had_offload = record.offload is not None
+    offload = record.offload
     revert_patch(model)
     return {
         "chunk_mib": record.settings.chunk_mib,
         "layers": record.layers,
-        "checkpoint_offload": had_offload,
+        "checkpoint_offload": False if offload is None else offload.host_gib or True,
     }
 
 

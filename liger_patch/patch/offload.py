@@ -6,13 +6,18 @@ kinds (``use_reentrant``), so ``torch.autograd.graph.saved_tensors_hooks`` aroun
 sees them. What runs inside is hidden from these hooks. Nothing else of a checkpoint changes: not
 its random state, nor autocast, nor the order of operations.
 
-Memory on the device: one input in the forward pass (its copy overlaps with the layer), two in the
-backward pass (the next one arrives while a layer runs). The last input stays where it is.
+An input is copied once the next one is saved: nothing else tells that it is not the last, which the
+backward pass needs first and which is never copied. So a copy overlaps with the next layer.
+
+Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves them
+once the layer has run), and two in the backward pass, where the next one arrives while a layer
+runs. Inputs that do not fit the host stay too: they are those of the last layers, which the
+backward pass frees first.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-PIECE_BYTES = 16 * 2**20  # of pinned memory: PyTorch rounds its sizes up to a power of two
+from liger_patch.patch.host_memory import available_bytes
+from liger_patch.patch.layer_input import PIECE_BYTES, Kept, Lane, LayerInput
+
+GIB = 2**30
 MIN_BYTES = 2**20  # smaller inputs take longer to hand over than to copy
 FUNCTION = "_gradient_checkpointing_func"  # Transformers: attribute of each checkpointed layer
 
@@ -35,20 +43,25 @@ class CheckpointOffload:
     Args:
         device_types: whose tensors are offloaded.
         min_bytes: of a tensor that is offloaded.
+        host_gib: of host memory, at most; None for what the system has available.
     """
 
     def __init__(
-        self, device_types: Collection[str] = ("cuda",), min_bytes: int = MIN_BYTES
+        self,
+        device_types: Collection[str] = ("cuda",),
+        min_bytes: int = MIN_BYTES,
+        host_gib: float | None = None,
     ) -> None:
         self.device_types = device_types
         self.min_bytes = min_bytes
-        self._lanes: dict[torch.device, _Lane] = {}
-        self._sent: int | None = None  # in the last forward pass
-        self._reason: str | None = None
-        self._warned: set[str | None] = set()
+        self.host_gib = host_gib
+        self._lanes: dict[torch.device, Lane] = {}
+        self._most_pinned = math.inf  # bytes: less than that once pinning has failed
+        self._status = "on, no eager training step yet"
+        self._warned: set[str] = set()
 
     def __reduce__(self) -> Any:
-        return type(self), (self.device_types, self.min_bytes)
+        return type(self), (self.device_types, self.min_bytes, self.host_gib)
 
     @contextmanager
     def forward_pass(self, model: nn.Module) -> Iterator[None]:
@@ -66,20 +79,50 @@ class CheckpointOffload:
             for module, function in replaced:
                 setattr(module, FUNCTION, function)
         if model.training:
-            self._sent, self._reason = forward_pass.sent, forward_pass.reason
-            # not where only some rows are short
-            if self._reason not in {None, *self._warned} and not self.host_bytes:
-                self._warned.add(self._reason)
-                warnings.warn(f"liger_patch offloads no checkpoint: {self._reason}", stacklevel=2)
+            self._status = str(forward_pass)
+            if forward_pass.reason is None:
+                if forward_pass.kept:
+                    stay = f"{forward_pass.stay} of {forward_pass.saved} layer inputs on the GPU"
+                    self._warn("host memory", f"keeps {stay}: {forward_pass.shortage}")
+            elif not self.host_bytes:  # not where only some rows are short
+                self._warn(forward_pass.reason, f"offloads no checkpoint: {forward_pass.reason}")
 
-    def lane(self, device: torch.device) -> _Lane:
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(f"liger_patch {message}", stacklevel=4)
+
+    def lane(self, device: torch.device) -> Lane:
         """Return the stream and the pinned memory of a device."""
-        return self._lanes.get(device) or self._lanes.setdefault(device, _Lane(device))
+        return self._lanes.get(device) or self._lanes.setdefault(device, Lane(device))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory, in use or ready for the next step."""
         return PIECE_BYTES * sum(lane.made for lane in self._lanes.values())
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the system has refused memory."""
+        return self._most_pinned < math.inf
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of it that hold layer inputs."""
+        return self.host_bytes - PIECE_BYTES * sum(len(lane.free) for lane in self._lanes.values())
+
+    def bound(self) -> float:
+        """Return the bytes that ``host_bytes`` may grow to, as far as is known now."""
+        if self.host_gib is not None:
+            return min(self.host_gib * GIB, self._most_pinned)
+        available = available_bytes()
+        most = math.inf if available is None else self.host_bytes + available
+        return min(most, self._most_pinned)
+
+    def note_failure(self) -> float:
+        """Ask for no more memory than there is, and return its bytes."""
+        self._most_pinned = self.host_bytes
+        return self._most_pinned
 
     def free(self) -> None:
         """Give the host memory back that no graph waiting for its backward pass needs."""
@@ -90,11 +133,7 @@ class CheckpointOffload:
             empty_cache()  # PyTorch would keep it for other pinned tensors
 
     def __str__(self) -> str:
-        if self._sent is None:
-            return "on, no eager training step yet"
-        if self._reason is not None:
-            return f"none: {self._reason}"
-        return f"{self._sent} layer inputs, {self.host_bytes / 2**20:g} MiB of host memory"
+        return self._status
 
 
 def _checkpointing_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -111,20 +150,51 @@ class _ForwardPass:
 
     Attributes:
         calls: of checkpoint functions.
-        sent: how many inputs were offloaded.
+        saved: how many inputs can be offloaded, the last one among them.
+        sent: how many were.
+        kept: the bytes of host memory that each of the others asked for, in vain.
         last: the last one of each device.
     """
 
     def __init__(self, offload: CheckpointOffload) -> None:
         self.offload = offload
         self.calls = 0
+        self.saved = 0
         self.sent = 0
-        self.last: dict[torch.device, weakref.ref[_Sent]] = {}
+        self.kept: list[int] = []
+        self.last: dict[torch.device, weakref.ref[LayerInput]] = {}
+        self._bound: float | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"none: {self.reason}"
+        mib = self.offload.host_bytes / 2**20
+        said = f"{self.sent} layer inputs, {mib:g} MiB of host memory"
+        return f"{said}; {self.stay} stay on the GPU: {self.shortage}" if self.kept else said
+
+    @property
+    def stay(self) -> int:
+        """How many inputs stay on the device."""
+        return self.saved - self.sent
+
+    @property
+    def shortage(self) -> str:
+        """Why some do that are not the last one."""
+        offload = self.offload
+        asked = (offload.used_bytes + sum(self.kept)) / GIB
+        bound = (self._bound or 0) / GIB
+        if offload.has_failed:
+            why = f"no more than {bound:.4g} GiB could be pinned"
+        elif offload.host_gib is not None:
+            why = f"checkpoint_offload={offload.host_gib:g} allows {bound:.4g} GiB"
+        else:
+            why = f"{bound:.4g} GiB are available (checkpoint_offload=<GiB> sets another bound)"
+        return f"all but the last take {asked:.4g} GiB of host memory, and {why}"
 
     @property
     def reason(self) -> str | None:
         """Why no input was offloaded, or None."""
-        if self.sent:
+        if self.saved:
             return None
         if not self.calls:
             return "no layer was checkpointed (see model.gradient_checkpointing_enable())"
@@ -146,16 +216,34 @@ class _ForwardPass:
             )
         )
 
-    def send(self, tensor: Tensor) -> _Sent:
-        """Start to copy a tensor to the host."""
+    def save(self, tensor: Tensor) -> LayerInput:
+        """Keep a tensor, which may be the last one, and start to copy the one before it."""
         before = self.last.get(tensor.device)
         earlier = None if before is None else before()
         if earlier is not None:
-            earlier.release_source()
-        sent = _Sent(tensor, self.offload.lane(tensor.device), before)
-        self.last[tensor.device] = weakref.ref(sent)
-        self.sent += 1
-        return sent
+            if earlier.earlier is not None:
+                earlier.earlier.release_source()
+            self._send(earlier)
+        saved = LayerInput(tensor, self.offload.lane(tensor.device), before)
+        self.last[tensor.device] = weakref.ref(saved)
+        self.saved += 1
+        return saved
+
+    def _send(self, layer_input: LayerInput) -> None:
+        """Start to copy a tensor to the host, if it fits there."""
+        offload, lane = self.offload, layer_input.lane
+        count = -(-layer_input.size // PIECE_BYTES)
+        more = PIECE_BYTES * (count - len(lane.free))
+        if more > 0 and self._bound is None:
+            self._bound = offload.bound()  # once: it reads files
+        if more <= 0 or offload.host_bytes + more <= (self._bound or 0):
+            pieces = lane.pieces(count)
+            if pieces is not None:
+                layer_input.send(pieces)
+                self.sent += 1
+                return
+            self._bound = offload.note_failure()
+        self.kept.append(PIECE_BYTES * count)
 
 
 class _OffloadingCheckpoint:
@@ -175,160 +263,15 @@ class _OffloadingCheckpoint:
         forward_pass.calls += 1
         is_first = True
 
-        def pack(tensor: Tensor) -> _Sent | _Kept:
+        def pack(tensor: Tensor) -> LayerInput | Kept:
             nonlocal is_first
             if is_first and forward_pass.takes(tensor):
                 is_first = False
-                return forward_pass.send(tensor.detach())
-            return _Kept(tensor)
+                return forward_pass.save(tensor.detach())
+            return Kept(tensor)
 
-        def unpack(packed: _Sent | _Kept) -> Tensor:
+        def unpack(packed: LayerInput | Kept) -> Tensor:
             return packed.unpack()
 
         with saved_tensors_hooks(pack, unpack):
             return self.function(*args, **kwargs)
-
-
-class _Kept:
-    """A saved tensor as it is, and the check that PyTorch leaves out where there are hooks."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(_modified(self.tensor.shape, self.tensor.dtype))
-        return self.tensor
-
-
-def _modified(shape: torch.Size, dtype: torch.dtype) -> str:
-    return (
-        f"an input of a checkpointed layer, {dtype} {tuple(shape)}, has been modified by an "
-        "inplace operation since it was saved for the backward pass"
-    )
-
-
-class _Lane:
-    """A side stream of one device, and the pinned memory to which only this stream copies.
-
-    So copies in and out of a piece of memory have an order, and it can be used again at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.module = torch.get_device_module(device)
-        self.is_pinned = device.type != "cpu"
-        self.stream = self.module.Stream(device) if self.is_pinned else self.module.Stream()
-        self.free: list[Tensor] = []
-        self.made = 0
-
-    def pieces(self, size: int) -> list[Tensor]:
-        """Return pieces of memory for so many bytes."""
-        return [self._piece() for _ in range(0, size, PIECE_BYTES)]
-
-    def _piece(self) -> Tensor:
-        try:
-            return self.free.pop()  # atomic: tensors of other threads come and go
-        except IndexError:
-            self.made += 1
-            return torch.empty(
-                PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned
-            )
-
-    def event(self, stream: Any) -> Any:
-        """Return an event behind all that has been put on the stream."""
-        event = self.module.Event()
-        event.record(stream)
-        return event
-
-
-class _Sent:
-    """A tensor whose values are on the host; as long as no later one is sent, on the device too.
-
-    Device memory is that of the stream on which the model computes (``compute``): this stream
-    waits for a copy before any reference to its memory is dropped.
-    """
-
-    source: Tensor | None = None
-    copied: Any = None  # event behind the copy to the host
-    fetched: Tensor | None = None
-    arrived: Any = None  # event behind the copy to the device
-    pieces: Collection[Tensor] = ()
-
-    def __init__(self, tensor: Tensor, lane: _Lane, before: weakref.ref[_Sent] | None) -> None:
-        self.lane = lane
-        self.before = before  # sent before this one, needed after it
-        self.compute = lane.module.current_stream(tensor.device)
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self.version = tensor._version
-        self.is_modified = False
-        self.pieces = lane.pieces(tensor.numel() * tensor.element_size())
-        lane.event(self.compute).wait(lane.stream)
-        with torch.no_grad(), lane.module.stream(lane.stream):
-            for piece, part in zip(self.pieces, _parts(tensor), strict=True):
-                piece[: part.numel()].copy_(part, non_blocking=True)
-        self.copied = lane.event(lane.stream)
-        self.source = tensor
-
-    def release_source(self) -> None:
-        """Drop the tensor that was sent; the model's stream waits for the copy."""
-        if self.source is not None:
-            self.is_modified |= self.source._version != self.version
-            self.copied.wait(self.compute)
-            self.source = None
-
-    def unpack(self) -> Tensor:
-        """Return the tensor on the device, and start to fetch the one that is needed next."""
-        tensor = self.source
-        self.release_source()
-        if self.is_modified:
-            raise RuntimeError(_modified(self.shape, self.dtype))
-        if tensor is None:
-            tensor = self._fetched()
-        earlier = None if self.before is None else self.before()
-        if earlier is not None:
-            earlier.fetch()
-        return tensor
-
-    def fetch(self) -> None:
-        """Start to copy the tensor back, behind what the model's stream does now."""
-        if self.source is not None or self.fetched is not None:
-            return
-        lane = self.lane
-        with torch.no_grad():
-            with lane.module.stream(self.compute):
-                tensor = torch.empty_strided(
-                    self.shape, self.stride, dtype=self.dtype, device=self.device
-                )
-            # this memory may be in use until here
-            lane.event(self.compute).wait(lane.stream)
-            with lane.module.stream(lane.stream):
-                for piece, part in zip(self.pieces, _parts(tensor), strict=True):
-                    part.copy_(piece[: part.numel()], non_blocking=True)
-        self.arrived = lane.event(lane.stream)
-        self.fetched = tensor
-
-    def _fetched(self) -> Tensor:
-        self.fetch()
-        tensor, self.fetched = self.fetched, None
-        assert tensor is not None
-        self.arrived.wait(self.compute)
-        current = self.lane.module.current_stream(tensor.device)
-        if current != self.compute:
-            self.arrived.wait(current)
-            tensor.record_stream(current)
-        return tensor
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.release_source()
-            if self.fetched is not None:
-                self.arrived.wait(self.compute)
-            self.lane.free.extend(self.pieces)
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the bytes of a tensor without gaps, a piece of host memory each."""
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return flat.split(PIECE_BYTES)

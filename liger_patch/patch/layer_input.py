@@ -1,0 +1,185 @@
+"""One saved tensor of a checkpointed layer: on the device, on the host, or on its way.
+
+Copies run on a stream of their own, so that they overlap with kernels of the model. The process
+waits for none.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 16 * 2**20  # of pinned memory: PyTorch rounds its sizes up to a power of two
+
+
+class Kept:
+    """A saved tensor as it is, and the check that PyTorch leaves out where there are hooks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(_modified(self.tensor.shape, self.tensor.dtype))
+        return self.tensor
+
+
+def _modified(shape: torch.Size, dtype: torch.dtype) -> str:
+    return (
+        f"an input of a checkpointed layer, {dtype} {tuple(shape)}, has been modified by an "
+        "inplace operation since it was saved for the backward pass"
+    )
+
+
+class Lane:
+    """A side stream of one device, and the pinned memory to which only this stream copies.
+
+    So copies in and out of a piece of memory have an order, and it can be used again at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = torch.get_device_module(device)
+        self.is_pinned = device.type != "cpu"
+        self.stream = self.module.Stream(device) if self.is_pinned else self.module.Stream()
+        self.free: list[Tensor] = []
+        self.made = 0
+
+    def pieces(self, count: int) -> list[Tensor] | None:
+        """Return pieces of memory, None where there are too few and no more can be had."""
+        pieces: list[Tensor] = []
+        try:
+            while len(pieces) < count:
+                pieces.append(self._piece())
+        except RuntimeError:  # of the allocator
+            self.free.extend(pieces)
+            return None
+        return pieces
+
+    def _piece(self) -> Tensor:
+        try:
+            return self.free.pop()  # atomic: tensors of other threads come and go
+        except IndexError:
+            piece = torch.empty(
+                PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned
+            )
+            self.made += 1
+            return piece
+
+    def event(self, stream: Any) -> Any:
+        """Return an event behind all that has been put on the stream."""
+        event = self.module.Event()
+        event.record(stream)
+        return event
+
+
+class LayerInput:
+    """A saved tensor: on the device; once it is sent and a later one is too, on the host alone.
+
+    Device memory is that of the stream on which the model computes (``compute``): this stream
+    waits for a copy before any reference to its memory is dropped.
+
+    Args:
+        lane: of the tensor's device.
+        before: the one that was saved before this one, and is needed after it.
+    """
+
+    copied: Any = None  # event behind the copy to the host
+    fetched: Tensor | None = None
+    arrived: Any = None  # event behind the copy to the device
+    pieces: Collection[Tensor] = ()
+
+    def __init__(self, tensor: Tensor, lane: Lane, before: weakref.ref[LayerInput] | None) -> None:
+        self.source: Tensor | None = tensor
+        self.lane = lane
+        self.before = before
+        self.compute = lane.module.current_stream(tensor.device)
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.size = tensor.numel() * tensor.element_size()
+        self.version = tensor._version
+        self.is_modified = False
+        self.ready = lane.event(self.compute)
+
+    @property
+    def earlier(self) -> LayerInput | None:
+        """The one before, as long as a graph needs it."""
+        return None if self.before is None else self.before()
+
+    def send(self, pieces: Collection[Tensor]) -> None:
+        """Start to copy the tensor to the host, beside what the stream does since it was saved."""
+        lane, source = self.lane, self.source
+        assert source is not None
+        self.pieces = pieces
+        self.ready.wait(lane.stream)
+        with torch.no_grad(), lane.module.stream(lane.stream):
+            for piece, part in zip(pieces, _parts(source), strict=True):
+                piece[: part.numel()].copy_(part, non_blocking=True)
+        self.copied = lane.event(lane.stream)
+
+    def release_source(self) -> None:
+        """Drop the tensor if it was sent; the model's stream waits for the copy."""
+        if self.source is not None:
+            self.is_modified |= self.source._version != self.version
+            if self.copied is not None:
+                self.copied.wait(self.compute)
+                self.source = None
+
+    def unpack(self) -> Tensor:
+        """Return the tensor on the device, and start to fetch the one that is needed next."""
+        tensor = self.source
+        self.release_source()
+        if self.is_modified:
+            raise RuntimeError(_modified(self.shape, self.dtype))
+        if tensor is None:
+            tensor = self._fetched()
+        if self.earlier is not None:
+            self.earlier.fetch()
+        return tensor
+
+    def fetch(self) -> None:
+        """Start to copy the tensor back, behind what the model's stream does now."""
+        if self.source is not None or self.fetched is not None:
+            return
+        lane = self.lane
+        with torch.no_grad():
+            with lane.module.stream(self.compute):
+                tensor = torch.empty_strided(
+                    self.shape, self.stride, dtype=self.dtype, device=self.device
+                )
+            # this memory may be in use until here
+            lane.event(self.compute).wait(lane.stream)
+            with lane.module.stream(lane.stream):
+                for piece, part in zip(self.pieces, _parts(tensor), strict=True):
+                    part.copy_(piece[: part.numel()], non_blocking=True)
+        self.arrived = lane.event(lane.stream)
+        self.fetched = tensor
+
+    def _fetched(self) -> Tensor:
+        self.fetch()
+        tensor, self.fetched = self.fetched, None
+        assert tensor is not None
+        self.arrived.wait(self.compute)
+        current = self.lane.module.current_stream(tensor.device)
+        if current != self.compute:
+            self.arrived.wait(current)
+            tensor.record_stream(current)
+        return tensor
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release_source()
+            if self.fetched is not None:
+                self.arrived.wait(self.compute)
+            self.lane.free.extend(self.pieces)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the bytes of a tensor without gaps, a piece of host memory each."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat.split(PIECE_BYTES)
