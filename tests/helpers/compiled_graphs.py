@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 # What torch says of its own tracing; pyproject.toml makes every warning an error.
-MARKS = [
-    pytest.mark.usefixtures("nothing_is_compiled"),
+WARNINGS = [
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
 ]
+MARKS = [pytest.mark.usefixtures("nothing_is_compiled"), *WARNINGS]
 
 
 class Graphs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -444,63 +444,6 @@ def test_logits_within_a_graph_are_those_of_eager(
     layers = sum(type(module) is nn.Linear for module in model.modules())
     assert sum(graphs.linears) == layers - 1 + products
     assert patch_status(model).fused
-
-
-@GRAPH
-class TestLogitsThatLeftAGraph:
-    @pytest.fixture
-    def model(self) -> PreTrainedModel:
-        return make_model("gemma2")
-
-    @pytest.fixture
-    def outputs(self, model: PreTrainedModel) -> Any:
-        return Counted(model)(**batch_of(model))
-
-    def test_values_and_gradients(self, model: PreTrainedModel, outputs: Any) -> None:
-        outputs.logits.square().mean().backward()
-        uncompiled = make_model("gemma2")
-        uncompiled(**batch_of(model)).logits.square().mean().backward()
-        ours, truth = ({n: p.grad for n, p in m.named_parameters()} for m in (model, uncompiled))
-        assert_same_step(ours, truth)
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_after_a_step_they_are_an_error(
-        self, model: PreTrainedModel, outputs: Any, fused: bool
-    ) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-        outputs.loss.backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="weight changed since the forward pass"):
-            outputs.logits.sum()
-
-    def test_a_gradient_that_the_loss_leaves_out_is_an_error(self, outputs: Any) -> None:
-        outputs.logits.retain_grad()
-        with pytest.raises(RuntimeError, match=r"retain_grad of outputs\.logits"):
-            outputs.loss.backward()
-
-    def test_the_gradient_of_another_loss(self, outputs: Any) -> None:
-        outputs.logits.retain_grad()
-        outputs.logits.sum().backward()
-        assert torch.equal(outputs.logits.grad, torch.ones_like(outputs.logits))
-
-    def test_another_autograd_function(self, outputs: Any) -> None:
-        class Doubled(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x * 2
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> Tensor:
-                return grads[0] * 2
-
-        with pytest.raises(RuntimeError, match=r"give it outputs\.logits\.clone\(\)"):
-            cast(Tensor, Doubled.apply(outputs.logits)).sum().backward()
-        cast(Tensor, Doubled.apply(outputs.logits.clone())).sum().backward()
-
-    def test_past_python_they_are_nan(self, outputs: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            assert outputs.logits.isnan().all()
-            assert outputs.logits.untyped_storage().nbytes() == 8
 
 
 @GRAPH
