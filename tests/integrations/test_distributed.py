@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_group import run
+from slow_cases import slow_but
 
 from liger_patch.layers import checks
 
@@ -143,9 +144,10 @@ def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
     )
 
 
-def test_trainer_with_deepspeed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", slow_but(["3"], ["1", "2", "3"]))
+def test_trainer_with_deepspeed(stage: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    run("deepspeed_trainer.py", str(tmp_path), "transformers", "1", "2", "3")
+    run("deepspeed_trainer.py", str(tmp_path), "transformers", stage)
 
 
 @pytest.mark.slow

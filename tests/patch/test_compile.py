@@ -522,8 +522,17 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 @GRAPH
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-@pytest.mark.parametrize("compiled_first", slow_but([True], [True, False]))
+@pytest.mark.parametrize(
+    ("option", "compiled_first"),
+    slow_but(
+        [("find_unused_parameters", True)],
+        [
+            (each, first)
+            for each in ("find_unused_parameters", "static_graph")
+            for first in (True, False)
+        ],
+    ),
+)
 def test_ddp_of_a_compiled_model_holds_no_logits(option: str, compiled_first: bool) -> None:
     model, uncompiled = make_model(), make_model()
     if compiled_first:
