@@ -17,9 +17,9 @@ from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch import flags
+from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import (
     RECORD,
-    class_name,
     leads_to_patch,
     original_class,
     patched_class,

@@ -4,12 +4,14 @@ which would else wait there until the device has come as far, and queue the back
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_patch.kernels.head.labels import compact_ahead
-from liger_patch.patch.packing import next_labels
+from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,26 @@ class ExpectedLabels:
     shifted: bool
     targets: Tensor
 
-    @classmethod
-    def counted(
-        cls, labels: Tensor, ignore_index: int, vocab_size: int, *, shifted: bool
-    ) -> ExpectedLabels:
-        """Start to count those that are supervised."""
-        targets = (labels if shifted else next_labels(labels, ignore_index)).reshape(-1)
-        compact_ahead(targets, vocab_size, ignore_index)
-        return cls(labels, labels._version, ignore_index, shifted, targets)
-
     def targets_of(self, labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor | None:
         """Return what the labels that the loss is given predict, None where they are others."""
         if labels is not self.labels or labels._version != self.version:
             return None
         same = (ignore_index, shifted) == (self.ignore_index, self.shifted)
         return self.targets if same else None
+
+
+def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> ExpectedLabels | None:
+    """Start to count the labels among a call's arguments that are supervised; None where they are
+    not what a loss is usually given.
+    """
+    shifted = arguments.get("shift_labels") is not None
+    labels = arguments.get("shift_labels" if shifted else "labels")
+    vocab_size = getattr(head, "out_features", None)
+    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    if type(labels) is not Tensor or labels.is_inference() or labels.is_floating_point():
+        return None
+    if labels.dim() != 2 or not isinstance(vocab_size, int) or not isinstance(ignore_index, int):
+        return None
+    targets = (labels if shifted else next_labels(labels, ignore_index)).reshape(-1)
+    compact_ahead(targets, vocab_size, ignore_index)
+    return ExpectedLabels(labels, labels._version, ignore_index, shifted, targets)

@@ -16,17 +16,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.capture import MISSING, deferring_head
-from liger_patch.deferred.sharding import keeping_units, why_weight_is_freed
+from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch import flags
-from liger_patch.patch.expected import ExpectedLabels
+from liger_patch.patch.expected import expected_labels
+from liger_patch.patch.fallback import description, why_not_deferred, why_not_followed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -153,7 +154,7 @@ def _keeps_checkpoints() -> bool:
     """Return whether a forward pass keeps saved tensors that hooks of this package can see."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    return _why_not_followed() is None
+    return why_not_followed() is None
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:
@@ -247,7 +248,7 @@ def _deferred_forward(
     own: OwnArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
-    is_transformers_loss = model.loss_function is ForCausalLMLoss and _why_not_followed() is None
+    is_transformers_loss = model.loss_function is ForCausalLMLoss and why_not_followed() is None
     in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
     with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
         forward_pass.starts = starts
@@ -255,30 +256,12 @@ def _deferred_forward(
         forward_pass.loss_weights = own.loss_weights
         if is_transformers_loss:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
-            forward_pass.expected = _counted_labels(model, forward_pass, named)
+            if not (is_traced() or forward_pass.unfused or flags.return_logits()):
+                forward_pass.expected = expected_labels(model.get_output_embeddings(), named)
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
         _note_own_loss(model, record, forward_pass)
     return outputs
-
-
-def _counted_labels(
-    model: PreTrainedModel, forward_pass: ForwardPass, named: dict[str, Any]
-) -> ExpectedLabels | None:
-    """Start to count the labels of a fused loss; None where it may not be fused, or where the host
-    reads no number.
-    """
-    shifted = named.get("shift_labels") is not None
-    labels = named.get("shift_labels" if shifted else "labels")
-    vocab_size = getattr(model.get_output_embeddings(), "out_features", None)
-    ignore_index = named.get("ignore_index", IGNORE_INDEX)
-    if is_traced() or forward_pass.unfused is not None or flags.return_logits():
-        return None
-    if type(labels) is not Tensor or labels.is_inference() or labels.is_floating_point():
-        return None
-    if labels.dim() != 2 or not isinstance(vocab_size, int) or not isinstance(ignore_index, int):
-        return None
-    return ExpectedLabels.counted(labels, ignore_index, vocab_size, shifted=shifted)
 
 
 def _is_settled(record: PatchRecord) -> bool:
@@ -294,7 +277,7 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
         return False
     if flags.return_logits() is True:
         return False
-    return _why_not_deferred(model, model.get_output_embeddings()) is None
+    return why_not_deferred(model, model.get_output_embeddings()) is None
 
 
 def _says_where_sequences_begin(record: PatchRecord, labels: object, own: OwnArguments) -> bool:
@@ -313,8 +296,8 @@ def deferring(
     environment variable says otherwise; ``in_graph``: also within a graph of torch.compile.
     """
     head = model.get_output_embeddings()
-    unfused = record.distrusted or _why_not_deferred(model, head)
-    forward_pass = ForwardPass(record, _description(head), unfused)
+    unfused = record.distrusted or why_not_deferred(model, head)
+    forward_pass = ForwardPass(record, description(head), unfused)
     with ExitStack() as stack:
         if not torch.compiler.is_compiling():  # Dynamo does not trace locks
             # the head's forward and the loss function are replaced for one forward pass at a time
@@ -325,53 +308,6 @@ def deferring(
             yield forward_pass
         finally:
             forward_pass.running = False
-
-
-def _why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
-    """Return why the logits are computed by the head itself; None where they are deferred."""
-    reason = _why_not_followed()
-    if reason is not None:
-        return reason
-    if head is None:
-        return "get_output_embeddings() returns None"
-    if isinstance(head, torch.jit.ScriptModule):
-        return "torch.jit has compiled the head"
-    if in_process_group():
-        reason = why_weight_is_freed(head)
-        if reason is not None:
-            return reason
-    if getattr(model, "_is_replica", False):
-        return "torch.nn.DataParallel gathers the logits of every replica"
-    if torch.is_grad_enabled() and _has_backward_hooks(head):
-        return f"backward hooks of the head ({_description(head)}) see the gradient of its logits"
-    return None
-
-
-def _why_not_followed() -> str | None:
-    """Return why the operators of this package are left out of the forward pass, or None."""
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms the forward pass"
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return "torch.jit.trace records the forward pass"
-    return None
-
-
-def class_name(head: nn.Module | None) -> str:
-    """Return module and name of a head's class: that of PEFT's Linear is not torch's."""
-    return f"{type(head).__module__}.{type(head).__qualname__}"
-
-
-def _description(head: nn.Module | None) -> str:
-    """Return the head's class, and the kind of its weight where that is no plain tensor."""
-    weight = None if head is None else dict(head.named_parameters(recurse=False)).get("weight")
-    if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
-        return class_name(head)
-    return f"{class_name(head)} with a weight of type {type(weight).__name__}"
-
-
-def _has_backward_hooks(head: nn.Module) -> bool:
-    """Return whether hooks of the head or of all modules run in its backward pass, of any kind."""
-    return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
 
 
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:

@@ -1,0 +1,57 @@
+"""Why a forward pass computes its logits, as far as that is known before the head runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_patch.deferred.sharding import why_weight_is_freed
+from liger_patch.deferred.stored import in_process_group
+
+
+def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
+    """Return why the logits are computed by the head itself; None where they are deferred."""
+    reason = why_not_followed()
+    if reason is not None:
+        return reason
+    if head is None:
+        return "get_output_embeddings() returns None"
+    if isinstance(head, torch.jit.ScriptModule):
+        return "torch.jit has compiled the head"
+    if in_process_group():
+        reason = why_weight_is_freed(head)
+        if reason is not None:
+            return reason
+    if getattr(model, "_is_replica", False):
+        return "torch.nn.DataParallel gathers the logits of every replica"
+    if torch.is_grad_enabled() and _has_backward_hooks(head):
+        return f"backward hooks of the head ({description(head)}) see the gradient of its logits"
+    return None
+
+
+def why_not_followed() -> str | None:
+    """Return why the operators of this package are left out of the forward pass, or None."""
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the forward pass"
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "torch.jit.trace records the forward pass"
+    return None
+
+
+def class_name(head: nn.Module | None) -> str:
+    """Return module and name of a head's class: that of PEFT's Linear is not torch's."""
+    return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
+def description(head: nn.Module | None) -> str:
+    """Return the head's class, and the kind of its weight where that is no plain tensor."""
+    weight = None if head is None else dict(head.named_parameters(recurse=False)).get("weight")
+    if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
+        return class_name(head)
+    return f"{class_name(head)} with a weight of type {type(weight).__name__}"
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    """Return whether hooks of the head or of all modules run in its backward pass, of any kind."""
+    return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
