@@ -20,6 +20,8 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
 
+from liger_patch.kernels.backend import is_traced, serves_triton_device
+
 
 class LayerWeight(ABC):
     """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time:
@@ -40,12 +42,16 @@ class LayerWeight(ABC):
     requires_grad = False
 
     def __init__(
-        self, layer: nn.Module, shape: torch.Size, dtype: torch.dtype, row_multiple: int
+        self,
+        layer: nn.Module,
+        stored: Any,
+        device: torch.device,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        row_multiple: int,
     ) -> None:
-        stored: Any = layer.weight
         self._layer, self.stored, self.shape, self.dtype = layer, stored, shape, dtype
-        self.row_multiple = row_multiple
-        self.device = stored.device
+        self.device, self.row_multiple = device, row_multiple
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows ``start`` to ``stop``, (stop - start, H), in new memory.
@@ -72,7 +78,9 @@ class LayerWeight(ABC):
 
 
 class _Weight4bit(LayerWeight):
-    """The blocks that a slice touches are dequantised as one vector, which is then cut.
+    """Where Triton runs, one kernel dequantises nf4 and its scales, with bitsandbytes' numbers: its
+    own operations, one after another, keep the host busy for longer than the GPU. Elsewhere they
+    dequantise the blocks that a slice touches as one vector, which is then cut.
 
     A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
     a matrix whose H is a multiple of 16 but not of the blocksize.
@@ -81,29 +89,39 @@ class _Weight4bit(LayerWeight):
     def __init__(
         self,
         layer: Linear4bit,
-        packed: Tensor,  # (ceil(V * H / 2),) uint8
+        stored: Any,
+        packed: Tensor,  # ceil(V * H / 2) uint8
         state: Any,  # QuantState, whose fields are typed as optional
         dtype: torch.dtype,
     ) -> None:
         # its tensors, not the state, which bitsandbytes moves and packs in place
         self._packed, self._absmax, self._code = packed, state.absmax, state.code
         self._blocksize, self._quant_type = state.blocksize, state.quant_type
-        self._nested: dict[str, Any] | None = None
+        self._nested: tuple[Tensor, Tensor, Tensor, int] | None = None
         if state.nested:
             nested = state.state2
-            self._nested = {
-                "absmax": nested.absmax,
-                "code": nested.code,
-                "blocksize": nested.blocksize,
-            }
-            self._offset = state.offset
+            self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
         row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
-        super().__init__(layer, state.shape, dtype, row_multiple)
+        super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
 
     def _dequantised(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
+        if self._serves_triton():
+            from liger_patch.kernels.triton import nf4
+
+            numbers = nf4.dequantised(
+                self._packed,
+                self._code,
+                self._absmax,
+                self._nested,
+                blocksize,
+                start * width,
+                stop * width,
+                self.dtype,
+            )
+            return numbers.view(-1, width)
         first, last = start * width // blocksize, -(-stop * width // blocksize)
-        packed = self._packed[first * blocksize // 2 : last * blocksize // 2]
+        packed = self._packed.view(-1)[first * blocksize // 2 : last * blocksize // 2]
         state = QuantState(
             absmax=self._scales(first, last),
             shape=torch.Size([2 * len(packed)]),
@@ -121,14 +139,33 @@ class _Weight4bit(LayerWeight):
         nested = self._nested
         if nested is None:
             return self._absmax[first:last]
-        blocksize = nested["blocksize"]
+        code, nested_absmax, offset, blocksize = nested
         nested_first, nested_last = first // blocksize, -(-last // blocksize)
         cut = nested_first * blocksize
-        absmax = nested["absmax"][nested_first:nested_last]
         scales = functional.dequantize_blockwise(
-            self._absmax[cut:last], **nested | {"absmax": absmax}
+            self._absmax[cut:last],
+            absmax=nested_absmax[nested_first:nested_last],
+            code=code,
+            blocksize=blocksize,
         )
-        return scales[first - cut :].add_(self._offset)
+        return scales[first - cut :].add_(offset)
+
+    def _serves_triton(self) -> bool:
+        """Return whether the Triton kernel reads this weight: what bitsandbytes made, unless the
+        call is traced.
+        """
+        if self._quant_type != "nf4" or is_traced() or not serves_triton_device(self._packed):
+            return False
+        floats = (self._absmax,) if self._nested is None else self._nested[:3]
+        if self._nested is not None and self._absmax.dtype != torch.uint8:
+            return False
+        return all(
+            type(each) is Tensor
+            and each.dtype == torch.float32
+            and each.device == self.device
+            and each.is_contiguous()
+            for each in (self._code, *floats)
+        )
 
 
 class _Weight8bit(LayerWeight):
@@ -141,7 +178,8 @@ class _Weight8bit(LayerWeight):
     def __init__(
         self, layer: Linear8bitLt, numbers: Tensor, scales: Tensor, dtype: torch.dtype
     ) -> None:
-        super().__init__(layer, numbers.shape, dtype, 1)
+        stored: Any = layer.weight
+        super().__init__(layer, stored, stored.device, numbers.shape, dtype, 1)
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
@@ -180,21 +218,28 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     weight = module.weight
     # FSDP loses the parameter's class and state: the layer keeps the state for that
     state: Any = getattr(weight, "quant_state", None) or module.quant_state
-    if type(weight) not in (Params4bit, nn.Parameter) or weight.is_meta or state is None:
+    if type(weight) not in (Params4bit, nn.Parameter) or state is None:
         return None
-    if getattr(state, "packing_format_for_cpu", False) or state.absmax.device != weight.device:
+    packed = weight.detach()  # a plain tensor: bitsandbytes' own slows each look at its attributes
+    absmax, blocksize = state.absmax, state.blocksize
+    if packed.is_meta or absmax.device != packed.device:
         return None
-    if state.shape != (module.out_features, module.in_features):
+    # in its dictionary: a state computes what it lacks
+    if vars(state).get("packing_format_for_cpu", False):
         return None
-    size = module.out_features * module.in_features
-    packed = weight.detach().reshape(-1).view(torch.uint8)
+    height, width = module.out_features, module.in_features
+    if state.shape != (height, width):
+        return None
+    if packed.dtype != torch.uint8 or not packed.is_contiguous():
+        packed = packed.reshape(-1).view(torch.uint8)
+    size = height * width
     # not so for a shard of FSDP, or where bitsandbytes rounded down to a whole quant_storage
-    if len(packed) != -(-size // 2) or state.absmax.shape != (-(-size // state.blocksize),):
+    if packed.numel() != -(-size // 2) or absmax.shape != (-(-size // blocksize),):
         return None
     dtype = _product_dtype(module, dtype)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
-    return _Weight4bit(module, packed, state, dtype)
+    return _Weight4bit(module, weight, packed, state, dtype)
 
 
 def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:

@@ -309,3 +309,39 @@ def dropped_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
             },
             kernels.WARPS,
         )
+
+
+def nf4(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.triton.nf4 import TILE
+
+    warps = TILE // 8 // target.warp_size if target.backend == "cuda" else 4
+    for out, blocksize, place, nested in (
+        ("*bf16", 64, MULTIPLE, 1),
+        ("*bf16", 64, MULTIPLE, 0),
+        ("*bf16", 4096, MULTIPLE, 1),
+        ("*bf16", 64, "i64", 1),
+        ("*bf16", 32, "i32", 1),
+        ("*fp16", 64, MULTIPLE, 1),
+        ("*fp32", 64, MULTIPLE, 1),
+        ("*fp32", 128, "i32", 0),
+    ):
+        width = min(blocksize, TILE)
+        yield (
+            f"{out[1:]}-{blocksize}-{place[:3]}-{'nested' if nested else 'plain'}",
+            {
+                "packed_ptr": "*u8",
+                "code_ptr": "*fp32",
+                "scales_ptr": "*u8" if nested else "*fp32",
+                "nested_code_ptr": "*fp32" if nested else None,
+                "nested_scales_ptr": "*fp32" if nested else None,
+                "offset_ptr": "*fp32" if nested else None,
+                "out_ptr": out,
+                "start": place,
+                "stop": place,
+                "BLOCKSIZE": blocksize,
+                "NESTED_BLOCKSIZE": 256 if nested else 1,
+                "ROWS": TILE // width,
+                "WIDTH": width,
+            },
+            warps,
+        )

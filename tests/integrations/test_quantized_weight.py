@@ -133,6 +133,22 @@ def test_rows_of_large_blocks(blocksize: int, double_quantised: bool) -> None:
     assert_rows_are(read(head), dequantised(head, torch.bfloat16))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_real_weight_has_the_bits_of_bitsandbytes(
+    dtype: torch.dtype, double_quantised: bool
+) -> None:
+    v, h = 10240, 2560
+    head = linear_4bit(
+        v, h, device="cuda", compute_dtype=dtype, compress_statistics=double_quantised
+    )
+    weight = read(head, dtype)
+    truth = dequantised(head, dtype)
+    for start, stop in [(0, v), (1, v), (4097, 8191), (v - 1, v)]:
+        assert torch.equal(weight.rows(start, stop), truth[start:stop])
+
+
 def test_many_nested_blocks(device: str) -> None:
     head = linear_4bit(509, 328, device=device)  # 10.2 blocks of 256 scales
     assert_rows_are(read(head), dequantised(head, torch.bfloat16))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kernel_forms import INTERPRETED
 
 import liger_patch
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 
 import layer_compilations as layer
 import loss_compilations as loss
-from compile_targets import MULTIPLE, SHARED_KIB, TARGETS, spilled_bytes
+from compile_targets import FULL, MULTIPLE, SHARED_KIB, TARGETS, spilled_bytes
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -38,6 +39,7 @@ SPILLED_BYTES_OF = {
     "_rms_norm_backward_kernel": 2304,  # float32 rows of 32768 on sm_100: 0 on sm_90
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
+OPTIONS_OF = {"_nf4_kernel": {"enable_fp_fusion": False}}  # as it is launched
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
@@ -55,6 +57,7 @@ KERNELS = {
     "label_logit_kernel": loss.label_logit,
     "_log_probs_gradient_kernel": loss.log_probs_gradient,
     "odds_kernel": loss.odds,
+    "_nf4_kernel": layer.nf4,
     "_order_tokens_kernel": loss.order_tokens,
     "_rms_norm_backward_kernel": layer.rms_norm_backward,
     "_rms_norm_kernel": layer.rms_norm,
@@ -93,8 +96,16 @@ def flags_of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], warps: int, target: GPUTarget) -> Any:
+def compiled(
+    kernel: Any,
+    arguments: dict[str, Any],
+    warps: int,
+    target: GPUTarget,
+    options: dict[str, Any] | None = None,
+) -> Any:
     function = plain(kernel)
+    if options is None:
+        options = OPTIONS_OF.get(function.__name__, {})
     arguments = arguments | flags_of(kernel, arguments)
     assert sorted(arguments) == sorted(function.arg_names)
     types = {n: v[0] if isinstance(v, tuple) else v for n, v in arguments.items()}
@@ -113,7 +124,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int, target: GPUTarg
     else:  # Triton 3.2
         signature = {n: types[n] for n in function.arg_names if n not in constants}
         source = ASTSource(function, signature, constants=constants)
-    return compile_kernel(source, target=target, options={"num_warps": warps})
+    return compile_kernel(source, target=target, options={"num_warps": warps} | options)
 
 
 def lacking(target: GPUTarget) -> str:
@@ -204,6 +215,27 @@ def test_tiles_on_their_way_fit_the_gpu(target, kernels):
             tile_bytes *= arguments["BLOCK_H"] + arguments["BLOCK_REST"]
             on_their_way = arguments["STAGES"] - 1
             assert compilation.metadata.shared >= on_their_way * tile_bytes, case
+
+
+def test_scales_of_nf4_are_rounded_between_product_and_sum(kernels, monkeypatch):
+    """By the options of a launch: others have a fused multiply-add there."""
+    from liger_patch.kernels.triton import nf4
+
+    launches: list[dict[str, Any]] = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *_, **options: launches.append(options)
+
+    kernel, ((_, arguments, warps), *_) = kernels["_nf4_kernel"], layer.nf4(FULL)
+    monkeypatch.setattr(nf4, "_nf4_kernel", Launched())
+    packed = torch.zeros(64, dtype=torch.uint8)
+    nf4.dequantised(packed, torch.ones(16), torch.ones(2), None, 64, 0, 128, torch.float32)
+    (launch,) = launches
+    options = OPTIONS_OF["_nf4_kernel"]
+    assert launch.items() >= options.items()
+    assert "fma.rn" not in compiled(kernel, arguments, warps, FULL, options).asm["ptx"]
+    assert "fma.rn" in compiled(kernel, arguments, warps, FULL, {}).asm["ptx"]
 
 
 def test_long_rows_are_on_their_way_where_there_is_memory_for_them():

@@ -1,0 +1,151 @@
+"""Triton form of dequantising nf4, the 4-bit numbers of bitsandbytes.
+
+    number n = code[nibble n] * scale[n // blocksize]
+    scale b = nested_code[stored b] * nested_scale[b // nested_blocksize] + offset
+
+Two numbers lie in a byte, the first in its high half. Scales are stored as they are, or with double
+quantisation as 8-bit numbers. Each product and the sum is rounded to float32, and the result once
+to its dtype, as in bitsandbytes' CUDA kernels: the same bits. Extra memory: none. Source:
+bitsandbytes 0.50, ``functional.py`` and ``csrc/kernels.cu``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# numbers: of 8 warps of 32 threads, each loads 4 bytes at once, and stores its 8 numbers of 16 bits
+# at once, without an exchange between threads
+TILE = 2048
+TILES = 2  # of a program, whose loads are on their way together
+WARPS = 4 if torch.version.hip else 8  # a thread of 64 in a warp stores 8 numbers too
+
+
+@triton.jit
+def _load_tile(
+    tile,
+    packed_ptr,
+    scales_ptr,
+    nested_code_ptr,
+    nested_scales_ptr,
+    offset_ptr,
+    stop,
+    BLOCKSIZE: tl.constexpr,
+    NESTED_BLOCKSIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return the bytes (ROWS, WIDTH / 2) of a tile, and its rows' scales (ROWS,)."""
+    rows = tl.arange(0, ROWS)
+    offsets = rows[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    place = tile * (ROWS * WIDTH // 2) + offsets
+    packed = tl.load(packed_ptr + place, mask=place < stop - stop // 2, other=0).to(tl.int32)
+    number = (tile * ROWS + rows) * WIDTH
+    exists = number < stop
+    block = number // BLOCKSIZE
+    scales = tl.load(scales_ptr + block, mask=exists, other=0)
+    if nested_code_ptr is not None:
+        nested = tl.load(nested_scales_ptr + block // NESTED_BLOCKSIZE, mask=exists, other=0.0)
+        scales = tl.load(nested_code_ptr + scales.to(tl.int32)) * nested + tl.load(offset_ptr)
+    return packed, scales
+
+
+@triton.jit
+def _store_tile(
+    tile, packed, scales, code_ptr, out_ptr, start, stop, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    high = tl.load(code_ptr + (packed >> 4)) * scales[:, None]
+    low = tl.load(code_ptr + (packed & 15)) * scales[:, None]
+    offsets = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = tile * (ROWS * WIDTH) + offsets
+    mask = (place >= start) & (place < stop)
+    tl.store(out_ptr + (place - start), tl.interleave(high, low), mask=mask)
+
+
+@triton.jit
+def _nf4_kernel(
+    packed_ptr,  # (ceil(numbers / 2),) uint8
+    code_ptr,  # (16,)
+    scales_ptr,  # (blocks,), uint8 if they are nested
+    nested_code_ptr,  # (256,), None: the scales are as they are stored
+    nested_scales_ptr,  # (ceil(blocks / NESTED_BLOCKSIZE),)
+    offset_ptr,  # ()
+    out_ptr,  # (stop - start,)
+    start,
+    stop,
+    BLOCKSIZE: tl.constexpr,
+    NESTED_BLOCKSIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # a block, or an even part of one
+):
+    """Two tiles per program, which count from the first number of the weight."""
+    tile = start // (ROWS * WIDTH) + tl.program_id(0).to(tl.int64) * 2
+    packed, scales = _load_tile(  # pyright: ignore
+        tile,
+        packed_ptr,
+        scales_ptr,
+        nested_code_ptr,
+        nested_scales_ptr,
+        offset_ptr,
+        stop,
+        BLOCKSIZE,
+        NESTED_BLOCKSIZE,
+        ROWS,
+        WIDTH,
+    )
+    next_packed, next_scales = _load_tile(
+        tile + 1,
+        packed_ptr,
+        scales_ptr,
+        nested_code_ptr,
+        nested_scales_ptr,
+        offset_ptr,
+        stop,
+        BLOCKSIZE,
+        NESTED_BLOCKSIZE,
+        ROWS,
+        WIDTH,
+    )
+    _store_tile(tile, packed, scales, code_ptr, out_ptr, start, stop, ROWS, WIDTH)
+    _store_tile(tile + 1, next_packed, next_scales, code_ptr, out_ptr, start, stop, ROWS, WIDTH)
+
+
+def dequantised(
+    packed: Tensor,  # (ceil(numbers / 2),) or (..., 1), uint8
+    code: Tensor,  # (16,) float32
+    scales: Tensor,  # (ceil(numbers / blocksize),) float32, or uint8 if they are nested
+    nested: tuple[Tensor, Tensor, Tensor, int] | None,
+    blocksize: int,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return numbers ``start`` to ``stop`` of a weight, (stop - start,).
+
+    ``nested`` is what scales of 8 bits are made of: their code (256,), the scales of their blocks
+    and the offset (), float32, and their blocksize. All tensors are contiguous and on one device;
+    0 <= start < stop; blocksizes are powers of two, ``blocksize`` from 2 on.
+    """
+    out = torch.empty(stop - start, dtype=dtype, device=packed.device)
+    nested_code, nested_scales, offset, nested_blocksize = nested or (None, None, None, 1)
+    width = min(blocksize, TILE)
+    tiles = -(-stop // TILE) - start // TILE
+    with torch.cuda.device_of(packed):
+        _nf4_kernel[(-(-tiles // TILES),)](
+            packed,
+            code,
+            scales,
+            nested_code,
+            nested_scales,
+            offset,
+            out,
+            start,
+            stop,
+            BLOCKSIZE=blocksize,  # pyright: ignore[reportArgumentType]
+            NESTED_BLOCKSIZE=nested_blocksize,  # pyright: ignore[reportArgumentType]
+            ROWS=TILE // width,  # pyright: ignore[reportArgumentType]
+            WIDTH=width,  # pyright: ignore[reportArgumentType]
+            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+            enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
+        )
+    return out

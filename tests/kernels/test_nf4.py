@@ -1,0 +1,176 @@
+"""nf4 by the Triton kernel: the same bits as float32 products and sums, each rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+pytest.importorskip("triton")
+
+from kernel_forms import FORMS, INTERPRETED, form
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+CODE = torch.tensor(  # bitsandbytes' functional.py, get_4bit_type
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+NESTED_BLOCKSIZE = 256
+
+
+@pytest.fixture(params=FORMS[1:])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return form(request)
+
+
+def made(numbers: int, blocksize: int, nested: bool, device: torch.device) -> tuple[Any, ...]:
+    """What the kernel reads: packed numbers, scales, and of nested ones code, scales, offset."""
+    blocks = -(-numbers // blocksize)
+    packed = torch.randint(256, (-(-numbers // 2),), dtype=torch.uint8)
+    if not nested:
+        return packed.to(device), torch.rand(blocks).to(device), None
+    scales = torch.randint(256, (blocks,), dtype=torch.uint8)
+    outer = torch.rand(-(-blocks // NESTED_BLOCKSIZE)).to(device)
+    code = torch.linspace(-1.0, 1.0, 256).to(device)
+    offset = torch.tensor(1.7).to(device)
+    return packed.to(device), scales.to(device), (code, outer, offset, NESTED_BLOCKSIZE)
+
+
+def truth(
+    packed: Tensor, scales: Tensor, nested: Any, blocksize: int, numbers: int, dtype: torch.dtype
+) -> Tensor:
+    """All numbers, by operations that round each product and each sum to float32."""
+    nibbles = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:numbers]
+    if nested is not None:
+        code, outer, offset, nested_blocksize = nested
+        scales = code[scales.int()] * outer.repeat_interleave(nested_blocksize)[: len(scales)]
+        scales = scales + offset
+    values = CODE.to(packed.device)[nibbles.int()]
+    products = values * scales.repeat_interleave(blocksize)[:numbers]
+    if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cuts, where a GPU rounds
+        products = (products.view(torch.int32) & -65536).view(torch.float32)
+    return products.to(dtype)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", [32, 64, 256, 4096])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_slice_has_the_same_bits(
+    dtype: torch.dtype, blocksize: int, nested: bool, device: torch.device
+) -> None:
+    from liger_patch.kernels.triton.nf4 import TILE, TILES, dequantised
+
+    numbers = 3 * TILES * TILE + 4097  # an odd number, in more blocks of 64 than a nested one has
+    packed, scales, inner = made(numbers, blocksize, nested, device)
+    expected = truth(packed, scales, inner, blocksize, numbers, dtype)
+    edges = TILE, TILES * TILE, 2 * TILES * TILE
+    slices = [(0, numbers), (0, 1), (1, 2), (numbers - 1, numbers), (7, 7000), (64, 6400), (33, 64)]
+    slices += [(edge - 16, edge + 16) for edge in edges] + [(edge - 1, edge + 2) for edge in edges]
+    for start, stop in slices:
+        ours = dequantised(packed, CODE.to(device), scales, inner, blocksize, start, stop, dtype)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, expected[start:stop]), (start, stop)
+
+
+def test_a_weight_ends_within_a_byte_and_a_block(device: torch.device) -> None:
+    from liger_patch.kernels.triton.nf4 import dequantised
+
+    packed, scales, inner = made(101, 64, True, device)
+    expected = truth(packed, scales, inner, 64, 101, torch.float32)
+    around = torch.full((3, len(packed)), 0xFF, dtype=torch.uint8, device=device)
+    around[1] = packed
+    ours = dequantised(around[1], CODE.to(device), scales, inner, 64, 0, 101, torch.float32)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [False, True])
+def test_offsets_beyond_2_31(nested: bool) -> None:
+    from liger_patch.kernels.triton.nf4 import dequantised
+
+    device, numbers, blocksize = torch.device("cuda"), 2**32 + 2**20 + 1, 64
+    with device:
+        packed, scales, inner = made(numbers, blocksize, nested, device)
+    for begin in (2**31 - 2**16, 2**32 - 2**16, numbers - 2**17 - 1):  # a nested block begins there
+        part = slice(begin // blocksize, begin // blocksize + 2**11 + 1)
+        nested_part = inner
+        if inner is not None:
+            code, outer, offset, nested_blocksize = inner
+            assert part.start % nested_blocksize == 0
+            nested_part = (
+                code,
+                outer[part.start // nested_blocksize :][:9],
+                offset,
+                nested_blocksize,
+            )
+        size = min(2**17 + 1, numbers - begin)
+        packed_part = packed[begin // 2 : (begin + size + 1) // 2]
+        expected = truth(packed_part, scales[part], nested_part, blocksize, size, torch.bfloat16)
+        ours = dequantised(
+            packed, CODE.to(device), scales, inner, blocksize, begin, begin + size, torch.bfloat16
+        )
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("shape", [(131, 72), (7, 71), (40, 576)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_kernel_reads_what_bitsandbytes_has_quantised(
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    double_quantised: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from liger_patch.integrations import bitsandbytes
+
+    v, h = shape
+    layer = bnb.nn.Linear4bit(h, v, bias=False, compute_dtype=dtype)
+    layer.weight = bnb.nn.Params4bit(
+        torch.randn(v, h),
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=double_quantised,
+        module=layer,
+    )
+    layer = layer.to(device)
+    state = layer.weight.quant_state
+    nested = None
+    if double_quantised:
+        inner = state.state2
+        nested = inner.code, inner.absmax, state.offset, inner.blocksize
+    packed = layer.weight.detach().view(-1)
+    expected = truth(packed, state.absmax, nested, 64, v * h, dtype).view(v, h)
+    assert torch.equal(state.code.cpu(), CODE)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("bitsandbytes has dequantised")
+
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", refused)
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_blockwise", refused)
+    weight = bitsandbytes.quantized_weight(layer, dtype)
+    assert weight is not None
+    for start, stop in [(0, v), (1, 2), (3, v - 1), (v - 1, v)]:
+        assert torch.equal(weight.rows(start, stop), expected[start:stop]), (start, stop)
+
+
+def test_a_traced_call_sees_the_operators_of_bitsandbytes(device: torch.device) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from liger_patch.integrations import bitsandbytes
+
+    layer = bnb.nn.Linear4bit(72, 131, bias=False, compute_dtype=torch.float32)
+    layer.weight = bnb.nn.Params4bit(torch.randn(131, 72), requires_grad=False, quant_type="nf4")
+    weight = bitsandbytes.quantized_weight(layer.to(device), torch.float32)
+    assert weight is not None
+    x = torch.randn(3, 72, device=device)
+    graph = make_fx(lambda x: x @ weight.rows(0, 131).t())(x)
+    assert "bitsandbytes.dequantize_4bit" in graph.code
+    torch.testing.assert_close(graph(x), x @ weight.rows(0, 131).t())
