@@ -61,6 +61,15 @@ SWEEP = tuple(
     for tokens in SWEEP_TOKENS
 )
 
+# as small batches of a small model, or a step whose host is late, call them
+IDLE = (
+    Head("Qwen3-0.6B", 1024, 151936, 512),
+    Head("Qwen3-0.6B, frozen", 1024, 151936, 512, frozen=True),
+    Head("Llama-3-8B", 4096, 128256, 512),
+    Head("Llama-3-8B, frozen", 4096, 128256, 512, frozen=True),
+    *(head for head in HEADS if head.name in ("Llama-3-8B", "Llama-3-8B, 70 % ignored")),
+)
+
 
 def batch(
     head: Head, *, device: torch.device | str = "cuda", seed: int = 0

@@ -3,10 +3,12 @@
     python -m benchmarks linear_cross_entropy                     everything
     python -m benchmarks linear_cross_entropy --part cases --case Gemma-2-2B
 
-Two parts: cases, with every contender, and a sweep over the number of tokens, with few. All run in
-this one process, contenders interleaved. Before anything is timed, each contender's gradients are
-compared with float64 on a part of the tokens: one that is wrong is not timed, and one that fails or
-runs out of memory is reported. Beyond 16384 tokens, there are fewer rounds.
+Three parts: cases, with every contender; a sweep over the number of tokens, with few; and calls of
+an idle GPU, which waits for the host, with every contender. In the others, the GPU is busy before
+each call. All run in this one process, contenders interleaved. Before anything is timed, each
+contender's gradients are compared with float64 on a part of the tokens: one that is wrong is not
+timed, and one that fails or runs out of memory is reported. Beyond 16384 tokens, there are fewer
+rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from .benchmark import Benchmark, Cases, Rows
 from .head_contenders import OURS, Loss, contenders, eager, left_out, step, sweep_contenders
-from .heads import HEADS, SWEEP, Head, batch
+from .heads import HEADS, IDLE, SWEEP, Head, batch
 from .lower_bounds import head_matmuls
 from .measure import (
     Errors,
@@ -76,6 +78,10 @@ def cases(options: argparse.Namespace) -> Cases:
         losses = contenders(head, compiled=not options.no_compile)
         return run_case(head, losses, rounds=options.rounds)
 
+    def idle(head: Head) -> Rows:
+        losses = contenders(head, compiled=not options.no_compile)
+        return run_case(head, losses, rounds=options.rounds, is_loaded=False)
+
     def point(head: Head) -> Rows:
         return run_case(head, sweep_contenders(head), rounds=options.rounds)
 
@@ -83,6 +89,7 @@ def cases(options: argparse.Namespace) -> Cases:
     for key, part, heads, measured in (
         ("results", "cases", HEADS, case),
         ("sweep", "sweep", SWEEP, point),
+        ("idle", "idle", IDLE, idle),
     ):
         chosen = [head for head in heads if head.name.startswith(options.case or "")]
         found[key] = [partial(measured, head) for head in chosen if options.part in (None, part)]
@@ -90,10 +97,19 @@ def cases(options: argparse.Namespace) -> Cases:
 
 
 def run_case(
-    head: Head, losses: Mapping[str, Loss], *, rounds: int, device: torch.device | str = "cuda"
+    head: Head,
+    losses: Mapping[str, Loss],
+    *,
+    rounds: int,
+    device: torch.device | str = "cuda",
+    is_loaded: bool = True,
 ) -> list[dict]:
-    """Check, then time every contender on one case; the lower bound is the first row."""
-    rows = attempt(lambda: _rows(head, losses, rounds, device))
+    """Check, then time every contender on one case; the lower bound is the first row.
+
+    Args:
+        is_loaded: whether the device is busy before each call; otherwise it is idle.
+    """
+    rows = attempt(lambda: _rows(head, losses, rounds, device, is_loaded))
     release_memory()
     if isinstance(rows, Failure):  # of the inputs, the true gradients or the lower bound
         return [{**_key(head, LOWER_BOUND), **asdict(rows)}]
@@ -101,7 +117,11 @@ def run_case(
 
 
 def _rows(
-    head: Head, losses: Mapping[str, Loss], rounds: int, device: torch.device | str
+    head: Head,
+    losses: Mapping[str, Loss],
+    rounds: int,
+    device: torch.device | str,
+    is_loaded: bool,
 ) -> list[dict]:
     checks = gradient_errors(head, losses, device=device)
     plain_and_ours = {n: f for n, f in losses.items() if n == "eager" or n.startswith(OURS)}
@@ -111,6 +131,7 @@ def _rows(
         {name: loss for name, loss in losses.items() if is_right(checks[name], checks["eager"])},
         rounds,
         device,
+        is_loaded,
     )
     bound = measured[LOWER_BOUND]
     if isinstance(bound, Failure):
@@ -136,7 +157,11 @@ def _rows(
 
 
 def _measured(
-    head: Head, losses: Mapping[str, Loss], rounds: int, device: torch.device | str
+    head: Head,
+    losses: Mapping[str, Loss],
+    rounds: int,
+    device: torch.device | str,
+    is_loaded: bool,
 ) -> dict[str, Measurement | Failure]:
     inputs = hidden_states, weight, labels = batch(head, device=device)
     bound = load = head_matmuls(head, *inputs)
@@ -144,7 +169,8 @@ def _measured(
         load = head_matmuls(head, hidden_states[:LOAD_TOKENS], weight, labels[:LOAD_TOKENS])
         rounds = min(rounds, max(FEWEST_ROUNDS, rounds * LOAD_TOKENS // head.tokens))
     steps = {name: partial(step, loss, *inputs) for name, loss in losses.items()}
-    return measure({LOWER_BOUND: bound, **steps}, before=load, rounds=rounds, device=device)
+    before = load if is_loaded else None
+    return measure({LOWER_BOUND: bound, **steps}, before=before, rounds=rounds, device=device)
 
 
 def _key(head: Head, contender: str) -> dict:
@@ -152,7 +178,7 @@ def _key(head: Head, contender: str) -> dict:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("cases", "sweep"), help="only this part")
+    parser.add_argument("--part", choices=("cases", "sweep", "idle"), help="only this part")
     parser.add_argument("--case", help="only the cases whose name starts with this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
 

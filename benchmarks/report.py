@@ -167,6 +167,19 @@ def readme_table(report: dict) -> str:
     return _document(report, _cells(TIME_AND_MEMORY, report["results"], _head_and_tokens), note)
 
 
+def idle_table(report: dict) -> str:
+    """Format times alone, and in brackets the host's; nothing where none were measured."""
+    rows = report.get("idle")
+    if not rows:
+        return ""
+    note = (
+        ": the GPU is idle before each call; medians in one process, in brackets the time until "
+        "the call returns, {command}."
+    )
+    heading = "forward + backward, ms (host)"
+    return _document(report, _cells(heading, rows, _head_and_tokens, _with_host), note)
+
+
 def headline(report: dict) -> str:
     """Say in a sentence what eager and we need for one training step."""
     rows = {
@@ -363,6 +376,7 @@ def layer_kernels_table(report: dict) -> str:
 TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "results": readme_table,
     "sweep": sweep_table,
+    "idle": idle_table,
     "steps": steps_table,
     "heads": heads_table,
     "log_probs": log_probs_table,
@@ -401,10 +415,17 @@ def _document(report: dict, cells: list[list[str]], note: str) -> str:
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
 
 
-def _cells(heading: str, rows: list[Row], line_of: Callable[[Row], str]) -> list[list[str]]:
-    """Return a line a case or model and a column a contender, each with time and peak memory."""
+def _cells(
+    heading: str,
+    rows: list[Row],
+    line_of: Callable[[Row], str],
+    cell_of: Callable[[Row], str] | None = None,
+) -> list[list[str]]:
+    """Return a line a case or model and a column a contender, each with time and peak memory, or
+    with what ``cell_of`` says.
+    """
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    found = {(line_of(row), row["contender"]): _cell(row) for row in rows}
+    found = {(line_of(row), row["contender"]): (cell_of or _cell)(row) for row in rows}
     names = dict.fromkeys(map(line_of, rows))
     lines = ([name, *(found.get((name, each), "") for each in contenders)] for name in names)
     return [[heading, *contenders], *lines]
@@ -434,6 +455,10 @@ def _cell(row: Row) -> str:
     if not row.get("fused", True):
         return "not fused"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
+
+
+def _with_host(row: Row) -> str:
+    return f"{row['ms']:.2f} ({row['host_ms']:.2f})" if "ms" in row else _cell(row)
 
 
 def _both_directions(rows: list[Row]) -> str:

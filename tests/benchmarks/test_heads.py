@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -34,7 +35,7 @@ from benchmarks.measure import (
     Unsupported,
     is_right,
 )
-from benchmarks.report import LOWER_BOUND
+from benchmarks.report import LOWER_BOUND, idle_table
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -208,6 +209,26 @@ def test_a_contender_that_fails_is_reported_and_stops_nothing(device: str):
     assert rows["wrong"]["wrong"] is True
     assert rows["wrong"]["gradient_errors"][0] == pytest.approx(0.1, rel=0.1)
     assert json.loads(json.dumps(list(rows.values()))) == list(rows.values())
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_the_device_is_idle_before_each_call_if_asked(is_loaded: bool, monkeypatch):
+    loads = []
+    measure = linear_cross_entropy.measure
+
+    def noting(*args, before, **kwargs):
+        loads.append(before)
+        return measure(*args, before=before, **kwargs)
+
+    monkeypatch.setattr(linear_cross_entropy, "measure", noting)
+    losses = {"eager": eager(TINY), "liger_patch": ours(TINY)}
+    rows = run_case(TINY, losses, rounds=1, device="cpu", is_loaded=is_loaded)
+    assert [load is not None for load in loads] == [is_loaded]
+    report = {"idle": rows, "gpu": "CPU", "date": "", "versions": {}, "command": "c"}
+    heading, _, line, *_ = idle_table(report).splitlines()
+    assert heading == "| forward + backward, ms (host) | matmul-only bound | eager | liger_patch |"
+    assert re.fullmatch(r"\| tiny, 40 tokens (\| [\d.]+ \([\d.]+\) ){3}\|", line)
+    assert idle_table({}) == ""
 
 
 def test_a_case_without_room_for_its_inputs_is_reported():
