@@ -213,7 +213,7 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
     adapter = peft.plain_adapter(layer)
     if isinstance(adapter, str):
         return adapter
-    if any(has_hooks(each) for each in (base, *adapter.modules)):
+    if any(map(has_hooks, adapter.modules)):
         return "hooks within the layer"
     x_dtype, dtype, casts = dtypes
     weight, bias, result_dtype = base.weight, base.bias, dtype
