@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.head.labels import compact_ahead
@@ -48,8 +49,10 @@ def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> Exp
     labels = arguments.get("shift_labels" if shifted else "labels")
     vocab_size = getattr(head, "out_features", None)
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
-    if type(labels) is not Tensor or labels.is_inference() or labels.is_floating_point():
+    if type(labels) is not Tensor or labels.is_floating_point():
         return None
+    if labels.is_inference() or torch.is_inference_mode_enabled():
+        return None  # tensors without a version: a change would not be noticed
     if labels.dim() != 2 or not isinstance(vocab_size, int) or not isinstance(ignore_index, int):
         return None
     targets = (labels if shifted else next_labels(labels, ignore_index)).reshape(-1)

@@ -105,3 +105,18 @@ def test_nothing_is_counted_where_nothing_is_to_be_read(
             batch = {name: value.clone() for name, value in tiny_batch(model).items()}
             torch.testing.assert_close(model(**batch).loss, unpatched(**batch).loss)
     assert seen == [0]
+
+
+@pytest.mark.parametrize("made", ["before", "within"])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_evaluation_in_inference_mode(made: str, name: str) -> None:
+    """Targets that are made there have no version, also those of labels that have one."""
+    model, unpatched = make_models()
+    batch: dict[str, Any] = tiny_batch(model)
+    if name == "shift_labels":
+        batch["shift_labels"] = batch["labels"].roll(-1, 1)
+    with torch.inference_mode():
+        if made == "within":
+            batch = {name: value.clone() for name, value in batch.items()}
+        torch.testing.assert_close(model(**batch).loss, unpatched(**batch).loss)
+    assert patch_status(model).fused
