@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -86,7 +85,8 @@ def apply_patch(
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
     if not isinstance(checkpoint_offload, bool) and not (
-        isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload < math.inf
+        isinstance(checkpoint_offload, Real)
+        and 0 < checkpoint_offload <= sys.float_info.max  # an int may be too large for a float
     ):
         raise ValueError(
             "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
