@@ -139,9 +139,10 @@ def apply_patch(
 
 
 def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
-    host_gib = None if isinstance(wanted, bool) else float(wanted)
-    if record.offload is not None and (wanted is False or record.offload.host_gib != host_gib):
-        record.offload.free()
+    host_gib, before = None if isinstance(wanted, bool) else float(wanted), record.offload
+    # one that was refused memory asks for no more: a new one does
+    if before is not None and (wanted is False or before.host_gib != host_gib or before.has_failed):
+        before.free()
         record.offload = None
     if record.offload is None and wanted is not False:
         record.offload = CheckpointOffload(host_gib=host_gib)

@@ -550,6 +550,11 @@ def test_memory_that_the_system_refuses(reentrant: bool, monkeypatch: pytest.Mon
     assert refused == [(PIECE_BYTES,)]
     for seed, each in enumerate(found):
         assert_same_bits(each, step(plain, seed))
+    apply_patch(model, checkpoint_offload=True)
+    record = record_of(model)
+    assert record is not None
+    assert record.offload is not None
+    assert not record.offload.has_failed  # memory that was freed since is asked for
 
 
 def test_pieces_of_an_input_that_does_not_fit_are_used_for_the_next(
