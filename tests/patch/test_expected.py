@@ -81,6 +81,31 @@ def test_labels_that_change_while_the_model_runs(counts: list[int]) -> None:
     assert len(counts) == 2
 
 
+def test_a_loss_that_ignores_another_label(counts: list[int]) -> None:
+    """The model's own forward may choose it."""
+    model, unpatched = make_models()
+    batch = tiny_batch(model)
+    batch["labels"] = batch["labels"].clamp(min=7)
+
+    def ignore_7(model: Any) -> None:
+        given = model.loss_function
+        model.loss_function = lambda *a, **options: given(*a, **{**options, "ignore_index": 7})
+
+    for each in (model, unpatched):
+        before_layers(each, lambda each=each: ignore_7(each))
+    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    assert len(counts) == 2
+
+
+def test_a_head_that_names_another_vocabulary() -> None:
+    model, _ = make_models()
+    model.lm_head.out_features = 200
+    batch = tiny_batch(model)
+    batch["labels"][0, 1] = 150
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 131\).*got 150"):
+        model(**batch)
+
+
 def test_a_label_outside_the_vocabulary_is_still_named() -> None:
     model, _ = make_models()
     batch = tiny_batch(model)
