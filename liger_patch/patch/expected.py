@@ -49,7 +49,7 @@ def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> Exp
     labels = arguments.get("shift_labels" if shifted else "labels")
     vocab_size = getattr(head, "out_features", None)
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
-    if type(labels) is not Tensor or labels.is_floating_point():
+    if type(labels) is not Tensor or labels.is_floating_point() or labels.is_complex():
         return None
     if labels.is_inference() or torch.is_inference_mode_enabled():
         return None  # tensors without a version: a change would not be noticed
