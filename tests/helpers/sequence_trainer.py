@@ -66,14 +66,16 @@ def main(folder: Path, device: str, *cases: str) -> None:
 def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
     ulysses = arguments.engine == "ulysses"
     how = {"folder": folder, "device": device}
-    trained = {}
+    trained, of_eager = {}, 0.0
+    truth, evaluation = train_alone(arguments, device)
     if ulysses or arguments.bf16:  # Trainer and DeepSpeed scale gradients in a way of their own
         plain = make_model(arguments)
         plain.loss_function = plain_loss
         trainer = make_trainer(plain, arguments, **how)
         trainer.train()
         trained = weights_of(plain)
-    truth, evaluation = train_alone(arguments, device)
+        if not ulysses:  # DeepSpeed does not split sequences in evaluation
+            of_eager = abs(trainer.evaluate()["eval_loss"] - evaluation)
     model = make_model(arguments)
     first = weights_of(model)
     apply_patch(model, layers=arguments.layers)
@@ -81,9 +83,10 @@ def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
         trainer = make_trainer(model, arguments, **how)
         trainer.train()
         found = weights_of(model)  # an evaluation leaves some unsharded, in bf16
-        if not ulysses:  # DeepSpeed does not split sequences in evaluation
-            loss = trainer.evaluate()["eval_loss"]
-            assert loss == pytest.approx(evaluation, rel=2e-2 if arguments.bf16 else 1e-5)
+        if not ulysses:
+            eps = torch.finfo(torch.bfloat16).eps if arguments.bf16 else 1e-5
+            off = abs(trainer.evaluate()["eval_loss"] - evaluation)
+            assert off <= 2 * of_eager + eps * evaluation, f"{off:.3g}, eager {of_eager:.3g}"
     status = patch_status(model)
     assert status.fused, status.reason
     assert not computed, f"real logits were computed {len(computed)} times"
