@@ -51,7 +51,7 @@ def candidates(
         expected: returns the length that is expected, None as long as there is none.
     """
     top = most // step * step
-    low, high = known, top + step  # fits, does not
+    low, high = known // step * step, top + step  # fits, does not
     stride = 0  # > 0: to longer ones, < 0: to shorter ones
     is_guessed = False
     while high - low > width(high, step):
