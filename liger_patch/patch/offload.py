@@ -10,8 +10,8 @@ An input is copied once the next one is saved: nothing else tells that it is not
 backward pass needs first and which is never copied. So a copy overlaps with the next layer.
 
 Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves them
-once the layer has run), and two in the backward pass, where the next one arrives while a layer
-runs. Inputs that do not fit the host stay too: they are those of the last layers, which the
+once the layer has run), one during the loss, and two in the backward pass, where the next one
+arrives while a layer runs. Inputs that do not fit the host stay too: they are those of the last layers, which the
 backward pass frees first.
 """
 
@@ -57,6 +57,7 @@ class CheckpointOffload:
         self.host_gib = host_gib
         self._lanes: dict[torch.device, Lane] = {}
         self._most_pinned = math.inf  # bytes: less than that once pinning has failed
+        self._running: _ForwardPass | None = None
         self._status = "on, no eager training step yet"
         self._warned: set[str] = set()
 
@@ -66,7 +67,7 @@ class CheckpointOffload:
     @contextmanager
     def forward_pass(self, model: nn.Module) -> Iterator[None]:
         """Offload what this forward pass of the model checkpoints."""
-        forward_pass = _ForwardPass(self)
+        self._running = forward_pass = _ForwardPass(self)
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         try:
             for module in _checkpointing_modules(model):
@@ -76,6 +77,7 @@ class CheckpointOffload:
                     setattr(module, FUNCTION, _OffloadingCheckpoint(function, forward_pass))
             yield
         finally:
+            self._running = None
             for module, function in replaced:
                 setattr(module, FUNCTION, function)
         if model.training:
@@ -86,6 +88,13 @@ class CheckpointOffload:
                     self._warn("host memory", f"keeps {stay}: {forward_pass.shortage}")
             elif not self.host_bytes:  # not where only some rows are short
                 self._warn(forward_pass.reason, f"offloads no checkpoint: {forward_pass.reason}")
+
+    def before_loss(self) -> None:
+        """Drop what has been copied of this forward pass: no more layers come, and a fused loss
+        takes memory.
+        """
+        if self._running is not None:
+            self._running.drop_copied()
 
     def _warn(self, subject: str, message: str) -> None:
         if subject not in self._warned:
@@ -228,6 +237,13 @@ class _ForwardPass:
         self.last[tensor.device] = weakref.ref(saved)
         self.saved += 1
         return saved
+
+    def drop_copied(self) -> None:
+        """Keep no input on the device but the last, and those that did not fit the host."""
+        for each in self.last.values():
+            last = each()
+            if last is not None and last.earlier is not None:
+                last.earlier.release_source()
 
     def _send(self, layer_input: LayerInput) -> None:
         """Start to copy a tensor to the host, if it fits there."""
