@@ -11,8 +11,8 @@ backward pass needs first and which is never copied. So a copy overlaps with the
 
 Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves them
 once the layer has run), one during the loss, and two in the backward pass, where the next one
-arrives while a layer runs. Inputs that do not fit the host stay too: they are those of the last layers, which the
-backward pass frees first.
+arrives while a layer runs. Inputs that do not fit the host stay too: they are those of the last
+layers, which the backward pass frees first.
 """
 
 from __future__ import annotations
