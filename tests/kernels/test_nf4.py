@@ -65,12 +65,12 @@ def truth(
 def test_every_slice_has_the_same_bits(
     dtype: torch.dtype, blocksize: int, nested: bool, device: torch.device
 ) -> None:
-    from liger_patch.kernels.triton.nf4 import TILE, TILES, dequantised
+    from liger_patch.kernels.triton.nf4 import TILE, dequantised
 
-    numbers = 3 * TILES * TILE + 4097  # an odd number, in more blocks of 64 than a nested one has
+    numbers = 6 * TILE + 4097  # an odd number, in more blocks of 64 than a nested one has
     packed, scales, inner = made(numbers, blocksize, nested, device)
     expected = truth(packed, scales, inner, blocksize, numbers, dtype)
-    edges = TILE, TILES * TILE, 2 * TILES * TILE
+    edges = TILE, 2 * TILE, 4 * TILE
     slices = [(0, numbers), (0, 1), (1, 2), (numbers - 1, numbers), (7, 7000), (64, 6400), (33, 64)]
     slices += [(edge - 16, edge + 16) for edge in edges] + [(edge - 1, edge + 2) for edge in edges]
     for start, stop in slices:

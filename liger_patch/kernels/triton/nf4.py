@@ -14,52 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# numbers: of 8 warps of 32 threads, each loads 4 bytes at once, and stores its 8 numbers of 16 bits
-# at once, without an exchange between threads
+# numbers of a program: of 8 warps of 32 threads, each loads 4 bytes at once, and stores its 8
+# numbers of 16 bits at once, without an exchange between threads
 TILE = 2048
-TILES = 2  # of a program, whose loads are on their way together
 WARPS = 4 if torch.version.hip else 8  # a thread of 64 in a warp stores 8 numbers too
-
-
-@triton.jit
-def _load_tile(
-    tile,
-    packed_ptr,
-    scales_ptr,
-    nested_code_ptr,
-    nested_scales_ptr,
-    offset_ptr,
-    stop,
-    BLOCKSIZE: tl.constexpr,
-    NESTED_BLOCKSIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Return the bytes (ROWS, WIDTH / 2) of a tile, and its rows' scales (ROWS,)."""
-    rows = tl.arange(0, ROWS)
-    offsets = rows[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
-    place = tile * (ROWS * WIDTH // 2) + offsets
-    packed = tl.load(packed_ptr + place, mask=place < stop - stop // 2, other=0).to(tl.int32)
-    number = (tile * ROWS + rows) * WIDTH
-    exists = number < stop
-    block = number // BLOCKSIZE
-    scales = tl.load(scales_ptr + block, mask=exists, other=0)
-    if nested_code_ptr is not None:
-        nested = tl.load(nested_scales_ptr + block // NESTED_BLOCKSIZE, mask=exists, other=0.0)
-        scales = tl.load(nested_code_ptr + scales.to(tl.int32)) * nested + tl.load(offset_ptr)
-    return packed, scales
-
-
-@triton.jit
-def _store_tile(
-    tile, packed, scales, code_ptr, out_ptr, start, stop, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    high = tl.load(code_ptr + (packed >> 4)) * scales[:, None]
-    low = tl.load(code_ptr + (packed & 15)) * scales[:, None]
-    offsets = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    place = tile * (ROWS * WIDTH) + offsets
-    mask = (place >= start) & (place < stop)
-    tl.store(out_ptr + (place - start), tl.interleave(high, low), mask=mask)
 
 
 @triton.jit
@@ -78,36 +36,27 @@ def _nf4_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # a block, or an even part of one
 ):
-    """Two tiles per program, which count from the first number of the weight."""
-    tile = start // (ROWS * WIDTH) + tl.program_id(0).to(tl.int64) * 2
-    packed, scales = _load_tile(  # pyright: ignore
-        tile,
-        packed_ptr,
-        scales_ptr,
-        nested_code_ptr,
-        nested_scales_ptr,
-        offset_ptr,
-        stop,
-        BLOCKSIZE,
-        NESTED_BLOCKSIZE,
-        ROWS,
-        WIDTH,
-    )
-    next_packed, next_scales = _load_tile(
-        tile + 1,
-        packed_ptr,
-        scales_ptr,
-        nested_code_ptr,
-        nested_scales_ptr,
-        offset_ptr,
-        stop,
-        BLOCKSIZE,
-        NESTED_BLOCKSIZE,
-        ROWS,
-        WIDTH,
-    )
-    _store_tile(tile, packed, scales, code_ptr, out_ptr, start, stop, ROWS, WIDTH)
-    _store_tile(tile + 1, next_packed, next_scales, code_ptr, out_ptr, start, stop, ROWS, WIDTH)
+    """A tile (ROWS, WIDTH) per program; tiles count from the first number of the weight."""
+    tile = start // (ROWS * WIDTH) + tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    offsets = rows[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    place = tile * (ROWS * WIDTH // 2) + offsets
+    packed = tl.load(packed_ptr + place, mask=place < stop - stop // 2, other=0).to(tl.int32)
+
+    number = (tile * ROWS + rows) * WIDTH
+    exists = number < stop
+    block = number // BLOCKSIZE
+    scales = tl.load(scales_ptr + block, mask=exists, other=0)
+    if nested_code_ptr is not None:
+        nested = tl.load(nested_scales_ptr + block // NESTED_BLOCKSIZE, mask=exists, other=0.0)
+        scales = tl.load(nested_code_ptr + scales.to(tl.int32)) * nested + tl.load(offset_ptr)
+
+    high = tl.load(code_ptr + (packed >> 4)) * scales[:, None]
+    low = tl.load(code_ptr + (packed & 15)) * scales[:, None]
+    offsets = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = tile * (ROWS * WIDTH) + offsets
+    mask = (place >= start) & (place < stop)
+    tl.store(out_ptr + (place - start), tl.interleave(high, low), mask=mask)
 
 
 def dequantised(
@@ -131,7 +80,7 @@ def dequantised(
     width = min(blocksize, TILE)
     tiles = -(-stop // TILE) - start // TILE
     with torch.cuda.device_of(packed):
-        _nf4_kernel[(-(-tiles // TILES),)](
+        _nf4_kernel[(tiles,)](
             packed,
             code,
             scales,
