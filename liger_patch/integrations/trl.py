@@ -352,6 +352,7 @@ class _LogProbsCall:
             self.left_to_trl = record.reason
             return None
         record.fused, record.reason = True, None
+        record.before_loss()
         flat = fused_log_probs(
             parts,
             labels.reshape(-1),

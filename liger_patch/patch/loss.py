@@ -99,8 +99,8 @@ class ForwardPass:
 
     def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
-        if self.record.offload is not None and not isinstance(logits, TracedLogits):
-            self.record.offload.before_loss()
+        if not isinstance(logits, TracedLogits):
+            self.record.before_loss()
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
             loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
         if isinstance(logits, TracedLogits):

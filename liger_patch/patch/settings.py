@@ -145,6 +145,11 @@ class PatchRecord:
         """
         return flags.return_logits() is True and not self.settings.changes_loss
 
+    def before_loss(self) -> None:
+        """Give back device memory that a fused loss can use."""
+        if self.offload is not None:
+            self.offload.before_loss()
+
     def fall_back(self, reason: str) -> None:
         """Warn once that a loss is not fused, and why; an error where fusing was demanded."""
         if flags.return_logits() is False:

@@ -39,7 +39,7 @@ from trl_models import (
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.offload import CheckpointOffload
+from liger_patch.patch.offload import CheckpointOffload, _ForwardPass
 
 pytestmark = MARKS
 
@@ -144,8 +144,12 @@ def test_a_patched_model_keeps_its_offloaded_checkpoints(
         assert record.offload.host_gib == (2.5 if checkpoint_offload == 2.5 else None)
 
 
-def test_trls_calls_offload_checkpoints(tmp_path: Path) -> None:
-    results = []
+def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, dropped = [], []
+    drop = _ForwardPass.drop_copied
+    monkeypatch.setattr(
+        _ForwardPass, "drop_copied", lambda each: dropped.append(each.sent) or drop(each)
+    )
     for device_types in ((), ("cpu",)):
         torch.manual_seed(0)
         trainer = sft_trainer(make_model(), tmp_path, gradient_checkpointing=True)
@@ -156,6 +160,8 @@ def test_trls_calls_offload_checkpoints(tmp_path: Path) -> None:
         results.append(train(trainer))
         assert_fused(model)
     assert str(record.offload).startswith("1 layer inputs")
+    assert dropped
+    assert set(dropped) == {1}  # before the loss of each step
     assert_bitwise(*results)
 
 
