@@ -42,7 +42,7 @@ from .distributed_contenders import (
 from .lora_step import LLAMA, QWEN
 from .measure import Failure, attempt
 from .models import Model
-from .report import terminal_distributed_table
+from .terminal import terminal_distributed_table
 from .training_step import MAX_LOSS_DIFFERENCE
 
 MODELS = (replace(LLAMA, sequences=4), replace(QWEN, sequences=2))  # a GPU

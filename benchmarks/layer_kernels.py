@@ -34,7 +34,8 @@ from .batches_of_calls import (
 from .benchmark import Benchmark
 from .layer_cases import CASES, Case
 from .measure import Errors, Failure, Measurement, attempt, is_right, relative_error, release_memory
-from .report import COPY, terminal_layer_kernels_table
+from .report import COPY
+from .terminal import terminal_layer_kernels_table
 
 
 def contenders(case: Case) -> dict[str, Function]:

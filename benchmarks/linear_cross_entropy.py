@@ -35,7 +35,8 @@ from .measure import (
     relative_error,
     release_memory,
 )
-from .report import LOWER_BOUND, terminal_table
+from .report import LOWER_BOUND
+from .terminal import terminal_table
 
 # Not a power of two: there, eager's factor 1/N is exact, and its gradients better than elsewhere.
 # A multiple of 8, because QuACK asks for one.

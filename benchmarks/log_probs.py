@@ -18,7 +18,7 @@ from .benchmark import Benchmark
 from .head_contenders import Loss, eager, peers
 from .heads import HEADS, IGNORE_INDEX, Head
 from .linear_cross_entropy import run_case
-from .report import terminal_table
+from .terminal import terminal_table
 
 CASES = (
     "Llama-3-8B",

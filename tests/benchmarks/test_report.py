@@ -17,6 +17,8 @@ from benchmarks.report import (
     readme_table,
     steps_table,
     sweep_table,
+)
+from benchmarks.terminal import (
     terminal_layer_kernels_table,
     terminal_steps_table,
     terminal_table,
