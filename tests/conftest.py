@@ -59,6 +59,13 @@ def same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def small_batches_run_the_kernels_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of tests are small, and Hopper has other kernels for small ones."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 0)
+
+
 @pytest.fixture(params=FORMS)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """A device for each form of the kernels: PyTorch operations, Triton's interpreter, Triton on a

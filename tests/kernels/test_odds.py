@@ -65,6 +65,7 @@ def odds(request, monkeypatch):
         monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
     elif not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 0)
     computed = []
     run = hopper.OddsForm.run
 
@@ -246,6 +247,22 @@ def test_the_kernels_of_other_gpus_can_be_asked_for(odds, monkeypatch):
     # the gradients are computed again in the backward pass, by the same kernels
     upstream = torch.rand(40, device=device)
     check_linear(inputs, labels, operator=operator, reduction="none", upstream=upstream)
+
+
+def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    check_linear(inputs, labels)
+
+    def refused(*_, **__):
+        raise AssertionError("odds are computed")
+
+    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 40)
+    check_linear(inputs, labels)
+    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 39)
+    with pytest.raises(AssertionError, match="odds are computed"):
+        check_linear(inputs, labels)
 
 
 def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):

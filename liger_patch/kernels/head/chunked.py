@@ -73,7 +73,7 @@ class ChunkConfig:
         dtype: of the matrix products and the logits.
         chunk_bytes: of logits held at once.
         shard: where the vocabulary is distributed, this rank's part of it.
-        hopper_kernels: whether Hopper GPUs run their own kernels, or those of all others.
+        hopper_kernels: whether Hopper GPUs may run their own kernels, or only those of all others.
     """
 
     labels: CompactedLabels
@@ -258,7 +258,11 @@ def _form(
             operands = odds_inputs.fitting(operands)
             form = sharded_odds.ShardedOddsForm(operands, labels, options, shard, **how)
             return form, operands
-        if shard is None and odds_inputs.serves_odds(operands, options, statistics):
+        if (
+            shard is None
+            and odds_inputs.is_worth_odds(operands)
+            and odds_inputs.serves_odds(operands, options, statistics)
+        ):
             return hopper.OddsForm(operands, labels, options, **how), operands
     how["upstream"] = upstream
     if shard is not None:

@@ -84,10 +84,11 @@ class LogitsForm:
             return
         if self.statistics is not None:
             token_statistics_rows(logits, labels, self._options, self.statistics.of(chunk))
-        self.losses[chunk] = cross_entropy_rows(
+        cross_entropy_rows(
             logits,
             labels,
             self._options,
+            losses=self.losses[chunk],
             dlogits=None if row_scale is None else logits,
             row_scale=None if row_scale is None else row_scale[chunk],
         )
@@ -152,18 +153,21 @@ def cross_entropy_rows(
     labels: Tensor,  # (C,)
     options: LossOptions,
     *,
+    losses: Tensor | None = None,  # (C,)
     dlogits: Tensor | None = None,  # (C, V)
     row_scale: Tensor | None = None,  # (C,)
 ) -> Tensor:
     """Return losses (C,) in ``accumulation_dtype``, 0 where ignored, by the kernel that serves the
-    device. With ``dlogits``, which may be ``logits`` itself, each row's gradient times its
-    ``row_scale`` is written there.
+    device: written to ``losses``, if given. With ``dlogits``, which may be ``logits`` itself, each
+    row's gradient times its ``row_scale`` is written there.
     """
     if serves_triton(logits):
         from liger_patch.kernels.triton import cross_entropy as form
     else:
         form = pytorch
-    return form.cross_entropy_rows(logits, labels, options, dlogits=dlogits, row_scale=row_scale)
+    return form.cross_entropy_rows(
+        logits, labels, options, losses=losses, dlogits=dlogits, row_scale=row_scale
+    )
 
 
 def chunk_rows(tokens: int, row_bytes: int, budget_bytes: int) -> int:

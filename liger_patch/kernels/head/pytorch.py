@@ -30,6 +30,7 @@ def cross_entropy_rows(
     labels: Tensor,  # (C,)
     options: LossOptions,
     *,
+    losses: Tensor | None = None,  # (C,)
     dlogits: Tensor | None = None,  # (C, V)
     row_scale: Tensor | None = None,  # (C,)
 ) -> Tensor:
@@ -37,7 +38,8 @@ def cross_entropy_rows(
     ``dlogits``.
     """
     dtype = accumulation_dtype(logits.dtype)
-    losses = torch.empty(len(logits), dtype=dtype, device=logits.device)
+    if losses is None:
+        losses = torch.empty(len(logits), dtype=dtype, device=logits.device)
     for part in blocks_of_rows(logits):
         losses[part] = _block(
             logits[part].to(dtype),

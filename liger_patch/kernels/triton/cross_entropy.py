@@ -180,6 +180,7 @@ def cross_entropy_rows(
     labels: Tensor,  # (C,)
     options: LossOptions,
     *,
+    losses: Tensor | None = None,  # (C,)
     dlogits: Tensor | None = None,  # (C, V)
     row_scale: Tensor | None = None,  # (C,) float32
 ) -> Tensor:
@@ -187,7 +188,8 @@ def cross_entropy_rows(
     be ``logits``.
     """
     rows, vocab_size = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if losses is None:
+        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return losses
     class_weight = options.class_weight
