@@ -204,7 +204,7 @@ def test_a_head_in_float8_is_fused() -> None:
 def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from liger_patch.integrations import trl as ours
+    from liger_patch.integrations import trl_head as ours
 
     passed = []
     fused = ours.fused_log_probs

@@ -162,7 +162,7 @@ def test_a_small_mistake_would_be_seen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from liger_patch.integrations import trl as ours
+    from liger_patch.integrations import trl_head as ours
 
     monkeypatch.setattr(ours, "fused_log_probs", mistake(ours.fused_log_probs))
     with pytest.raises(AssertionError, match="off by"):

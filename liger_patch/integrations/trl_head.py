@@ -1,0 +1,256 @@
+"""TRL's fused head as a model is called with it, ``model(..., fused_lm_head=True)``: what TRL has
+made of the model's ``forward``, and the same output on the kernels of this package.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import trl
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from liger_patch.deferred.fuse import Parts, fused_log_probs
+from liger_patch.deferred.gradients import prepare_backward
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.integrations.trl_adapters import (
+    has_adapters_on_head,
+    log_probs_of_logits,
+    refusing_adapters,
+    without_refusal,
+)
+from liger_patch.kernels.linear_log_probs import LogProbs
+from liger_patch.patch import flags
+from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
+from liger_patch.patch.packing import IGNORE_INDEX, next_labels
+from liger_patch.patch.settings import LossSettings, PatchRecord
+from liger_patch.patch.weights import take_weights, weights_of_targets
+
+SUPPORTED = "trl 1.15 and 1.16"
+HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
+
+try:
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise ImportError(
+        f"liger_patch.integrations.trl supports {SUPPORTED}, whose trainers have a fused head; "
+        f"got trl {trl.__version__}"
+    ) from error
+
+
+class TrlsHead(NamedTuple):
+    """What TRL has made of a model's ``forward``.
+
+    Attributes:
+        options: what it was asked for.
+        passes_through: whether other calls may leave it out. Its own way to the model's forward is
+            bound to the model that it was made for, which may have been copied since, or leads
+            through wrappers of an earlier patch.
+    """
+
+    options: dict[str, Any]
+    passes_through: bool
+
+
+def trls_head(model: PreTrainedModel) -> TrlsHead | None:
+    """Return what TRL has added, by the variables of the model's own ``forward``, or None."""
+    forward: Any = without_refusal(vars(model).get("forward"))
+    outermost = True
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if {*HEAD_OPTIONS, "original_forward"} <= set(_free_names(function)):
+            free = inspect.getclosurevars(function).nonlocals
+            inner = free["original_forward"]
+            is_own = getattr(inner, "__func__", None) is type(model).forward
+            is_earlier = leads_to_patch(inner, patched_class(type(model)))
+            options = {name: free[name] for name in HEAD_OPTIONS}
+            return TrlsHead(options, outermost and (is_own or is_earlier))
+        forward, outermost = getattr(function, "__wrapped__", None), False
+    return None
+
+
+def _free_names(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_freevars
+
+
+def check_loss_is_trls(settings: LossSettings) -> None:
+    """Raise ValueError where options of ``apply_patch`` ask for a loss that is not TRL's."""
+    if settings.changes_loss:
+        raise ValueError(
+            f"{settings.changed} has no part in TRL's loss: use the options of apply_patch with "
+            "their defaults, and those of SFTConfig"
+        )
+
+
+@dataclass
+class LogProbsCall:
+    """``model(..., labels=labels, fused_lm_head=True)``. See ``settings.OtherCall``.
+
+    Attributes:
+        temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
+        same_gradient: see ``linear_log_probs``.
+        has_own_head: whether TRL has added a head to the model, which computes the rest.
+        left_to_trl: why a head could not be fused, where only a forward pass could tell: from then
+            on, TRL computes.
+        reads_logits: whether logits are read instead of TRL's head, which leaves adapters out.
+    """
+
+    temperature: float
+    cast_lm_head_to_fp32: bool
+    outputs: tuple[str, ...]
+    same_gradient: bool
+    has_own_head: bool = True
+    left_to_trl: str | None = None
+    reads_logits: bool = False
+
+    @property
+    def otherwise(self) -> str:
+        return "computes ordinary logits" if self.reads_logits else "leaves the head to TRL"
+
+    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+        return bool(kwargs.get("fused_lm_head"))
+
+    def given_back(self, model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if self.has_own_head and has_adapters_on_head(model):
+            return refusing_adapters(model, forward)
+        return forward
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        record = record_of(model)
+        assert record is not None
+        weights = take_weights(kwargs)
+        own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
+        if own["labels"] is None and own["shift_labels"] is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
+        check_loss_is_trls(record.settings)
+        self.reads_logits = self.has_own_head and has_adapters_on_head(model)
+        if flags.return_logits() is True:
+            record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+        elif self.left_to_trl is not None:
+            record.fall_back(self.left_to_trl)
+        else:
+            same_gradient = self.same_gradient and weights is None
+            output = self._fused(model, record, forward, args, kwargs, own, same_gradient)
+            if output is not None:
+                return _weighted(output, weights, own)
+        if not self.has_own_head:
+            return None
+        if self.reads_logits:
+            outputs = forward(*args, **_of_other_calls(kwargs))
+            labels = _targets(own).to(outputs.logits.device)
+            flat = log_probs_of_logits(outputs, labels, self.temperature)
+            return _weighted(self._output(model, outputs, labels, flat, own), weights, own)
+        assert record.replaced_forward is not None
+        return _weighted(record.replaced_forward(*args, **kwargs), weights, own)
+
+    def _fused(
+        self,
+        model: PreTrainedModel,
+        record: PatchRecord,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        own: dict[str, Any],
+        same_gradient: bool,
+    ) -> Any:
+        """Return TRL's output, or None where the record says why not."""
+        with deferring(model, record) as forward_pass:
+            if forward_pass.unfused is not None:
+                record.fall_back(forward_pass.unfused)
+                return None
+            outputs = forward(*args, **_of_other_calls(kwargs))
+        logits: Tensor = outputs.logits
+        labels = _targets(own).to(logits.device)
+        parts = forward_pass.fusable(
+            logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
+        )
+        if parts is not None and self.cast_lm_head_to_fp32:
+            parts = _in_float32(parts, record)
+        if parts is None:
+            self.left_to_trl = record.reason
+            return None
+        record.fused, record.reason = True, None
+        record.before_loss()
+        flat = fused_log_probs(
+            parts,
+            labels.reshape(-1),
+            temperature=self.temperature,
+            outputs=self.outputs,
+            same_gradient=same_gradient,
+            chunk_mib=record.chunk_mib,
+        )
+        prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
+        return self._output(model, outputs, labels, flat, own)
+
+    def _output(
+        self,
+        model: PreTrainedModel,
+        outputs: Any,
+        labels: Tensor,  # (B, T)
+        flat: LogProbs,  # (B * T,) each
+        own: dict[str, Any],
+    ) -> Any:
+        """Return TRL's output; ``outputs``: of the model's own forward."""
+        shape = labels.shape
+        if own["shift_labels"] is None:
+            labels = labels[..., :-1]  # nothing follows the last token
+        per_token: dict[str, Any] = {
+            name: None if value is None else value.reshape(shape)[:, : labels.shape[1]]
+            for name, value in flat._asdict().items()
+            if name in ("log_probs", *self.outputs)
+        }
+        mask = labels != IGNORE_INDEX
+        count = own["num_items_in_batch"]
+        loss = -per_token["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        if aux_loss is not None:
+            config = model.config.get_text_config()
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
+
+
+def _of_other_calls(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those of TRL's head."""
+    of_head = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+    return {**{k: v for k, v in kwargs.items() if k not in of_head}, "use_cache": False}
+
+
+def _targets(own: dict[str, Any]) -> Tensor:
+    """Return (B, T): the label that the logits at each position predict."""
+    shifted = own["shift_labels"]
+    return next_labels(own["labels"], IGNORE_INDEX) if shifted is None else shifted
+
+
+def _weighted(output: Any, weights: Tensor | None, own: dict[str, Any]) -> Any:
+    """Return TRL's output with log-probabilities times the weights (B, T) of their labels, of which
+    TRL's trainer computes its loss; the output's own loss is left out.
+    """
+    if weights is None:
+        return output
+    targets, is_shifted = own["shift_labels"], own["shift_labels"] is not None
+    targets = targets if is_shifted else own["labels"]
+    weights = weights_of_targets(weights, targets, shifted=is_shifted)
+    log_probs = output.log_probs
+    weights = weights[:, : log_probs.shape[1]].to(log_probs.device)
+    weighted = (log_probs * weights).to(log_probs.dtype)
+    return FusedCausalLMOutput(**{**output, "loss": None, "log_probs": weighted})
+
+
+def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:
+    """Return the head outside autocast, where the trainer has cast it to float32; else None."""
+    tensors = (parts.hidden_states, parts.weight, parts.bias)
+    if all(t is None or t.dtype == torch.float32 for t in tensors):
+        return parts._replace(autocast_dtype=None)
+    record.fall_back("cast_lm_head_to_fp32=True, and the head is not in float32")
+    return None
