@@ -175,6 +175,7 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "label_logit_ptr": "*fp32",
                 "label_z_ptr": "*fp32",
                 "reference_ptr": "*fp32",
+                "overflow_ptr": "*i32",
                 "hidden_size": "i32",
                 "vocab_size": "i32",
                 "softcap": "fp32" if softcap else None,

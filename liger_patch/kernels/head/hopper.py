@@ -61,7 +61,7 @@ class OddsForm:
         x, weight, _, low_rank, low_rank_weight = operands
         assert isinstance(weight, Tensor)
         class_weight = options.class_weight
-        count, device = len(labels.labels), x.device
+        count = len(labels.labels)
         self._labels, self._options = labels, options
         self._own_labels = labels.labels if own_labels is None else own_labels
         self._own_size, self._vocab_size = weight.shape[0], weight.shape[0]
@@ -71,7 +71,7 @@ class OddsForm:
         if low_rank_weight is not None:
             rank = _rank_tile(low_rank_weight)
             self._low_rank_weight_tiles = _tiles(low_rank_weight, TILE_V, rank)
-        self._overflow = torch.zeros((), dtype=torch.int32, device=device)
+        self._overflow = x.new_empty((), dtype=torch.int32)
         numbers = 8 if has_statistics else 6
         per_token = x.new_empty(numbers, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)
         self._label_numbers = per_token[3:6]  # 0 for labels that are not the weight's
@@ -100,6 +100,7 @@ class OddsForm:
                     self._label_logits,
                     self._label_z,
                     self._reference,
+                    self._overflow,
                     x.shape[1],
                     None if low_rank is None else low_rank.shape[1],
                     weight.shape[0],

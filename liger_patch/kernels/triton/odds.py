@@ -78,6 +78,7 @@ def label_logit_kernel(
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
     reference_ptr,  # (N,) the same
+    overflow_ptr,  # of the chunks to come
     hidden_size,
     rank,
     vocab_size,
@@ -86,9 +87,11 @@ def label_logit_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """One program per token: its label's logit, 0 for a label that is not among the rows: another
-    shard's, or one that the host refuses later.
+    shard's, or one that the host refuses later. No overflow yet.
     """
     token = tl.program_id(0).to(tl.int64)
+    if token == 0:
+        tl.store(overflow_ptr, 0)
     if token >= tl.load(counts_ptr):
         return
     label = tl.load(labels_ptr + token)
