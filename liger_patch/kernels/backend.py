@@ -188,18 +188,28 @@ def operator(
 
 
 def define(
-    name: str, schema: str, function: Callable[..., object], results: Callable[..., object]
+    name: str,
+    schema: str,
+    function: Callable[..., object],
+    results: Callable[..., object],
+    *,
+    reads_values: bool = False,
 ) -> bool:
     """Define the operator ``liger_patch::name``; return False where it is defined already.
 
     Args:
         results: of the same arguments, without values.
+        reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
+            on, ``mode="reduce-overhead"`` runs the operator between two.
     """
     file = function.__module__.rpartition(".")[2]
     if _defined.get(name) == file:  # it is imported again, by the link at the root
         return False
     _defined[name] = file
-    torch.library.define(f"liger_patch::{name}", schema)
+    tags = [getattr(torch.Tag, "cudagraph_unsafe", None)] if reads_values else []
+    torch.library.define(
+        f"liger_patch::{name}", schema, tags=tuple(tag for tag in tags if tag is not None)
+    )
     # a graph calls the operator of a backward pass with gradients enabled
     torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
     torch.library.register_fake(f"liger_patch::{name}")(results)

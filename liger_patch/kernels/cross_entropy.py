@@ -228,6 +228,7 @@ if define(
     "Tensor? num_items_in_batch) -> (Tensor loss, Tensor factors)",
     _loss,
     _loss_results,
+    reads_values=True,
 ):
     define(
         "cross_entropy_backward",

@@ -342,3 +342,20 @@ def test_a_quantized_weight_breaks_the_graph() -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(loss, backend=graphs, fullgraph=True)(hidden_states)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch < 2.9")
+@pytest.mark.parametrize(
+    ("name", "reads_values"),
+    [
+        ("linear_cross_entropy", True),
+        ("linear_cross_entropy_backward", True),
+        ("linear_log_probs", True),
+        ("linear_log_probs_backward", True),
+        ("cross_entropy", True),
+        ("cross_entropy_backward", False),
+    ],
+)
+def test_what_reads_values_is_no_part_of_a_cuda_graph(name: str, reads_values: bool) -> None:
+    tags = getattr(torch.ops.liger_patch, name).default.tags
+    assert (torch.Tag.cudagraph_unsafe in tags) is reads_values

@@ -304,18 +304,26 @@ def _by_inputs(ctx: Any, gradients: Any, others: int) -> tuple[Tensor | None, ..
 
 _RESULTS = f"(Tensor loss, {_GRADIENTS})"
 _FIELDS = ", ".join(f"Tensor {name}" for name in LogProbs._fields)
-if define("linear_cross_entropy", f"({_LOSS}) -> {_RESULTS}", _loss, _loss_results):
+if define(
+    "linear_cross_entropy",
+    f"({_LOSS}) -> {_RESULTS}",
+    _loss,
+    _loss_results,
+    reads_values=True,
+):
     define(
         "linear_cross_entropy_backward",
         f"(Tensor grad_output, {_LOSS}) -> ({_GRADIENTS})",
         _loss_backward,
         _loss_backward_results,
+        reads_values=True,
     )
     define(
         "linear_log_probs",
         f"({_LOG_PROBS}) -> ({_FIELDS}, {_GRADIENTS})",
         _log_probs,
         _log_probs_results,
+        reads_values=True,
     )
     define(
         "linear_log_probs_backward",
@@ -323,6 +331,7 @@ if define("linear_cross_entropy", f"({_LOSS}) -> {_RESULTS}", _loss, _loss_resul
         f"{_LOG_PROBS}) -> ({_GRADIENTS})",
         _log_probs_backward,
         _log_probs_backward_results,
+        reads_values=True,
     )
     torch.library.register_autograd(
         "liger_patch::linear_cross_entropy", _loss_gradients, setup_context=_save_loss
