@@ -7,6 +7,7 @@ python -m benchmarks show outputs/benchmarks/training_step.json
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
-    """Measure every case, write the report after each, and draw it at the end."""
+    """Measure every case, write the report after each row of it, and draw it at the end."""
     lists = benchmark.cases(options)
     if not any(lists.values()):
         sys.exit("no case has such a name")
@@ -57,10 +58,12 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
     report |= benchmark.header(options) | {key: [] for key in lists}
     for key, cases in lists.items():
         for measure_case in cases:
-            rows = measure_case()
+            rows = []
+            for row in measure_case():
+                rows.append(row)
+                report[key].append(row)
+                path.write_text(in_json(report), encoding="utf-8")
             print(benchmark.table(rows), flush=True)
-            report[key] += rows
-            path.write_text(in_json(report), encoding="utf-8")
     print(f"wrote {path}")
     _draw(report, path)
     return benchmark.finish(report)
@@ -126,4 +129,5 @@ def _options(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # as Ctrl-C: cleans up
     sys.exit(main())

@@ -17,7 +17,8 @@ import torch
 import triton
 
 Rows = list[dict]  # one a contender
-Cases = dict[str, list[Callable[[], Rows]]]  # a list of the report to what measures its cases
+# A list of the report to what measures its cases; rows may come one by one, to be written at once.
+Cases = dict[str, list[Callable[[], Iterable[dict]]]]
 
 
 @dataclass(frozen=True)

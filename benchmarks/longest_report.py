@@ -14,7 +14,9 @@ def longest_cells(rows: list[dict]) -> list[list[str]]:
     what = "longest row, tokens; time per token, µs" if is_timed else "longest row, tokens"
     cells = [[what, *contenders]]
     found = {(_line(row), row["contender"]): _cell(row, rows) for row in rows}
-    for line in dict.fromkeys(map(_line, rows)):
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (models.index(row["model"]), "gib" in row))
+    for line in dict.fromkeys(map(_line, ordered)):
         cells.append([line, *(found.get((line, each), "") for each in contenders)])
     return cells
 
@@ -30,9 +32,33 @@ def attention_note(rows: list[dict]) -> str:
     return f"Rows of more than {whole:,} tokens attend within blocks of 8192."
 
 
+def runs_note(rows: list[dict]) -> str:
+    """Say which rows are of one run, where the report is of several; their rows have a ``run``."""
+    if not any("run" in row for row in rows):
+        return ""
+    return (
+        " Run 1 is the first command, and so on. Times are compared within a run only; a length "
+        "does not depend on the run."
+    )
+
+
+def longest_sentence(rows: list[dict]) -> str:
+    """Say what every contender trains in the least memory that was searched, of one model."""
+    rows = [row for row in rows if "gib" in row]
+    model, gib = rows[0]["model"], min(row["gib"] for row in rows)
+    found = {
+        row["contender"]: _cell(row, rows).replace(">= ", "at least ")
+        for row in rows
+        if (row["model"], row["gib"]) == (model, gib)
+    }
+    said = "; ".join(f"{contender} {cell}" for contender, cell in found.items())
+    return f"The longest row of {model} in {gib:g} GiB, in tokens: {said}"
+
+
 def _line(row: dict) -> str:
     if "timed" in row:
-        return f"{row['model']}, {row['timed']:,} tokens"
+        run = f", run {row['run']}" if "run" in row else ""  # times of two runs have no line
+        return f"{row['model']}, {row['timed']:,} tokens{run}"
     return f"{row['model']}, {row['gib']:g} GiB"
 
 
@@ -48,7 +74,8 @@ def _cell(row: dict, rows: list[dict]) -> str:
 
 
 def _is_same(eager: dict, row: dict) -> bool:
-    return "ms" in eager and eager["model"] == row["model"] and eager["timed"] == row["timed"]
+    same = ("model", "timed", "run")
+    return "ms" in eager and all(eager.get(field) == row.get(field) for field in same)
 
 
 def check_cells(rows: list[dict]) -> list[list[str]]:

@@ -12,9 +12,11 @@ the limit to be met, a search begins for the longest multiple of 8192 tokens, or
 where that is more. A row whose step has reserved no more than a limit fits it without another step.
 A search that the time limit ends has a lower bound, with ">=".
 
-Each step is printed as soon as it is done. --try asks whether one length fits, and searches for
-none. --host-gib bounds the host memory that offloaded checkpoints (Unsloth's too) may take: a
-process that takes too much is killed.
+Each step is printed as soon as it is done. The report is written after each contender, and when
+SIGTERM or Ctrl-C ends the benchmark. --try asks whether one length fits, and searches for none.
+--host-gib bounds the host memory that offloaded checkpoints may take, because a process that takes
+too much is killed. Ours beyond it stay on the GPU, as with apply_patch(checkpoint_offload=GIB);
+rows that would take Unsloth more are not tried.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
 attention would take minutes a step there. Attention allocates as much as before.
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +42,7 @@ from .benchmark import Benchmark, Cases
 from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS, Setting
-from .lora_step import CHECKPOINTED, QWEN, run_process, save
+from .lora_step import CHECKPOINTED, QWEN, Ended, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
 from .row_search import Search
@@ -113,14 +116,17 @@ def run_case(
     limits: Limits,
     *,
     device: str = "cuda",
-) -> list[dict]:
-    """Save the model, let each contender search in a process of its own, and return its rows."""
+) -> Iterator[dict]:
+    """Save the model, let each contender search in a process of its own, and yield its rows.
+
+    Raises:
+        Ended: a signal ends this process; first come the rows of the contender at work.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
-        found: list[dict] = []
         for i, contender in enumerate(contenders):
             search = Search(
                 contender,
@@ -146,9 +152,12 @@ def run_case(
                 before += "import unsloth; " if contender == "Unsloth" else ""
                 request = json.dumps(asdict(search))
                 left = limits.seconds_left(time.monotonic() - start, len(contenders) - i)
-                steps, failure = run_process("row_search", request, before, left)
-            found += summary(search, steps, failure, limits.whole)
-    return found
+                try:
+                    steps, failure = run_process("row_search", request, before, left)
+                except Ended as end:
+                    yield from summary(search, end.rows, "not reached: ended", limits.whole)
+                    raise
+            yield from summary(search, steps, failure, limits.whole)
 
 
 def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:
@@ -234,6 +243,13 @@ def _checked(text: str) -> str:
     return text
 
 
+def _positive(text: str) -> float:
+    gib = float(text)
+    if not 0 < gib < math.inf:
+        raise argparse.ArgumentTypeError(f"--host-gib must be GiB > 0, got {text!r}")
+    return gib
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", help="only the rows whose name contains this, or another"
@@ -253,7 +269,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="whether a row of TOKENS fits GIB of memory, or another; no search, no --timed",
     )
     parser.add_argument(
-        "--host-gib", type=float, help="of host memory, for offloaded checkpoints (default: any)"
+        "--host-gib",
+        type=_positive,
+        help="of host memory, for offloaded checkpoints (default: any)",
     )
     parser.add_argument("--timed", type=int, action="append", help="tokens of a timed row")
     parser.add_argument(
@@ -261,7 +279,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
     parser.add_argument(
-        "--total", type=float, help="seconds for a model: each contender gets its share of the rest"
+        "--total",
+        type=float,
+        help="seconds for a model, without the start of this process: each contender gets its "
+        "share of the rest",
     )
 
 

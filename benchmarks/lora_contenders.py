@@ -59,6 +59,7 @@ class Request:
         sequences, length: shape of a batch.
         settings: measured in this order.
         rounds: timed steps of each.
+        host_gib: of host memory for our offloaded checkpoints; None for what is available.
     """
 
     contender: str
@@ -69,6 +70,7 @@ class Request:
     settings: tuple[Setting, ...]
     rounds: int
     device: str = "cuda"
+    host_gib: float | None = None
 
 
 def main(request: Path, results: Path) -> None:
@@ -213,7 +215,7 @@ def _ours(request: Request, setting: Setting) -> Any:
 
 def _ours_offloaded(request: Request, setting: Setting) -> Any:
     model = _eager(request, setting)
-    apply_patch(model, checkpoint_offload=True)
+    apply_patch(model, checkpoint_offload=request.host_gib or True)
     return model
 
 

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -146,6 +145,14 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
     return rows + _failed(replace(request, settings=missing), failure)
 
 
+class Ended(SystemExit):
+    """A signal ends this process while another one works for it: the rows that it has written."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        super().__init__("ended by a signal")
+        self.rows = rows
+
+
 def run_process(
     module: str, request: str, before: str, limit: float | None
 ) -> tuple[list[dict], str]:
@@ -157,6 +164,9 @@ def run_process(
 
     Returns:
         the rows that it wrote, and why it wrote no others, if some are missing.
+
+    Raises:
+        Ended: this process gets SIGTERM or SIGINT in the meantime.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name)
@@ -166,19 +176,26 @@ def run_process(
             f"{before}from pathlib import Path; from benchmarks.{module} import main; "
             f"main(Path({str(asked)!r}), Path({str(results)!r}))"
         )
-        done = None
-        with errors.open("wb") as stderr, suppress(subprocess.TimeoutExpired):  # no pipe: workers
-            done = subprocess.run(  # of a compiler could keep it open
-                [sys.executable, "-c", code],
-                cwd=place,
-                env=_environment(place),
-                stderr=stderr,
-                timeout=limit,
-            )
+        done = signalled = None
+        try:
+            with errors.open("wb") as stderr:  # no pipe: workers of a compiler could keep it open
+                done = subprocess.run(
+                    [sys.executable, "-c", code],
+                    cwd=place,
+                    env=_environment(place),
+                    stderr=stderr,
+                    timeout=limit,
+                )
+        except subprocess.TimeoutExpired:
+            pass
+        except (SystemExit, KeyboardInterrupt) as error:
+            signalled = error
         said = errors.read_text(encoding="utf-8", errors="replace")
         print(said, file=sys.stderr, flush=True)
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
+    if signalled is not None:
+        raise Ended(rows) from signalled
     *_, last = ["", *said.strip().splitlines()]
     if done is None:
         return rows, f"takes longer than {limit:.0f} s"

@@ -158,12 +158,12 @@ def draw_steps(report: dict, path: Path, key: str = "steps") -> None:
 def draw_longest(report: dict, path: Path) -> None:
     """Draw a panel a model: the longest row against the memory, one line a contender.
 
-    An arrow is a lower bound; a hollow point is a row that ends for want of something else than the
-    GPU's memory.
+    An arrow is a lower bound, and on no line; a hollow point is a row that ends for want of
+    something else than the GPU's memory.
     """
     rows = [row for row in report["longest_rows"] if "gib" in row and _is_drawn(row)]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    styles, most = _styles(report), max(row["tokens"] for row in rows)
+    styles = _styles(report)
     figure, axes = plt.subplots(
         1,
         len(models),
@@ -179,24 +179,24 @@ def draw_longest(report: dict, path: Path) -> None:
             places = [(row["gib"], row["tokens"]) for row in line]
             if not places:
                 continue
-            panel.plot(*zip(*places, strict=True), label=contender, alpha=0.9, **style)
+            found = [p for row, p in zip(line, places, strict=True) if not row.get("at_least")]
+            panel.plot([x for x, _ in found], [y for _, y in found], label=contender, **style)
             for row, place in zip(line, places, strict=True):
                 if row.get("at_least"):
-                    panel.errorbar(
-                        *place, yerr=most / 20, lolims=True, fmt="none", color=style["color"]
-                    )
+                    panel.plot(*place, **style)
+                    length, colour = place[1] / 6, style["color"]
+                    panel.errorbar(*place, yerr=length, lolims=True, fmt="none", color=colour)
                 if "ends_with" in row:
                     panel.plot(*place, **style, markerfacecolor="white")
                 text = f"{'≥ ' if row.get('at_least') else ''}{row['tokens'] / 1000:,.0f}k"
-                panel.annotate(text, place, (4, -9), textcoords="offset points", fontsize=7)
+                panel.annotate(text, place, (7, -3), textcoords="offset points", fontsize=7)
         panel.set_title(model, fontsize=10)
         panel.set_xlabel("memory of the GPU (GiB)")
         panel.set_xticks(sorted({row["gib"] for row in rows}))
         panel.xaxis.set_major_formatter("{x:g}")
         panel.margins(x=0.1)
-        panel.set_ylim(0, ROOM_FOR_LABELS * most)
+        _powers_of_two(panel, panel.yaxis)
         panel.yaxis.set_major_formatter("{x:,.0f}")
-        panel.grid(alpha=0.3)
     axes[0, 0].set_ylabel("longest row (tokens)")
     _finish(figure, report, path, "longest row that trains")
 

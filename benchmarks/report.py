@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .convergence_report import judgement, losses
 from .drift_report import FACTOR, drifts, verdicts
-from .longest_report import attention_note, check_cells, longest_cells
+from .longest_report import (
+    attention_note,
+    check_cells,
+    longest_cells,
+    longest_sentence,
+    runs_note,
+)
 from .lora_report import RATIO, first_steps, ratios
 
 RESULTS = Path(__file__).parent / "results"
 LOWER_BOUND = "matmul-only bound"
+EAGER, OURS = "eager", "liger_patch"
 KERNELS_OF_OTHERS = "other GPUs"  # of ours, on a Hopper GPU
+BEST_PEER = "fastest peer"
 PYTORCH, QUACK = "PyTorch", "QuACK"
 PEERS = {  # of a head, which are often not installed -> what they are
     PYTORCH: "PyTorch's own linear_cross_entropy (torch 2.13)",
@@ -29,13 +37,14 @@ SUMMARY = {  # contenders of training steps -> columns of the README's table
     "liger_patch, layers": "liger_patch",
 }
 HEADLINE = "Llama-3.2-1B, 8 x 2048"
+OTHERS_SAID = f" With {KERNELS_OF_OTHERS}: the kernels that GPUs other than Hopper run."
 
 Row = dict
 
 
 def read(path: Path) -> dict:
     """Read a report. Those of before November 23, 2026 have another command and another name of
-    the lower bound.
+    the lower bound. ``runs`` says how those of its lists were measured that are of another run.
     """
     text = path.read_text(encoding="utf-8").replace('"bare products"', f'"{LOWER_BOUND}"')
     report = json.loads(text)
@@ -89,23 +98,59 @@ def readme_table(report: dict) -> str:
     if absent := [what for name, what in PEERS.items() if name not in contenders]:
         note += f" Not installed: {', '.join(absent)}."
     if any(KERNELS_OF_OTHERS in name for name in contenders):
-        note += (
-            f" {KERNELS_OF_OTHERS.capitalize()}: with the kernels that GPUs other than Hopper run."
-        )
+        note += OTHERS_SAID
     return _document(report, _cells(TIME_AND_MEMORY, report["results"], _head_and_tokens), note)
 
 
 def idle_table(report: dict) -> str:
-    """Format times alone, and in brackets the host's; nothing where none were measured."""
-    rows = report.get("idle")
-    if not rows:
+    """Format times alone, and in brackets the host's; nothing where none were measured.
+
+    Of the peers, only the fastest one of each head has a place.
+    """
+    if not report.get("idle"):
         return ""
+    by_head: dict[str, list[Row]] = {}
+    for row in report["idle"]:
+        by_head.setdefault(_head_and_tokens(row), []).append(row)
+    rows = [row for of_head in by_head.values() for row in _with_best_peer(of_head)]
     note = (
         ": the GPU is idle before each call; medians in one process, in brackets the time until "
         "the call returns, {command}."
     )
+    if any(KERNELS_OF_OTHERS in row["contender"] for row in rows):
+        note += OTHERS_SAID
     heading = "forward + backward, ms (host)"
-    return _document(report, _cells(heading, rows, _head_and_tokens, _with_host), note)
+    cells = _cells(heading, rows, _head_and_tokens, _with_host)
+    return _document(_of_run(report, "idle"), cells, note)
+
+
+def other_gpus_table(report: dict) -> str:
+    """Format the kernels of other GPUs, and in brackets the lower bound over each time."""
+    note = (
+        ": medians in one process, peak memory over the inputs; in brackets the matmul-only bound "
+        "over the time, {command}."
+    )
+    heading = "forward + backward, ms / GiB (bound / time)"
+    cells = _cells(heading, report["other_gpus"], _head_and_tokens, _with_bound)
+    return _document(_of_run(report, "other_gpus"), cells, note + OTHERS_SAID)
+
+
+def _with_best_peer(rows: list[Row]) -> Iterator[Row]:
+    """Yield the rows of one head that are the bound's, eager's and ours, and the best of the others
+    in front of ours.
+    """
+    kept = [LOWER_BOUND, EAGER, OURS, f"{OURS}, {KERNELS_OF_OTHERS}"]
+    own = [row for row in rows if row["contender"] in kept]
+    peers = [
+        row
+        for row in rows
+        if "ms" in row and row["contender"] not in kept and not row["contender"].startswith(OURS)
+    ]
+    yield from (row for row in own if not row["contender"].startswith(OURS))
+    if peers:
+        best = min(peers, key=lambda row: row["ms"])
+        yield {**best, "contender": BEST_PEER, "peer": best["contender"]}
+    yield from (row for row in own if row["contender"].startswith(OURS))
 
 
 def headline(report: dict) -> str:
@@ -141,7 +186,7 @@ def summary_table(report: dict, compiled: dict) -> str:
     note = (
         ": forward and backward of the whole model with random weights, 40 % of the labels "
         "ignored, without checkpointing; medians, peak memory over the weights, {command}. The "
-        "column of torch.compile is from another run, in which the same contenders took up to "
+        "column of torch.compile is from other runs, in which the same contenders took up to "
         f"{100 * slower:.0f} % longer."
     )
     return _document(report, _cells("training step, ms / GiB", rows, _model), note)
@@ -211,7 +256,10 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format two lines a model, without the bound: all are in docs/lora.md."""
+    """Format two lines a model, without the bound: all are in docs/lora.md.
+
+    The date of a row that is not shown, in brackets, is left out.
+    """
     ends = (", LoRA", ", QLoRA + checkpointing")
     of_both = {row["model"].removesuffix(ends[0]) for row in report["lora_steps"]}
     names = {f"{model}{end}" for model in of_both for end in ends}
@@ -223,9 +271,13 @@ def lora_summary(report: dict) -> str:
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {first_steps(report['lora_steps'])}."
+        f"weights. The longest first step, kernels compiled: {first_steps(rows)}."
     )
-    return _document(report, _cells("LoRA step, ms / GiB", rows, _model), note)
+    date, of_others = report["date"].partition(" (")[::2]
+    if any(name in of_others for name in names):
+        date = report["date"]
+    cells = _cells("LoRA step, ms / GiB", rows, _model)
+    return _document(report | {"date": date}, cells, note)
 
 
 def longest_rows_table(report: dict) -> str:
@@ -234,20 +286,15 @@ def longest_rows_table(report: dict) -> str:
         " (autocast): forward and backward of one row through the whole model with random weights, "
         "gradient checkpointing, adapters of rank 16 in float32; one process a contender, memory "
         f"limited by PyTorch's allocator, rows in steps of 8192 tokens or 2 %, {{command}}. "
-        f"{attention_note(rows)}"
+        f"{attention_note(rows)}{runs_note(rows)}"
     )
     return _document(report, longest_cells(rows), note)
 
 
 def longest_summary(report: dict) -> str:
-    """Show the picture, and format a line a model and memory: docs/memory.md has times too."""
-    rows = [row for row in report["longest_rows"] if "gib" in row]
-    note = (
-        " (autocast): forward and backward of one row, random weights, gradient checkpointing, "
-        f"adapters of rank 16 in float32. {attention_note(rows)}"
-    )
-    picture = "![Longest row that trains against the memory of the GPU](docs/longest_row.png)"
-    return f"{picture}\n\n{_document(report, longest_cells(rows), note)}"
+    """Say in a sentence what fits the least memory: docs/memory.md has the others, and times."""
+    said = longest_sentence(report["longest_rows"])
+    return f"{said}: [all lengths, and how they were measured](docs/memory.md#the-longest-row)."
 
 
 def long_row_check_table(report: dict) -> str:
@@ -305,6 +352,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "results": readme_table,
     "sweep": sweep_table,
     "idle": idle_table,
+    "other_gpus": other_gpus_table,
     "steps": steps_table,
     "heads": heads_table,
     "log_probs": log_probs_table,
@@ -323,6 +371,11 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
 def tables(report: dict) -> list[str]:
     """Return the table of each list that the report has."""
     return [table(report) for key, table in TABLES.items() if report.get(key)]
+
+
+def _of_run(report: dict, key: str) -> dict:
+    """Return the report with command, date and versions of the run that measured one list."""
+    return report | report.get("runs", {}).get(key, {})
 
 
 def _document(report: dict, cells: list[list[str]], note: str) -> str:
@@ -380,7 +433,16 @@ def _cell(row: Row) -> str:
 
 
 def _with_host(row: Row) -> str:
-    return f"{row['ms']:.2f} ({row['host_ms']:.2f})" if "ms" in row else _cell(row)
+    if "ms" not in row:
+        return _cell(row)
+    peer = f"{row['peer']}: " if "peer" in row else ""
+    return f"{peer}{row['ms']:.2f} ({row['host_ms']:.2f})"
+
+
+def _with_bound(row: Row) -> str:
+    if row["contender"] == LOWER_BOUND or "floor_over_time" not in row:
+        return _cell(row)
+    return f"{_cell(row)} ({row['floor_over_time']:.2f})"
 
 
 def _both_directions(rows: list[Row]) -> str:

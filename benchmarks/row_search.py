@@ -16,13 +16,13 @@ from transformers import AutoConfig
 
 from . import lora_contenders
 from .guided_search import candidates, expected_longest
-from .lora_contenders import CONTENDERS, OFFLOADED, Setting
+from .lora_contenders import CONTENDERS, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
 from .training_step import run_step
 
 GIB = 2**30
-OFFLOADING = ("Unsloth", OFFLOADED)  # their checkpoints wait in host memory
+ALL_ON_HOST = ("Unsloth",)  # whose checkpoints wait in host memory, however much they take
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Search:
         timed: lengths whose steps are timed with all memory.
         rounds: timed steps of each.
         tries: limits with a length each: only these are tried, none is searched for.
-        host_gib: of host memory for the checkpoints of those that offload them; None: unlimited.
+        host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
+            on the GPU, rows of others are not tried; None: unlimited.
     """
 
     contender: str
@@ -170,7 +171,7 @@ class _Fits:
 
 def _beyond_host(search: Search) -> dict[int, Failure]:
     """Return the shortest row whose checkpoints the host has no memory for, and the failure."""
-    if search.host_gib is None or search.contender not in OFFLOADING:
+    if search.host_gib is None or search.contender not in ALL_ON_HOST:
         return {}
     config = AutoConfig.from_pretrained(search.folder)
     bytes_of_token = 2 * config.hidden_size * config.num_hidden_layers
@@ -230,6 +231,7 @@ def _stepper(search: Search) -> Callable[[int], None]:
         (search.setting,),
         search.rounds,
         search.device,
+        search.host_gib,
     )
     config = AutoConfig.from_pretrained(search.folder)
     model = CONTENDERS[search.contender](request, search.setting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
 
-def benchmark_of(*cases: Callable[[], list[dict]], **fields) -> Benchmark:
+def benchmark_of(*cases: Callable[[], Iterable[dict]], **fields) -> Benchmark:
     return Benchmark(("pytest", "no-such-package"), lambda _: {"rows": cases}, str, **fields)
 
 
@@ -78,6 +78,19 @@ def test_the_report_is_written_after_every_case(a_gpu, tmp_path: Path):
     assert report["gpu"] == "a GPU"
     assert report["date"]
     assert list(report["versions"]) == ["python", "torch", "triton", "pytest"]
+
+
+def test_rows_that_come_before_an_error_are_written(a_gpu, tmp_path: Path):
+    options = argparse.Namespace(output=tmp_path)
+
+    def one_by_one() -> Iterator[dict]:
+        yield from ROWS
+        raise SystemExit("ended")
+
+    with pytest.raises(SystemExit, match="ended"):
+        run("tiny", benchmark_of(one_by_one), options)
+    report = json.loads((tmp_path / "tiny.json").read_text(encoding="utf-8"))
+    assert report["rows"] == ROWS
 
 
 def test_no_case_of_a_name_is_said(a_gpu, tmp_path: Path):

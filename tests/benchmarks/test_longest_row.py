@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +21,15 @@ from benchmarks.guided_search import candidates, expected_longest, width
 from benchmarks.longest_report import longest_cells, terminal_longest_table
 from benchmarks.longest_row import MODELS, Limits, run_case, summary
 from benchmarks.lora_contenders import OFFLOADED, Setting
-from benchmarks.lora_step import CHECKPOINTED, run_process
+from benchmarks.lora_step import CHECKPOINTED, Ended, run_process
 from benchmarks.measure import Failure
 from benchmarks.models import Model
 from benchmarks.picture import draw_all
 from benchmarks.report import longest_rows_table, longest_summary
 from benchmarks.row_search import Search, rows
 from benchmarks.sft_step import tiny_tokenizer
+from liger_patch.patch.forward import record_of
+from liger_patch.patch.offload import CheckpointOffload
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
@@ -216,9 +221,12 @@ def test_rows_beyond_one_that_does_not_fit_are_not_tried(
     assert not any(row.get("at_least") for row in lines)
 
 
-def test_the_host_has_no_memory_for_longer_rows(search_of: Callable[..., Search], gpu: list[int]):
+def test_the_host_has_no_memory_for_longer_rows(
+    search_of: Callable[..., Search], gpu: list[int], monkeypatch: pytest.MonkeyPatch
+):
     bytes_of_token = 2 * SIZES["hidden_size"] * SIZES["num_hidden_layers"]
-    search = replace(search_of(OFFLOADED), timed=(16, 64, 184), limits=(1.0, 3.0))
+    monkeypatch.setitem(lora_contenders.CONTENDERS, "Unsloth", lora_contenders.CONTENDERS["eager"])
+    search = replace(search_of("Unsloth"), timed=(16, 64, 184), limits=(1.0, 3.0))
     search = replace(search, most=400, host_gib=131 * bytes_of_token / 2**30)
     found = list(rows(search))
     assert max(gpu) <= 128
@@ -229,6 +237,36 @@ def test_the_host_has_no_memory_for_longer_rows(search_of: Callable[..., Search]
     gpu.clear()
     found = list(rows(replace(search, contender="eager")))  # keeps them on the GPU
     assert found[2]["ms"] > 0
+
+
+def test_our_checkpoints_beyond_the_hosts_memory_stay_on_the_gpu(
+    search_of: Callable[..., Search], gpu: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    models = []
+    ours = lora_contenders.CONTENDERS[OFFLOADED]
+
+    def noting(*asked):
+        models.append(ours(*asked))
+        return models[-1]
+
+    monkeypatch.setitem(lora_contenders.CONTENDERS, OFFLOADED, noting)
+    bytes_of_token = 2 * SIZES["hidden_size"] * SIZES["num_hidden_layers"]
+    host_gib = 131 * bytes_of_token / 2**30
+    search = replace(search_of(OFFLOADED), timed=(16, 184), limits=(1.0, 3.0), most=400)
+    found = list(rows(replace(search, host_gib=host_gib)))
+    assert found[1]["ms"] > 0
+    lines = list(summary(search, found, "", 8))[2:]
+    assert [(row["tokens"], row.get("ends_with")) for row in lines] == [(80, None), (280, None)]
+    list(rows(search))
+    bounds = [offload_of(model).host_gib for model in models]
+    assert bounds == [host_gib, None]
+
+
+def offload_of(model: Any) -> CheckpointOffload:
+    record = record_of(model.get_base_model())
+    assert record is not None
+    assert record.offload is not None
+    return record.offload
 
 
 def test_lengths_are_tried_without_a_search(search_of: Callable[..., Search], gpu: list[int]):
@@ -284,6 +322,44 @@ def test_a_process_that_is_ended_leaves_its_rows():
     assert failure == "takes longer than 5 s"
 
 
+SLEEPER = """import sys, time, types
+def main(request, results):
+    results.write_text('{"gib": 1.0, "tokens": 8}\\n')
+    time.sleep(600)
+sys.modules["benchmarks.row_search"] = types.SimpleNamespace(main=main)
+blocks = types.SimpleNamespace(install=lambda tokens: None)
+sys.modules["benchmarks.attention_blocks"] = blocks
+"""
+
+
+def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(longest_row, "ALLOCATOR", SLEEPER)
+    monkeypatch.setattr(longest_row, "save", lambda *_: None)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit("ended"))
+    limits, found = Limits(gib=(1.0, 2.0), timed=(), seconds=5.0), []
+
+    def collect() -> None:
+        for row in run_case(TINY, LORA, ("eager", "liger_patch", "Unsloth"), limits):
+            found.append(row)
+            if len(found) == 2:  # eager's: the next process is at work when the signal comes
+                signal.setitimer(signal.ITIMER_REAL, 3.0)
+
+    try:
+        with pytest.raises(Ended):
+            collect()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    late, ended = "takes longer than 5 s", "not reached: ended"
+    assert [(row["contender"], row.get("tokens"), row.get("failure")) for row in found] == [
+        ("eager", 8, None),
+        ("eager", None, late),
+        ("liger_patch", 8, None),
+        ("liger_patch", None, ended),
+    ]
+    assert all(row["at_least"] for row in found if "tokens" in row)
+
+
 def test_a_search_that_ends_early_has_a_lower_bound():
     named = {"model": "tiny, LoRA + checkpointing", "contender": "eager"}
     steps = [
@@ -303,7 +379,7 @@ def test_a_search_that_ends_early_has_a_lower_bound():
 @pytest.mark.slow
 def test_each_contender_has_a_process(capfd):
     limits = Limits(gib=(1.0,), step=16, most=32, timed=(16,), whole=16, rounds=1, seconds=300.0)
-    found = run_case(TINY, LORA, ("eager", "liger_patch"), limits, device="cpu")
+    found = list(run_case(TINY, LORA, ("eager", "liger_patch"), limits, device="cpu"))
     assert [row["contender"] for row in found] == ["eager"] * 2 + ["liger_patch"] * 2
     assert [row["tokens"] for row in found if "gib" in row] == [32, 32]
     assert all(row["ms"] > 0 for row in found if "timed" in row)
@@ -315,7 +391,7 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
         raise OSError("disk full")
 
     monkeypatch.setattr(longest_row, "save", full)
-    found = run_case(TINY, LORA, ("eager", "Unsloth"), Limits(), device="cpu")
+    found = list(run_case(TINY, LORA, ("eager", "Unsloth"), Limits(), device="cpu"))
     assert {row["failure"] for row in found} == {"does not run: OSError: disk full"}
 
 
@@ -392,10 +468,23 @@ def test_a_picture_has_the_rows_that_were_found(tmp_path: Path):
     assert (tmp_path / "longest_row.png").stat().st_size > 10_000
     nothing = [row for row in made_up() if "tokens" not in row]
     assert draw_all({**report, "longest_rows": nothing}, tmp_path / "longest_row.json") == []
-    summary = longest_summary(partly)
-    assert "(docs/longest_row.png)" in summary
-    assert "| longest row, tokens | eager | liger_patch |" in summary
-    assert "1,000 tokens" not in summary
+
+
+def test_a_sentence_has_every_contender_in_the_least_memory():
+    said = longest_summary({"longest_rows": made_up()})
+    found = "The longest row of tiny, QLoRA in 24 GiB, in tokens: eager 8,192; liger_patch at least"
+    assert said.startswith(f"{found} 122,880: [all lengths")
+    assert "(docs/memory.md#the-longest-row)" in said
+
+
+def test_times_of_two_runs_are_on_two_lines():
+    rows = [{**row, "run": 1 + (row["contender"] == "liger_patch")} for row in made_up()]
+    _, first, second, small, _ = longest_cells(rows)
+    assert first == ["tiny, QLoRA, 1,000 tokens, run 1", "4.0 (1.00 of eager)", ""]
+    assert second == ["tiny, QLoRA, 1,000 tokens, run 2", "", "3.0"]  # no eager in that run
+    assert small == ["tiny, QLoRA, 24 GiB", "8,192", ">= 122,880"]
+    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
+    assert "Run 1 is the first command" in longest_rows_table(report | {"longest_rows": rows})
 
 
 def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

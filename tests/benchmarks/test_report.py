@@ -12,7 +12,9 @@ from benchmarks.report import (
     COPY,
     LOWER_BOUND,
     RESULTS,
+    idle_table,
     layer_kernels_table,
+    other_gpus_table,
     read,
     readme_table,
     steps_table,
@@ -30,6 +32,7 @@ MEASURED = {
     "gpu": "GPU",
     "versions": {"torch": "2.6", "triton": "3.2"},
 }
+OTHERS = "liger_patch, other GPUs"
 TIMED = {"ms": 2.0, "host_ms": 1.0, "peak_mib": 512.0, "floor_over_time": 0.5}
 OUTCOMES = {  # by contender
     LOWER_BOUND: TIMED,
@@ -56,6 +59,34 @@ def test_tables_name_every_outcome():
     for said in (terminal_table(HEAD), terminal_steps_table(STEP)):
         for words in (*OUTCOMES, "does not run: ValueError: no", "out of memory", "wrong"):
             assert words in said
+
+
+def test_an_idle_gpu_has_the_fastest_peer_of_each_head():
+    ours = {"contender": "liger_patch", **TIMED, "ms": 1.5}
+    peers = [{"contender": name, **TIMED, "ms": ms} for name, ms in (("A", 4.0), ("B", 3.0))]
+    others = {"contender": OTHERS, **TIMED}
+    budget = {"contender": "liger_patch 128 MiB", **TIMED, "ms": 0.5}
+    named = {"case": "head", "tokens": 512}
+    rows = [*HEAD, *({**named, **row} for row in (*peers, ours, budget, others))]
+    lonely = [{**row, "case": "lonely"} for row in HEAD]
+    runs = {"idle": {"command": "c", "date": "2026-01-02", "versions": {"trl": "1"}}}
+    table = idle_table({**MEASURED, "runs": runs, "idle": rows + lonely})
+    head, _, first, second, _, note = table.splitlines()
+    assert head.endswith(f"{LOWER_BOUND} | eager | fastest peer | liger_patch | {OTHERS} |")
+    assert first.endswith(
+        "| 2.00 (1.00) | 2.00 (1.00) | B: 3.00 (1.00) | 1.50 (1.00) | 2.00 (1.00) |"
+    )
+    assert second.endswith("| 2.00 (1.00) | 2.00 (1.00) |  |  |  |")
+    assert "on 2026-01-02 in bf16 with trl 1: " in note
+    assert "`c`" in note
+
+
+def test_kernels_of_other_gpus_have_the_bound_over_their_time():
+    rows = [*HEAD, {"case": "head", "tokens": 512, "contender": OTHERS, **TIMED}]
+    table = other_gpus_table({**MEASURED, "other_gpus": rows})
+    cells = table.splitlines()[2].split(" | ")
+    assert cells[1:4] == ["2.0", "2.0 / 0.5 (0.50)", "out of memory"]
+    assert cells[-1] == "2.0 / 0.5 (0.50) |"
 
 
 def test_a_cell_of_a_layer_has_both_directions():
