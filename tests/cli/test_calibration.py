@@ -13,6 +13,7 @@ import pytest
 import torch
 from slow_cases import slow_but
 
+from benchmarks.longest_row import MODELS as LONG_MODELS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from liger_patch.cli.contenders import (
@@ -27,6 +28,7 @@ from liger_patch.cli.contenders import (
 from liger_patch.cli.estimate import WORKSPACES
 from liger_patch.cli.model import Row
 from liger_patch.cli.step import trace_step
+from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WITHIN = 0.10
@@ -56,6 +58,7 @@ NOT_ESTIMATED = {  # contenders, and why
     "bare products": "the lower bound: no model's step",
     "matmul-only bound": "the lower bound: no model's step",
     "torch.compile": "Inductor decides what it keeps",
+    "liger_patch, layers, compiled": "Inductor decides what it keeps",
     "TRL": "TRL's own chunked loss, with metrics",
     "Unsloth": "its own layers, and checkpoints in host memory",
 }
@@ -140,8 +143,32 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.2 * WORKSPACES / MIB + rounded
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [row for row in _rows("longest_row.json", "longest_rows") if "timed" in row],
+    ids=lambda row: row["contender"],
+)
+def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
+    if checks.TOP_HOOKS is None and LORA_CONTENDERS[measured["contender"]] is OURS:
+        pytest.skip("torch 2.6 runs no slices")
+    setting = measured["model"]
+    (model,) = (each for each in LONG_MODELS if setting.startswith(f"{each.name}, "))
+    row = Row(
+        length=measured["timed"],
+        lora_rank=16,
+        bits=4 if "QLoRA" in setting else None,
+        double_quant=True,
+        checkpointing=True,
+        checkpoint_offload=measured["contender"] == OFFLOADED,
+        supervised=SUPERVISED,
+    )
+    trace, sizes = trace_step(model.config, row, LORA_CONTENDERS[measured["contender"]])
+    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+
+
 def test_every_contender_is_estimated_or_has_a_reason() -> None:
-    files = {**OVER_WEIGHTS, "lora_step.json": "lora_steps"}
+    files = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
     named = {
         row["contender"]
         for file, key in files.items()
