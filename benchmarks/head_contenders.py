@@ -18,7 +18,7 @@ from liger_patch import linear_cross_entropy
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported
-from .report import KERNELS_OF_OTHERS, PYTORCH, QUACK
+from .names import KERNELS_OF_OTHERS, PYTORCH, QUACK
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

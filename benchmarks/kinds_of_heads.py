@@ -23,7 +23,7 @@ from .benchmark import Benchmark, Rows
 from .heads import HEADS, Head, batch
 from .lower_bounds import head_matmuls
 from .measure import MAX_RELATIVE_ERROR, Failure, attempt, measure, relative_error, release_memory
-from .report import LOWER_BOUND
+from .names import LOWER_BOUND
 from .terminal import terminal_table
 
 (LLAMA,) = (head for head in HEADS if head.name == "Llama-3-8B, frozen")

@@ -34,7 +34,7 @@ from .batches_of_calls import (
 from .benchmark import Benchmark
 from .layer_cases import CASES, Case
 from .measure import Errors, Failure, Measurement, attempt, is_right, relative_error, release_memory
-from .report import COPY
+from .names import COPY
 from .terminal import terminal_layer_kernels_table
 
 

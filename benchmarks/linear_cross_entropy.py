@@ -35,7 +35,7 @@ from .measure import (
     relative_error,
     release_memory,
 )
-from .report import LOWER_BOUND
+from .names import LOWER_BOUND
 from .terminal import terminal_table
 
 # Not a power of two: there, eager's factor 1/N is exact, and its gradients better than elsewhere.

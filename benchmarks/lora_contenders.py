@@ -26,7 +26,7 @@ from liger_patch import apply_patch
 
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
 from .models import Model
-from .report import LOWER_BOUND
+from .names import LOWER_BOUND
 from .training_step import first_step, run_step, step_bound
 
 LORA = {

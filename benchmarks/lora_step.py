@@ -35,7 +35,7 @@ from .lora_contenders import CONTENDERS, OFFLOADED, Request, Setting
 from .lora_report import terminal_lora_table
 from .measure import Failure, attempt, release_memory
 from .models import FULL_WIDTH, Model
-from .report import LOWER_BOUND
+from .names import LOWER_BOUND
 from .sft_step import tiny_tokenizer
 from .training_step import agrees
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .convergence_report import by_model
-from .report import KERNELS_OF_OTHERS, LOWER_BOUND
+from .names import KERNELS_OF_OTHERS, LOWER_BOUND
 
 GIB = 1024  # MiB
 COLUMNS = 3

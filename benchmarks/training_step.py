@@ -27,7 +27,7 @@ from .lower_bounds import step_matmuls
 from .measure import Failure, attempt, measure, release_memory
 from .model_contenders import Loss, contenders, some_contenders
 from .models import MODELS, Model
-from .report import LOWER_BOUND
+from .names import LOWER_BOUND
 from .terminal import terminal_steps_table
 
 MAX_LOSS_DIFFERENCE = 0.02  # of eager's loss

@@ -13,25 +13,29 @@ import pytest
 from sections import check_section
 from support_cases import engines_table, families_table, trainers_table
 
+from benchmarks.head_tables import (
+    heads_table,
+    idle_table,
+    layer_kernels_table,
+    log_probs_table,
+    other_gpus_table,
+    readme_table,
+)
 from benchmarks.report import (
     RESULTS,
     convergence_table,
     distributed_heads_table,
     distributed_table,
     drift_table,
+    read,
+)
+from benchmarks.step_tables import (
     headline,
-    heads_table,
-    idle_table,
-    layer_kernels_table,
-    log_probs_table,
     long_row_check_table,
     longest_rows_table,
     longest_summary,
     lora_steps_table,
     lora_summary,
-    other_gpus_table,
-    read,
-    readme_table,
     sft_steps_table,
     steps_table,
     summary_table,

@@ -24,6 +24,7 @@ from benchmarks.head_contenders import (
     step,
     sweep_contenders,
 )
+from benchmarks.head_tables import idle_table
 from benchmarks.heads import HEADS, IGNORE_INDEX, SWEEP, SWEEP_TOKENS, Head, batch
 from benchmarks.kinds_of_heads import KINDS as KINDS_OF_HEADS
 from benchmarks.kinds_of_heads import Kind, run_kind
@@ -35,7 +36,7 @@ from benchmarks.measure import (
     Unsupported,
     is_right,
 )
-from benchmarks.report import LOWER_BOUND, idle_table
+from benchmarks.names import LOWER_BOUND
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

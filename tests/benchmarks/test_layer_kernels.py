@@ -36,7 +36,7 @@ from benchmarks.batches_of_calls import _of_a_call as of_a_call
 from benchmarks.layer_cases import CASES, Case, Gate, Norm, Rotation
 from benchmarks.layer_kernels import contenders, run_case
 from benchmarks.measure import Failure, Measurement
-from benchmarks.report import COPY
+from benchmarks.names import COPY
 
 CACHE = 60 * 10**6  # bytes of L2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -25,9 +25,9 @@ from benchmarks.lora_step import CHECKPOINTED, Ended, run_process
 from benchmarks.measure import Failure
 from benchmarks.models import Model
 from benchmarks.picture import draw_all
-from benchmarks.report import longest_rows_table, longest_summary
 from benchmarks.row_search import Search, rows
 from benchmarks.sft_step import tiny_tokenizer
+from benchmarks.step_tables import longest_rows_table, longest_summary
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 

@@ -17,8 +17,9 @@ from benchmarks.lora_contenders import OFFLOADED, Request, Setting, rows
 from benchmarks.lora_report import RATIO, terminal_lora_table
 from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
-from benchmarks.report import LOWER_BOUND, lora_steps_table
+from benchmarks.names import LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
+from benchmarks.step_tables import lora_steps_table
 from liger_patch import patch_status
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.picture import draw_all
-from benchmarks.report import (
-    COPY,
-    LOWER_BOUND,
-    RESULTS,
+from benchmarks.head_tables import (
     idle_table,
     layer_kernels_table,
     other_gpus_table,
-    read,
     readme_table,
-    steps_table,
     sweep_table,
 )
+from benchmarks.names import COPY, LOWER_BOUND
+from benchmarks.picture import draw_all
+from benchmarks.report import RESULTS, read
+from benchmarks.step_tables import steps_table
 from benchmarks.terminal import (
     terminal_layer_kernels_table,
     terminal_steps_table,

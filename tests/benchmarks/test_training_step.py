@@ -19,7 +19,7 @@ from benchmarks.heads import IGNORE_INDEX
 from benchmarks.model_contenders import contenders as model_contenders
 from benchmarks.model_contenders import shared_copy, some_contenders
 from benchmarks.models import FULL_WIDTH, MODELS, Model
-from benchmarks.report import LOWER_BOUND
+from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 from liger_patch import apply_patch, patch_status
 

@@ -1,0 +1,155 @@
+"""Format the tables of training steps and longest rows: whole models on one GPU."""
+
+from __future__ import annotations
+
+from .longest_report import (
+    attention_note,
+    check_cells,
+    longest_cells,
+    longest_sentence,
+    runs_note,
+)
+from .lora_report import RATIO, first_steps, ratios
+from .markdown import cells_of, document, model_of
+from .names import LOWER_BOUND
+
+SUMMARY = {  # contenders of training steps -> columns of the README's table
+    "eager": "eager",
+    "torch.compile": "torch.compile",
+    "Liger, all kernels": "Liger-Kernel",
+    "liger_patch, layers": "liger_patch",
+}
+HEADLINE = "Llama-3.2-1B, 8 x 2048"
+BOUND_SAID = (
+    " The matmul-only bound is the matrix products and attentions of eager's step alone, the "
+    "head's for supervised tokens only."
+)
+
+
+def headline(report: dict) -> str:
+    """Say in a sentence what eager and we need for one training step."""
+    rows = {
+        SUMMARY.get(row["contender"]): row for row in report["steps"] if row["model"] == HEADLINE
+    }
+    eager, ours = rows["eager"], rows["liger_patch"]
+    name, batch = HEADLINE.split(", ")
+    return (
+        f"**A training step of {name} on {batch} tokens needs {ours['peak_mib'] / 1024:.1f} GiB "
+        f"over the weights instead of {eager['peak_mib'] / 1024:.1f} GiB, and takes "
+        f"{ours['ms']:.0f} ms instead of {eager['ms']:.0f} ms** (forward and backward, bf16, one "
+        f"{report['gpu']})."
+    )
+
+
+def summary_table(report: dict, compiled: dict) -> str:
+    """Format a line a model, a column for each of SUMMARY; torch.compile's from another run."""
+    cells, of_other_run = (
+        {(row["model"], row["contender"]): row for row in each["steps"]}
+        for each in (report, compiled)
+    )
+    shared = [key for key in cells if key in of_other_run and key[1] in SUMMARY]
+    slower = max(of_other_run[key]["ms"] / cells[key]["ms"] for key in shared) - 1
+    found, missing = of_other_run | cells, {"failure": "not measured"}
+    rows = [
+        {**found.get((model, contender), missing), "model": model, "contender": column}
+        for model in dict.fromkeys(map(model_of, report["steps"]))
+        if "LoRA" not in model  # lora_summary has those, beside Unsloth
+        for contender, column in SUMMARY.items()
+    ]
+    note = (
+        ": forward and backward of the whole model with random weights, 40 % of the labels "
+        "ignored, without checkpointing; medians, peak memory over the weights, {command}. The "
+        "column of torch.compile is from other runs, in which the same contenders took up to "
+        f"{100 * slower:.0f} % longer."
+    )
+    return document(report, cells_of("training step, ms / GiB", rows, model_of), note)
+
+
+def steps_table(report: dict) -> str:
+    note = (
+        ": forward and backward of the whole model with random weights, 40 % of the labels "
+        "ignored, without checkpointing; medians in one process, peak memory over the weights, "
+        "gradients included, {command}."
+    )
+    if any(row["contender"] == LOWER_BOUND for row in report["steps"]):
+        note += BOUND_SAID
+    return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), note)
+
+
+def sft_steps_table(report: dict) -> str:
+    note = (
+        ": loss, metrics and backward pass of the whole model with random weights, every weight "
+        "trained, 40 % of the labels ignored, without checkpointing; medians in one process, peak "
+        "memory over the weights, {command}."
+    )
+    return document(
+        report, cells_of("step of SFTTrainer, ms / GiB", report["sft_steps"], model_of), note
+    )
+
+
+def lora_steps_table(report: dict) -> str:
+    rows = report["lora_steps"]
+    cells, ratio_of = cells_of("training step, ms / GiB", rows, model_of), ratios(rows)
+    cells = [[*line, ratio_of.get(line[0], "")] for line in cells]
+    cells[0][-1] = RATIO
+    note = (
+        " (autocast): forward and backward of the whole model with random weights, 40 % of the "
+        "labels ignored, adapters of rank 16 in float32 on all linear layers but the head; one "
+        "process a contender, medians, peak memory with the weights, {command}. The longest first "
+        f"step, kernels compiled: {first_steps(rows)}."
+    )
+    if any(row["contender"] == LOWER_BOUND for row in rows):
+        note += BOUND_SAID
+    return document(report, cells, note)
+
+
+def lora_summary(report: dict) -> str:
+    """Format two lines a model, without the bound: all are in docs/lora.md.
+
+    The date of a row that is not shown, in brackets, is left out.
+    """
+    ends = (", LoRA", ", QLoRA + checkpointing")
+    of_both = {row["model"].removesuffix(ends[0]) for row in report["lora_steps"]}
+    names = {f"{model}{end}" for model in of_both for end in ends}
+    rows = [
+        row
+        for row in report["lora_steps"]
+        if row["contender"] != LOWER_BOUND and row["model"] in names
+    ]
+    note = (
+        " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
+        "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
+        f"weights. The longest first step, kernels compiled: {first_steps(rows)}."
+    )
+    date, of_others = report["date"].partition(" (")[::2]
+    if any(name in of_others for name in names):
+        date = report["date"]
+    cells = cells_of("LoRA step, ms / GiB", rows, model_of)
+    return document(report | {"date": date}, cells, note)
+
+
+def longest_rows_table(report: dict) -> str:
+    rows = report["longest_rows"]
+    note = (
+        " (autocast): forward and backward of one row through the whole model with random weights, "
+        "gradient checkpointing, adapters of rank 16 in float32; one process a contender, memory "
+        f"limited by PyTorch's allocator, rows in steps of 8192 tokens or 2 %, {{command}}. "
+        f"{attention_note(rows)}{runs_note(rows)}"
+    )
+    return document(report, longest_cells(rows), note)
+
+
+def longest_summary(report: dict) -> str:
+    """Say in a sentence what fits the least memory: docs/memory.md has the others, and times."""
+    said = longest_sentence(report["longest_rows"])
+    return f"{said}: [all lengths, and how they were measured](docs/memory.md#the-longest-row)."
+
+
+def long_row_check_table(report: dict) -> str:
+    note = (
+        " (autocast): one row through the whole model with random weights, QLoRA with adapters of "
+        "rank 16 in float32, gradient checkpointing, checkpoint_offload=True, attention within "
+        "blocks of 8192 tokens, {command}. Errors by norm, against the blocks one by one in "
+        "float32; eager computes the same blocks. A gradient may have twice eager's error."
+    )
+    return document(report, check_cells(report["long_row_check"]), note)
