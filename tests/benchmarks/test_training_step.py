@@ -16,12 +16,13 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks import training_step
 from benchmarks.heads import IGNORE_INDEX
+from benchmarks.model_contenders import NORMS_LEFT, shared_copy, some_contenders
 from benchmarks.model_contenders import contenders as model_contenders
-from benchmarks.model_contenders import shared_copy, some_contenders
 from benchmarks.models import FULL_WIDTH, MODELS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 from liger_patch import apply_patch, patch_status
+from liger_patch.layers.replace import count_layers
 
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
 (WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
@@ -219,3 +220,7 @@ def test_layers_are_compiled_apart():
     assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
     assert compiled._compiled_call_impl is None
     assert all(layer._compiled_call_impl is None for layer in built.model.layers)
+    others = model_contenders(built, compiled=True)[NORMS_LEFT]().args[0]
+    assert all(layer._compiled_call_impl is not None for layer in others.model.layers)
+    assert count_layers(compiled)["rms_norm"] > 0
+    assert count_layers(others) == {**count_layers(compiled), "rms_norm": 0}
