@@ -162,6 +162,23 @@ def test_losses_beyond_60_nats(scale, options, odds):
     assert losses.max() > 60
 
 
+def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch):
+    """The flag lies in memory that may have been used before: 1 would compute a chunk twice."""
+    device, dtype = odds
+    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    new_empty, run, flags = torch.Tensor.new_empty, hopper.OddsForm.run, []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **how: new_empty(*a, **how).fill_(1))
+
+    def watched(self, *args, **how):
+        flags.append(self._overflow.item())
+        run(self, *args, **how)
+
+    monkeypatch.setattr(hopper.OddsForm, "run", watched)
+    linear_cross_entropy(**inputs, labels=labels, chunk_mib=chunk_mib(7, 131, dtype))
+    assert len(flags) > 1
+    assert not any(flags)
+
+
 def test_one_row_beyond_60_nats_leaves_the_others_alone(odds):
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 9, ignored=0.0)

@@ -78,7 +78,7 @@ def label_logit_kernel(
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
     reference_ptr,  # (N,) the same
-    overflow_ptr,  # of the chunks to come
+    overflow_ptr,  # () int32, see ``odds_kernel``: 0 before the first chunk
     hidden_size,
     rank,
     vocab_size,
@@ -87,7 +87,7 @@ def label_logit_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """One program per token: its label's logit, 0 for a label that is not among the rows: another
-    shard's, or one that the host refuses later. No overflow yet.
+    shard's, or one that the host refuses later. The first program clears the overflow flag.
     """
     token = tl.program_id(0).to(tl.int64)
     if token == 0:
