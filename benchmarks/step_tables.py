@@ -104,22 +104,25 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format two lines a model, without the bound: all are in docs/lora.md.
+    """Format two lines a model, without the bound: all are in docs/lora.md. The first steps are
+    those of all lines of these models: kernels are compiled in the first line of a process.
 
     The date of a row that is not shown, in brackets, is left out.
     """
     ends = (", LoRA", ", QLoRA + checkpointing")
-    of_both = {row["model"].removesuffix(ends[0]) for row in report["lora_steps"]}
-    names = {f"{model}{end}" for model in of_both for end in ends}
+    lines = [row["model"] for row in report["lora_steps"]]
+    models = tuple(line.removesuffix(ends[0]) for line in lines if line.endswith(ends[0]))
+    names = {f"{model}{end}" for model in models for end in ends}
     rows = [
         row
         for row in report["lora_steps"]
         if row["contender"] != LOWER_BOUND and row["model"] in names
     ]
+    of_models = [row for row in report["lora_steps"] if row["model"].startswith(models)]
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {first_steps(rows)}."
+        f"weights. The longest first step, kernels compiled: {first_steps(of_models)}."
     )
     date, of_others = report["date"].partition(" (")[::2]
     if any(name in of_others for name in names):

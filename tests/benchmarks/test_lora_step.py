@@ -19,7 +19,7 @@ from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
-from benchmarks.step_tables import lora_steps_table
+from benchmarks.step_tables import lora_steps_table, lora_summary
 from liger_patch import patch_status
 
 pytestmark = pytest.mark.filterwarnings(
@@ -256,6 +256,25 @@ def test_tables_have_the_ratio_to_unsloth_where_both_are_right():
     said = terminal_lora_table(made_up())
     for words in ("tiny, QLoRA", "out of memory", "wrong", LOWER_BOUND, "0.75"):
         assert words in said
+
+
+def test_a_summary_has_first_steps_of_lines_that_it_does_not_show():
+    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
+    settings = ("LoRA + checkpointing", 9.0), ("QLoRA + checkpointing", 0.1)
+    rows = made_up() + [
+        {
+            "model": f"tiny, {setting}",
+            "contender": OFFLOADED,
+            "ms": 1.0,
+            "peak_mib": 1024.0,
+            "first_step_s": seconds,
+        }
+        for setting, seconds in settings
+    ]
+    table = lora_summary(report | {"lora_steps": rows})
+    assert "| tiny, QLoRA + checkpointing |" in table
+    assert "| tiny, LoRA + checkpointing |" not in table
+    assert f"{OFFLOADED} 9 s." in table
 
 
 def test_contenders_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path):
