@@ -26,8 +26,9 @@ from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
 from .distributed_contenders import compile_no_collectives
-from .drift_report import ALONE, EAGER, OURS, ROUNDED
+from .drift_report import ALONE, ROUNDED
 from .measure import release_memory
+from .names import EAGER, OURS
 
 
 @dataclass(frozen=True)

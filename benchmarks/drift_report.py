@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .convergence_report import curve_difference
+from .names import EAGER, OURS
 
-ALONE, EAGER, ROUNDED, OURS = "one GPU", "eager", "eager, rounded", "liger_patch"
+ALONE, ROUNDED = "one GPU", f"{EAGER}, rounded"
 # As for every error in this project: ours may be twice eager's. A drift is one draw. Over 33
 # architectures, the largest difference of a step was at most 2.5 times as large where patched as
 # where rounded; means over 200 steps differ less.

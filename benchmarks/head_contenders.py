@@ -18,14 +18,12 @@ from liger_patch import linear_cross_entropy
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported
-from .names import KERNELS_OF_OTHERS, PYTORCH, QUACK
+from .names import OTHER_GPUS, OURS, PYTORCH, QUACK
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-OURS = "liger_patch"  # how the names of all of ours begin
 BUDGETS_MIB = (1024, 768, 128)  # beside the default
-OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 BUDGETS_OF_OTHERS_MIB = (1024,)  # beside the default
 PACKAGES = {  # of peers -> the module that is imported, and what is installed for it
     "Liger-Kernel": ("liger_kernel", "liger-kernel"),

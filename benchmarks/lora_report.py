@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-OURS, PEER = "liger_patch", "Unsloth"
+from .names import OURS
+
+PEER = "Unsloth"
 RATIO = f"{OURS} / {PEER}, time and memory"
 
 

@@ -1,7 +1,9 @@
 """Names that several benchmarks share: contenders, and what tables say of them."""
 
 LOWER_BOUND = "matmul-only bound"
-EAGER, OURS = "eager", "liger_patch"
+EAGER = "eager"
+OURS = "liger_patch"  # how the names of all of ours begin
 KERNELS_OF_OTHERS = "other GPUs"  # of ours, on a Hopper GPU
+OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 PYTORCH, QUACK = "PyTorch", "QuACK"
 COPY = "copy"

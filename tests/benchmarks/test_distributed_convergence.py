@@ -7,7 +7,8 @@ import math
 import pytest
 
 from benchmarks.distributed_convergence import TINY, finish, run_all
-from benchmarks.drift_report import ALONE, EAGER, OURS, ROUNDED, terminal_drift_table, verdicts
+from benchmarks.drift_report import ALONE, ROUNDED, terminal_drift_table, verdicts
+from benchmarks.names import EAGER, OURS
 from benchmarks.report import drift_table
 
 ENGINES = ("FSDP2", "ZeRO-3")
