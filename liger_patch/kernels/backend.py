@@ -206,10 +206,9 @@ def define(
     if _defined.get(name) == file:  # it is imported again, by the link at the root
         return False
     _defined[name] = file
-    tags = [getattr(torch.Tag, "cudagraph_unsafe", None)] if reads_values else []
-    torch.library.define(
-        f"liger_patch::{name}", schema, tags=tuple(tag for tag in tags if tag is not None)
-    )
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags = (unsafe,) if reads_values and unsafe is not None else ()
+    torch.library.define(f"liger_patch::{name}", schema, tags=tags)
     # a graph calls the operator of a backward pass with gradients enabled
     torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
     torch.library.register_fake(f"liger_patch::{name}")(results)
