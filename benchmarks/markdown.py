@@ -23,22 +23,6 @@ def document(report: dict, cells: list[list[str]], note: str) -> str:
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
 
 
-def cells_of(
-    heading: str,
-    rows: list[Row],
-    line_of: Callable[[Row], str],
-    cell_of: Callable[[Row], str] | None = None,
-) -> list[list[str]]:
-    """Return a line a case or model and a column a contender, each with time and peak memory, or
-    with what ``cell_of`` says.
-    """
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    found = {(line_of(row), row["contender"]): (cell_of or time_and_memory)(row) for row in rows}
-    names = dict.fromkeys(map(line_of, rows))
-    lines = ([name, *(found.get((name, each), "") for each in contenders)] for name in names)
-    return [[heading, *contenders], *lines]
-
-
 def case_of(row: Row) -> str:
     return row["case"]
 
@@ -63,3 +47,19 @@ def time_and_memory(row: Row) -> str:
     if not row.get("fused", True):
         return "not fused"
     return f"{row['ms']:.1f} / {row['peak_mib'] / 1024:.1f}"
+
+
+def cells_of(
+    heading: str,
+    rows: list[Row],
+    line_of: Callable[[Row], str],
+    cell_of: Callable[[Row], str] = time_and_memory,
+) -> list[list[str]]:
+    """Return a line a case or model and a column a contender, each with time and peak memory, or
+    with what ``cell_of`` says.
+    """
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    found = {(line_of(row), row["contender"]): cell_of(row) for row in rows}
+    names = dict.fromkeys(map(line_of, rows))
+    lines = ([name, *(found.get((name, each), "") for each in contenders)] for name in names)
+    return [[heading, *contenders], *lines]
