@@ -42,7 +42,7 @@ from .benchmark import Benchmark, Cases
 from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS, Setting
-from .lora_step import CHECKPOINTED, QWEN, Ended, run_process, save
+from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
 from .row_search import Search
@@ -117,10 +117,8 @@ def run_case(
     *,
     device: str = "cuda",
 ) -> Iterator[dict]:
-    """Save the model, let each contender search in a process of its own, and yield its rows.
-
-    Raises:
-        Ended: a signal ends this process; first come the rows of the contender at work.
+    """Save the model, let each contender search in a process of its own, and yield its rows: where
+    a signal ends this process, first those of the contender at work.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
@@ -143,21 +141,19 @@ def run_case(
                 limits.host_gib,
             )
             print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
-            steps, failure = [], ""
             if isinstance(saved, Failure):
-                failure = saved.failure
-            else:
-                before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
-                before += f"attention_blocks.install({limits.whole}); "
-                before += "import unsloth; " if contender == "Unsloth" else ""
-                request = json.dumps(asdict(search))
-                left = limits.seconds_left(time.monotonic() - start, len(contenders) - i)
-                try:
-                    steps, failure = run_process("row_search", request, before, left)
-                except Ended as end:
-                    yield from summary(search, end.rows, "not reached: ended", limits.whole)
-                    raise
-            yield from summary(search, steps, failure, limits.whole)
+                yield from summary(search, [], saved.failure, limits.whole)
+                continue
+            before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
+            before += f"attention_blocks.install({limits.whole}); "
+            before += "import unsloth; " if contender == "Unsloth" else ""
+            request = json.dumps(asdict(search))
+            left = limits.seconds_left(time.monotonic() - start, len(contenders) - i)
+            steps, failure = [], "not reached: ended"
+            try:
+                failure = run_process("row_search", request, before, left, steps)
+            finally:
+                yield from summary(search, steps, failure, limits.whole)
 
 
 def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,33 +141,24 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
     """
     print(f"{request.model}: {request.contender} ...", flush=True)
     before = "import unsloth; " if request.contender == "Unsloth" else ""
-    rows, failure = run_process("lora_contenders", json.dumps(asdict(request)), before, limit)
+    rows: list[dict] = []
+    failure = run_process("lora_contenders", json.dumps(asdict(request)), before, limit, rows)
     missing = request.settings[len({row["model"] for row in rows}) :]
     return rows + _failed(replace(request, settings=missing), failure)
 
 
-class Ended(SystemExit):
-    """A signal ends this process while another one works for it: the rows that it has written."""
-
-    def __init__(self, rows: list[dict]) -> None:
-        super().__init__("ended by a signal")
-        self.rows = rows
-
-
 def run_process(
-    module: str, request: str, before: str, limit: float | None
-) -> tuple[list[dict], str]:
+    module: str, request: str, before: str, limit: float | None, rows: list[dict]
+) -> str:
     """Run ``main`` of a module of this folder in a new process, within ``limit`` seconds.
 
     Args:
         request: JSON, for the module.
         before: statements that run in front of its import.
+        rows: those that it writes are added, also where a signal ends this process in the meantime.
 
     Returns:
-        the rows that it wrote, and why it wrote no others, if some are missing.
-
-    Raises:
-        Ended: this process gets SIGTERM or SIGINT in the meantime.
+        why it wrote no others, if some are missing.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name)
@@ -176,9 +168,10 @@ def run_process(
             f"{before}from pathlib import Path; from benchmarks.{module} import main; "
             f"main(Path({str(asked)!r}), Path({str(results)!r}))"
         )
-        done = signalled = None
+        done = None
         try:
-            with errors.open("wb") as stderr:  # no pipe: workers of a compiler could keep it open
+            # no pipe: workers of a compiler could keep it open
+            with errors.open("wb") as stderr, suppress(subprocess.TimeoutExpired):
                 done = subprocess.run(
                     [sys.executable, "-c", code],
                     cwd=place,
@@ -186,20 +179,15 @@ def run_process(
                     stderr=stderr,
                     timeout=limit,
                 )
-        except subprocess.TimeoutExpired:
-            pass
-        except (SystemExit, KeyboardInterrupt) as error:
-            signalled = error
-        said = errors.read_text(encoding="utf-8", errors="replace")
-        print(said, file=sys.stderr, flush=True)
-        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    rows = [json.loads(line) for line in lines]
-    if signalled is not None:
-        raise Ended(rows) from signalled
-    *_, last = ["", *said.strip().splitlines()]
+        finally:
+            said = errors.read_text(encoding="utf-8", errors="replace")
+            print(said, file=sys.stderr, flush=True)
+            lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+            rows += map(json.loads, lines)
     if done is None:
-        return rows, f"takes longer than {limit:.0f} s"
-    return rows, f"does not run: exit status {done.returncode}: {last}"
+        return f"takes longer than {limit:.0f} s"
+    *_, last = ["", *said.strip().splitlines()]
+    return f"does not run: exit status {done.returncode}: {last}"
 
 
 def judged(rows: list[dict]) -> list[dict]:

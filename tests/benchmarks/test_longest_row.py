@@ -21,7 +21,7 @@ from benchmarks.guided_search import candidates, expected_longest, width
 from benchmarks.longest_report import longest_cells, terminal_longest_table
 from benchmarks.longest_row import MODELS, Limits, run_case, summary
 from benchmarks.lora_contenders import OFFLOADED, Setting
-from benchmarks.lora_step import CHECKPOINTED, Ended, run_process
+from benchmarks.lora_step import CHECKPOINTED, run_process
 from benchmarks.measure import Failure
 from benchmarks.models import Model
 from benchmarks.picture import draw_all
@@ -317,7 +317,8 @@ def test_a_process_that_is_ended_leaves_its_rows():
         "    time.sleep(600)\n"
         "sys.modules['benchmarks.made_up'] = types.SimpleNamespace(main=main)\n"
     )
-    found, failure = run_process("made_up", "", made_up, 5.0)
+    found: list[dict] = []
+    failure = run_process("made_up", "", made_up, 5.0, found)
     assert found == [{"tokens": 8}]
     assert failure == "takes longer than 5 s"
 
@@ -345,7 +346,7 @@ def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPa
                 signal.setitimer(signal.ITIMER_REAL, 3.0)
 
     try:
-        with pytest.raises(Ended):
+        with pytest.raises(SystemExit, match="ended"):
             collect()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
