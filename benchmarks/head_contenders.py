@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from liger_patch import linear_cross_entropy
+from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported
-from .names import OTHER_GPUS, OURS, PYTORCH, QUACK
+from .names import OF_HOPPER, OTHER_GPUS, OURS, PYTORCH, QUACK
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,12 +53,13 @@ def contenders(head: Head, *, compiled: bool = True) -> dict[str, Loss]:
             f"{OTHER_GPUS}, {budget} MiB": ours(head, hopper_kernels=False, chunk_mib=budget)
             for budget in BUDGETS_OF_OTHERS_MIB
         },
+        **({OF_HOPPER: ours(head, hopper_kernels=True)} if head.tokens <= SMALL_BATCH else {}),
     }
 
 
 def sweep_contenders(head: Head) -> dict[str, Loss]:
     """Return a few of them, without torch.compile: it compiles again for each number of tokens."""
-    kept = ("eager", "Liger-Kernel", OURS)
+    kept = ("eager", "Liger-Kernel", OURS, OF_HOPPER)
     return {name: f for name, f in contenders(head, compiled=False).items() if name in kept}
 
 

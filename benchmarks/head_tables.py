@@ -13,7 +13,17 @@ from .markdown import (
     head_and_tokens,
     time_and_memory,
 )
-from .names import COPY, EAGER, KERNELS_OF_OTHERS, LOWER_BOUND, OTHER_GPUS, OURS, PYTORCH, QUACK
+from .names import (
+    COPY,
+    EAGER,
+    KERNELS_OF_OTHERS,
+    LOWER_BOUND,
+    OF_HOPPER,
+    OTHER_GPUS,
+    OURS,
+    PYTORCH,
+    QUACK,
+)
 
 BEST_PEER = "fastest peer"
 PEERS = {  # of a head, which are often not installed -> what they are
@@ -109,7 +119,7 @@ def _with_best_peer(rows: list[Row]) -> Iterator[Row]:
     """Yield the rows of one head that are the bound's, eager's and ours, and the best of the others
     in front of ours.
     """
-    kept = [LOWER_BOUND, EAGER, OURS, OTHER_GPUS]
+    kept = [LOWER_BOUND, EAGER, OURS, OTHER_GPUS, OF_HOPPER]
     own = [row for row in rows if row["contender"] in kept]
     peers = [
         row

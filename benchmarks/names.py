@@ -5,5 +5,6 @@ EAGER = "eager"
 OURS = "liger_patch"  # how the names of all of ours begin
 KERNELS_OF_OTHERS = "other GPUs"  # of ours, on a Hopper GPU
 OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
+OF_HOPPER = f"{OURS}, of Hopper"  # for small batches, which run those of others
 PYTORCH, QUACK = "PyTorch", "QuACK"
 COPY = "copy"

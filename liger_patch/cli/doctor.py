@@ -12,6 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -110,10 +111,13 @@ def _kernels(device: torch.device) -> str:
     if device.type == "cpu":
         return "Triton's interpreter (TRITON_INTERPRET=1)"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER:
-        from liger_patch.kernels.head.odds_inputs import TensorDescriptor
+        from liger_patch.kernels.head.odds_inputs import SMALL_BATCH, TensorDescriptor
 
         if TensorDescriptor is not None:
-            return "Triton: in bfloat16 one kernel for logits and softmax, else products and rows"
+            return (
+                f"Triton: of more than {SMALL_BATCH} tokens in bfloat16 one kernel for logits and "
+                "softmax, else products and rows"
+            )
         return "Triton: products and rows (one kernel for both needs Triton 3.4)"
     return "Triton: products and rows"
 
@@ -137,7 +141,9 @@ def _attempt(test: Callable[..., float], device: torch.device, dtype: torch.dtyp
 
 
 def _operator(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the worst error of ``linear_cross_entropy`` over what is allowed."""
+    """Return the worst error of ``linear_cross_entropy`` over what is allowed, with the kernels of
+    Hopper GPUs, where they serve, and with those of others.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, HIDDEN, generator=generator) for n in (TOKENS, VOCABULARY)]
     inputs[1] /= HIDDEN**0.5
@@ -152,7 +158,8 @@ def _operator(device: torch.device, dtype: torch.dtype) -> float:
 
     truth = run(reference.linear_cross_entropy, [each.cpu().double() for each in low])
     plain = run(reference.linear_cross_entropy, low)
-    return _worst(run(liger_patch.linear_cross_entropy, low), plain, truth, 0.0)
+    forms = (partial(liger_patch.linear_cross_entropy, hopper_kernels=k) for k in (True, False))
+    return max(_worst(run(each, low), plain, truth, 0.0) for each in forms)
 
 
 def _model(device: torch.device, dtype: torch.dtype) -> float:

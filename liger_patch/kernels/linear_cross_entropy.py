@@ -82,13 +82,13 @@ def linear_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
     vocab_shard: VocabShard | None = None,
-    hopper_kernels: bool = True,
+    hopper_kernels: bool | None = None,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
     Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
     checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``QuantizedWeight``,
-    a ``vocab_shard`` and ``hopper_kernels=False`` break the graph of ``torch.compile``, and are an
+    a ``vocab_shard`` and ``hopper_kernels`` break the graph of ``torch.compile``, and are an
     error within the others.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
@@ -121,9 +121,9 @@ def linear_cross_entropy(
             and ``low_rank[1]`` are this rank's rows (V_r, ...), everything else is for the whole
             vocabulary and the same on every rank, as are the results. The gradients of
             ``hidden_states`` and ``low_rank[0]`` are summed over the ranks.
-        hopper_kernels: whether Hopper GPUs run their own kernels for the inputs that these serve,
-            but, without ``vocab_shard``, not for 512 tokens or fewer. False runs there what other
-            GPUs run, to compare the two.
+        hopper_kernels: whether Hopper GPUs run their own kernels for the inputs that these serve;
+            False runs there what other GPUs run. None: True, but without ``vocab_shard`` not for
+            512 tokens or fewer.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It
@@ -147,7 +147,7 @@ def linear_cross_entropy(
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
-    is_plain = vocab_shard is None and hopper_kernels
+    is_plain = vocab_shard is None and hopper_kernels is None
     if is_traced() and isinstance(weight, Tensor) and is_plain:
         given = hidden_states, weight, bias, low_rank, labels
         return operators.linear_cross_entropy(*given, options=options, chunk_mib=chunk_mib, **how)
@@ -166,7 +166,7 @@ def _call(
     options: LossOptions,
     chunk_mib: float | None,
     shard: VocabShard | None,
-    hopper_kernels: bool,
+    hopper_kernels: bool | None,
     *,
     reduction: str,
     **how: Any,

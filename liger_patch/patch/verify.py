@@ -18,6 +18,7 @@ from liger_patch.deferred.fuse import Parts
 from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
 
@@ -46,6 +47,8 @@ def disagreement(
     says. Needs two copies of the head's weight in the wider dtype: where the vocabulary is
     distributed, of this rank's rows. Then every rank must call this, and all return the same.
     """
+    # the kernels of the batch, not those of a slice that is small
+    hopper_kernels = True if len(labels) > SMALL_BATCH else None
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
         return None
@@ -70,6 +73,7 @@ def disagreement(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             class_weight=class_weight,
+            hopper_kernels=hopper_kernels,
         )
 
     def ordinary(inputs: HeadInputs) -> Tensor:

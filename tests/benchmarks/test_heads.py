@@ -36,7 +36,7 @@ from benchmarks.measure import (
     Unsupported,
     is_right,
 )
-from benchmarks.names import LOWER_BOUND
+from benchmarks.names import LOWER_BOUND, OF_HOPPER
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -142,8 +142,11 @@ def test_eager_comes_first_and_the_sweep_has_fewer():
     names = list(contenders(TINY, compiled=False))
     assert names[0] == "eager"
     others = [OTHER_GPUS, *(f"{OTHER_GPUS}, {budget} MiB" for budget in BUDGETS_OF_OTHERS_MIB)]
-    assert names[-6:] == [OURS, *(f"{OURS} {budget} MiB" for budget in BUDGETS_MIB), *others]
-    assert set(sweep_contenders(TINY)) <= {"eager", "Liger-Kernel", "liger_patch"}
+    budgets = [OURS, *(f"{OURS} {budget} MiB" for budget in BUDGETS_MIB)]
+    assert names[-7:] == [*budgets, *others, OF_HOPPER]
+    assert set(sweep_contenders(TINY)) <= {"eager", "Liger-Kernel", OURS, OF_HOPPER}
+    larger = contenders(replace(TINY, tokens=513), compiled=False)
+    assert list(larger)[-6:] == [*budgets, *others]
 
 
 @pytest.mark.parametrize("head", [TINY, replace(TINY, softcap=5.0), replace(TINY, frozen=True)])

@@ -34,8 +34,8 @@ def test_wrong_gradients_fail(
 ) -> None:
     right = liger_patch.linear_cross_entropy
 
-    def wrong(hidden: Any, weight: Any, labels: Any) -> Any:
-        loss = right(hidden, weight, labels)
+    def wrong(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+        loss = right(hidden, weight, labels, **options)
         return loss + 0.001 * (hidden.sum() - hidden.sum().detach())  # of gradients alone
 
     monkeypatch.setattr(liger_patch, "linear_cross_entropy", wrong)
@@ -59,7 +59,7 @@ def test_an_error_has_no_paths(
 ) -> None:
     home = str(Path.home() / "secret")
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise OSError(f"cannot open '{home}/kernel.so'")
 
     monkeypatch.setattr(liger_patch, "linear_cross_entropy", broken)
@@ -79,3 +79,16 @@ def test_each_kind_of_gpu_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     for capability, words in (((9, 0), "one kernel"), ((8, 0), "Triton: products and rows")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert words in doctor._kernels(device)
+
+
+def test_the_kernels_of_all_gpus_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    right = liger_patch.linear_cross_entropy
+
+    def recorded(*inputs: Any, hopper_kernels: bool) -> Any:
+        asked.append(hopper_kernels)
+        return right(*inputs)
+
+    monkeypatch.setattr(liger_patch, "linear_cross_entropy", recorded)
+    assert doctor._operator(torch.device("cpu"), torch.float32) <= 1
+    assert asked == [True, False]

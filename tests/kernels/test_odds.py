@@ -65,7 +65,6 @@ def odds(request, monkeypatch):
         monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
     elif not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 0)
     computed = []
     run = hopper.OddsForm.run
 
@@ -277,9 +276,11 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     monkeypatch.setattr(hopper.OddsForm, "run", refused)
     monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 40)
     check_linear(inputs, labels)
-    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 39)
-    with pytest.raises(AssertionError, match="odds are computed"):
-        check_linear(inputs, labels)
+    for tokens, hopper_kernels in ((40, True), (39, None)):
+        monkeypatch.setattr(odds_inputs, "SMALL_BATCH", tokens)
+        operator = partial(linear_cross_entropy, hopper_kernels=hopper_kernels)
+        with pytest.raises(AssertionError, match="odds are computed"):
+            check_linear(inputs, labels, operator=operator)
 
 
 def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):

@@ -18,6 +18,7 @@ from liger_patch import apply_patch, patch_status, registry
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.patch import loss
+from liger_patch.patch import verify as verify_module
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
@@ -100,7 +101,7 @@ def no_head_gradient(product_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wrong_losses(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: rows(*args, **kwargs) * 1.01
+    return lambda *args, **kwargs: rows(*args, **kwargs).mul_(1.01)
 
 
 def silent_zero_gradients(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -180,3 +181,26 @@ def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
     monkeypatch.setattr(gradients, "product_", no_head_gradient(gradients.product_))
     with pytest.warns(UserWarning, match="LIGER_PATCH_VERIFY found a difference"):
         call(model, batch)
+
+
+@pytest.mark.parametrize(("length", "hopper_kernels"), [(256, None), (257, True)])
+def test_the_kernels_of_the_batch_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+    verified: list[Any],
+    length: int,
+    hopper_kernels: bool | None,
+) -> None:
+    """Hopper has others for small batches, as the slice that is compared is one."""
+    asked = []
+    linear_cross_entropy = verify_module.linear_cross_entropy
+
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        asked.append((len(args[0]), options["hopper_kernels"]))
+        return linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr(verify_module, "linear_cross_entropy", recorded)
+    model = apply_patch(tiny_model(LLAMA))
+    ids = torch.randint(VOCAB_SIZE, (2, length))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert verified == [None]
+    assert asked == [(256, hopper_kernels)]

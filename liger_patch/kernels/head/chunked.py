@@ -73,7 +73,8 @@ class ChunkConfig:
         dtype: of the matrix products and the logits.
         chunk_bytes: of logits held at once.
         shard: where the vocabulary is distributed, this rank's part of it.
-        hopper_kernels: whether Hopper GPUs may run their own kernels, or only those of all others.
+        hopper_kernels: whether Hopper GPUs run their own kernels, or those of all others; None: as
+            the size of the batch says.
     """
 
     labels: CompactedLabels
@@ -82,7 +83,7 @@ class ChunkConfig:
     dtype: torch.dtype
     chunk_bytes: int
     shard: VocabShard | None = None
-    hopper_kernels: bool = True
+    hopper_kernels: bool | None = None
 
     def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
         """Return what ``Wanted.in_forward`` says of this call."""
@@ -149,7 +150,7 @@ def prepare_chunks(
     shard: VocabShard | None = None,
     surroundings: Surroundings | None = None,
     *,
-    hopper_kernels: bool = True,
+    hopper_kernels: bool | None = None,
 ) -> ChunkConfig:
     """Configure the chunks of arguments that have been checked, and start to compact the labels.
 
@@ -251,7 +252,8 @@ def _form(
     """
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}
-    if config.hopper_kernels and upstream is None and serves_triton_device(labels.labels):
+    may_be_odds = config.hopper_kernels is not False and upstream is None
+    if may_be_odds and serves_triton_device(labels.labels):
         from liger_patch.kernels.head import hopper, odds_inputs, sharded_odds
 
         if shard is not None and odds_inputs.suits_odds(operands, options, statistics):
@@ -260,7 +262,7 @@ def _form(
             return form, operands
         if (
             shard is None
-            and odds_inputs.is_worth_odds(operands)
+            and (config.hopper_kernels or odds_inputs.is_worth_odds(operands))
             and odds_inputs.serves_odds(operands, options, statistics)
         ):
             return hopper.OddsForm(operands, labels, options, **how), operands
