@@ -62,7 +62,9 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
             for row in measure_case():
                 rows.append(row)
                 report[key].append(row)
-                path.write_text(in_json(report), encoding="utf-8")
+                written = path.with_suffix(".new")  # what is there stays whole if this one ends
+                written.write_text(in_json(report), encoding="utf-8")
+                written.replace(path)
             print(benchmark.table(rows), flush=True)
     print(f"wrote {path}")
     _draw(report, path)

@@ -178,10 +178,12 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
     known = 0
     for gib in search.limits:
         tried = {each["tokens"]: each.get("failure") for each in steps if each.get("gib") == gib}
-        if not tried and failure:
+        fitting = (each for each in steps if each.get("reserved_mib", math.inf) <= 1024 * gib)
+        known = max([known, *(each.get("timed", each.get("tokens", 0)) for each in fitting)])
+        if not tried and failure and not known:
             yield {**name, "gib": gib, "failure": failure}
             continue
-        longest = max((tokens for tokens, why in tried.items() if why is None), default=known)
+        longest = max([known, *(tokens for tokens, why in tried.items() if why is None)])
         failed = {tokens: why for tokens, why in tried.items() if why is not None}
         shortest = min(failed, default=None)
         if search.tries and shortest is not None and not longest:

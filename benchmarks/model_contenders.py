@@ -24,7 +24,7 @@ from liger_patch.layers.replace import count_layers
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
-NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses the residual
+NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 

@@ -158,8 +158,8 @@ def draw_steps(report: dict, path: Path, key: str = "steps") -> None:
 def draw_longest(report: dict, path: Path) -> None:
     """Draw a panel a model: the longest row against the memory, one line a contender.
 
-    An arrow is a lower bound, and on no line; a hollow point is a row that ends for want of
-    something else than the GPU's memory.
+    An arrow is a lower bound, on no line, and drawn where it is first known; a hollow point is a
+    row that ends for want of something else than the GPU's memory.
     """
     rows = [row for row in report["longest_rows"] if "gib" in row and _is_drawn(row)]
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -176,6 +176,7 @@ def draw_longest(report: dict, path: Path) -> None:
         for contender, style in styles.items():
             line = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
             line.sort(key=lambda row: row["gib"])
+            line = [row for i, row in enumerate(line) if not _repeats(line[:i], row)]
             places = [(row["gib"], row["tokens"]) for row in line]
             if not places:
                 continue
@@ -189,7 +190,10 @@ def draw_longest(report: dict, path: Path) -> None:
                 if "ends_with" in row:
                     panel.plot(*place, **style, markerfacecolor="white")
                 text = f"{'≥ ' if row.get('at_least') else ''}{row['tokens'] / 1000:,.0f}k"
-                panel.annotate(text, place, (7, -3), textcoords="offset points", fontsize=7)
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+                panel.annotate(
+                    text, place, (7, -3), textcoords="offset points", fontsize=7, bbox=box
+                )
         panel.set_title(model, fontsize=10)
         panel.set_xlabel("memory of the GPU (GiB)")
         panel.set_xticks(sorted({row["gib"] for row in rows}))
@@ -199,6 +203,11 @@ def draw_longest(report: dict, path: Path) -> None:
         panel.yaxis.set_major_formatter("{x:,.0f}")
     axes[0, 0].set_ylabel("longest row (tokens)")
     _finish(figure, report, path, "longest row that trains")
+
+
+def _repeats(before: list[dict], row: dict) -> bool:
+    """Return whether a lower bound is that of less memory already."""
+    return bool(row.get("at_least")) and any(each["tokens"] >= row["tokens"] for each in before)
 
 
 def draw_convergence(report: dict, path: Path) -> None:

@@ -221,6 +221,22 @@ def test_rows_beyond_one_that_does_not_fit_are_not_tried(
     assert not any(row.get("at_least") for row in lines)
 
 
+def test_a_row_that_fits_less_memory_is_a_lower_bound(search_of: Callable[..., Search]):
+    search = replace(search_of("eager"), timed=(64,), limits=(1.0, 2.0, 3.0, 4.0))
+    steps = [
+        {"timed": 64, "tokens": 64, "ms": 1.0, "reserved_mib": 2500.0},
+        {"gib": 1.0, "tokens": 8, "reserved_mib": 900.0},
+        {"gib": 1.0, "tokens": 16, "failure": "out of memory"},
+    ]
+    lines = list(summary(search, steps, "takes longer than 5 s", 8))[1:]
+    assert [(row["tokens"], row.get("at_least", False)) for row in lines] == [
+        (8, False),
+        (8, True),
+        (64, True),
+        (64, True),
+    ]
+
+
 def test_the_host_has_no_memory_for_longer_rows(
     search_of: Callable[..., Search], gpu: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -337,12 +353,12 @@ def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(longest_row, "ALLOCATOR", SLEEPER)
     monkeypatch.setattr(longest_row, "save", lambda *_: None)
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit("ended"))
-    limits, found = Limits(gib=(1.0, 2.0), timed=(), seconds=5.0), []
+    limits, found = Limits(gib=(1.0, 2.0), timed=(16,), seconds=5.0), []
 
     def collect() -> None:
         for row in run_case(TINY, LORA, ("eager", "liger_patch", "Unsloth"), limits):
             found.append(row)
-            if len(found) == 2:  # eager's: the next process is at work when the signal comes
+            if len(found) == 3:  # eager's: the next process is at work when the signal comes
                 signal.setitimer(signal.ITIMER_REAL, 3.0)
 
     try:
@@ -353,10 +369,12 @@ def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPa
         signal.signal(signal.SIGALRM, before)
     late, ended = "takes longer than 5 s", "not reached: ended"
     assert [(row["contender"], row.get("tokens"), row.get("failure")) for row in found] == [
-        ("eager", 8, None),
         ("eager", None, late),
-        ("liger_patch", 8, None),
+        ("eager", 8, None),
+        ("eager", 8, None),
         ("liger_patch", None, ended),
+        ("liger_patch", 8, None),
+        ("liger_patch", 8, None),
     ]
     assert all(row["at_least"] for row in found if "tokens" in row)
 
@@ -369,10 +387,10 @@ def test_a_search_that_ends_early_has_a_lower_bound():
         {**named, "gib": 1.0, "tokens": 16},
         {**named, "gib": 1.0, "tokens": 32, "failure": "out of memory"},
     ]
-    timed, cut, lost = summary(SEARCH, steps, "takes longer than 1 s", 8)
+    timed, cut, untried = summary(SEARCH, steps, "takes longer than 1 s", 8)
     assert timed["ms"] == 2.0
     assert (cut["tokens"], cut["at_least"]) == (16, True)
-    assert lost["failure"] == "takes longer than 1 s"
+    assert (untried["tokens"], untried["at_least"]) == (16, True)
     nothing = list(summary(SEARCH, [], "does not run", 8))
     assert [row["failure"] for row in nothing] == ["does not run"] * 3
 
