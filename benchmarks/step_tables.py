@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .convergence_report import judgement, losses
 from .longest_report import (
     attention_note,
     check_cells,
@@ -156,3 +157,17 @@ def long_row_check_table(report: dict) -> str:
         "float32; eager computes the same blocks. A gradient may have twice eager's error."
     )
     return document(report, check_cells(report["long_row_check"]), note)
+
+
+def convergence_table(report: dict) -> str:
+    tokens = report["settings"]["batch_size"] * report["settings"]["length"]
+    has_adapters = any(" + " in row["model"] for row in report["convergence"])
+    weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"
+    note = (
+        f" (autocast over {weights}): {tokens} tokens of Python's standard library a step, "
+        "from random weights. Another seed gives other weights and another order of the text; "
+        "rounded is seed 0 with each first weight moved by half an eps of bfloat16 at most. "
+        "Held-out losses are those of the trained weights in an unpatched model, without autocast. "
+        f"{judgement(report['convergence'])} {{command}}."
+    )
+    return document(report, losses(report), note)

@@ -13,6 +13,11 @@ import pytest
 from sections import check_section
 from support_cases import engines_table, families_table, trainers_table
 
+from benchmarks.distributed_tables import (
+    distributed_heads_table,
+    distributed_table,
+    drift_table,
+)
 from benchmarks.head_tables import (
     heads_table,
     idle_table,
@@ -21,15 +26,9 @@ from benchmarks.head_tables import (
     other_gpus_table,
     readme_table,
 )
-from benchmarks.report import (
-    RESULTS,
-    convergence_table,
-    distributed_heads_table,
-    distributed_table,
-    drift_table,
-    read,
-)
+from benchmarks.report import RESULTS, read
 from benchmarks.step_tables import (
+    convergence_table,
     headline,
     long_row_check_table,
     longest_rows_table,

@@ -24,7 +24,7 @@ from benchmarks.convergence_report import (
     terminal_convergence_table,
     verdicts,
 )
-from benchmarks.report import convergence_table
+from benchmarks.step_tables import convergence_table
 from examples.corpus import Corpus, build_corpus
 from liger_patch import apply_patch
 from liger_patch.layers.replace import LAYERS
@@ -108,6 +108,8 @@ def test_every_contender_is_trained_and_the_patched_ones_are_fused(runs: list[di
 
 @pytest.mark.parametrize("adapters", ["LoRA", "QLoRA"])
 def test_adapters_are_trained_on_kernels_too(adapters: str, corpus: Corpus):
+    if adapters == "QLoRA":
+        pytest.importorskip("bitsandbytes")
     settings = replace(SETTINGS, adapters=adapters, hidden_size=128, head_dim=64, steps=6)
     runs = run_model_type("llama", settings, corpus, device="cpu")
     assert {run["model"] for run in runs} == {f"llama + {adapters}"}

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from benchmarks.distributed_convergence import TINY, finish, run_all
+from benchmarks.distributed_tables import drift_table
 from benchmarks.drift_report import ALONE, ROUNDED, terminal_drift_table, verdicts
 from benchmarks.names import EAGER, OURS
-from benchmarks.report import drift_table
 
 ENGINES = ("FSDP2", "ZeRO-3")
 

@@ -10,7 +10,7 @@ from benchmarks import distributed_step
 from benchmarks.__main__ import main
 from benchmarks.distributed_contenders import CONTENDERS, ENGINES, HEADS, ONE_SHARD
 from benchmarks.distributed_step import MODELS, TINY, TINY_HEAD, run_head, run_model
-from benchmarks.report import distributed_table
+from benchmarks.distributed_tables import distributed_table
 from benchmarks.terminal import terminal_distributed_table
 
 HOW = {"gpus": 2, "rounds": 1, "device": "cpu"}

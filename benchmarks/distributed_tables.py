@@ -1,0 +1,53 @@
+"""Format the tables of several GPUs: training steps, heads, and how far training drifts."""
+
+from __future__ import annotations
+
+from .drift_report import FACTOR, drifts, verdicts
+from .markdown import TIME_AND_MEMORY, Row, cells_of, document, model_of
+
+
+def distributed_table(report: dict) -> str:
+    rows = report["distributed_steps"]
+    differ = [f"{row['model']}, {row['contender']}" for row in _with_other_collectives(rows)]
+    said = f"not those of eager: {'; '.join(differ)}" if differ else "those of eager in every row"
+    note = (
+        ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
+        f"of the weights, {{command}}. Collectives, by kind, size and number: {said}."
+    )
+    cells = cells_of("training step, ms / GiB a GPU", rows, model_of)
+    return document(report, cells, note)
+
+
+def distributed_heads_table(report: dict) -> str:
+    note = (
+        ": a vocabulary over all GPUs, forward and backward; time of the slowest rank, peak memory "
+        "over the inputs, gradients included; {command}. One shard alone is the operator on a "
+        "rank's part as if it were the whole vocabulary, without communication."
+    )
+    cells = cells_of(TIME_AND_MEMORY, report["distributed_heads"], model_of)
+    return document(report, cells, note)
+
+
+def drift_table(report: dict) -> str:
+    said = ", ".join(f"{v.engine} {v}" for v in verdicts(report["distributed_convergence"]))
+    note = (
+        f", {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
+        f"half an eps at most. A patched run may drift {FACTOR:g} times as far as eager's own runs "
+        f"do: {said}. {{command}}."
+    )
+    return document(report, drifts(report), note)
+
+
+def _with_other_collectives(rows: list[Row]) -> list[Row]:
+    """Return the rows whose collectives are not those of eager in the same step."""
+    measured = [row for row in rows if "collectives" in row]
+    eager = {row["model"]: row for row in measured if row["contender"] == "eager"}
+    return [
+        row
+        for row in measured
+        if _kinds_and_sizes(row) != _kinds_and_sizes(eager.get(row["model"], row))
+    ]
+
+
+def _kinds_and_sizes(row: Row) -> list[tuple]:
+    return sorted((each["kind"], each["mib"], each["calls"]) for each in row["collectives"])
