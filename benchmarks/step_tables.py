@@ -123,7 +123,8 @@ def lora_summary(report: dict) -> str:
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {first_steps(of_models)}."
+        f"weights. The longest first step, kernels compiled: {first_steps(of_models)}. What is "
+        "empty was not measured."
     )
     date, of_others = report["date"].partition(" (")[::2]
     if any(name in of_others for name in names):
