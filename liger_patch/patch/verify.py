@@ -18,7 +18,7 @@ from liger_patch.deferred.fuse import Parts
 from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
+from liger_patch.kernels.head.odds_inputs import is_worth_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
 
@@ -48,7 +48,7 @@ def disagreement(
     distributed, of this rank's rows. Then every rank must call this, and all return the same.
     """
     # the kernels of the batch, not those of a slice that is small
-    hopper_kernels = True if len(labels) > SMALL_BATCH else None
+    hopper_kernels = is_worth_odds(len(labels)) or None
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
         return None

@@ -78,6 +78,15 @@ def odds(request, monkeypatch):
     assert computed
 
 
+def refuse_odds(monkeypatch):
+    """From here on, a test in which odds are computed fails."""
+
+    def refused(*_, **__):
+        raise AssertionError("odds are computed")
+
+    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+
+
 @pytest.fixture
 def bf16_odds(odds, monkeypatch):
     """The device, for inputs in the dtype that is served, whose values the interpreter has in
@@ -254,10 +263,7 @@ def test_the_kernels_of_other_gpus_can_be_asked_for(odds, monkeypatch):
     inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
     check_linear(inputs, labels)
 
-    def refused(*_, **__):
-        raise AssertionError("odds are computed")
-
-    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+    refuse_odds(monkeypatch)
     operator = partial(linear_cross_entropy, hopper_kernels=False)
     check_linear(inputs, labels, operator=operator)
     # the gradients are computed again in the backward pass, by the same kernels
@@ -270,10 +276,7 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
     check_linear(inputs, labels)
 
-    def refused(*_, **__):
-        raise AssertionError("odds are computed")
-
-    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+    refuse_odds(monkeypatch)
     monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 40)
     check_linear(inputs, labels)
     for tokens, hopper_kernels in ((40, True), (39, None)):

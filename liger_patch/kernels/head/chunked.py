@@ -262,7 +262,7 @@ def _form(
             return form, operands
         if (
             shard is None
-            and (config.hopper_kernels or odds_inputs.is_worth_odds(operands))
+            and (config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels)))
             and odds_inputs.serves_odds(operands, options, statistics)
         ):
             return hopper.OddsForm(operands, labels, options, **how), operands

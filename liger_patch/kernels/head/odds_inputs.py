@@ -63,11 +63,11 @@ def suits_odds(
     )
 
 
-def is_worth_odds(operands: HeadInputs) -> bool:
+def is_worth_odds(tokens: int) -> bool:
     """Return False for a small batch, which other kernels compute with fewer launches. Shards of a
     vocabulary are not asked: their other form was not measured.
     """
-    return len(operands.hidden_states) > SMALL_BATCH
+    return tokens > SMALL_BATCH
 
 
 def fitting(operands: HeadInputs) -> HeadInputs:
