@@ -27,7 +27,7 @@ from liger_patch.kernels.backend import is_traced
 from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch import flags
 from liger_patch.patch.expected import expected_labels
-from liger_patch.patch.fallback import description, why_not_deferred, why_not_followed
+from liger_patch.patch.fallback import why_not_deferred, why_not_followed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -257,7 +257,7 @@ def _deferred_forward(
         if is_transformers_loss:
             stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
             if not (is_traced() or forward_pass.unfused or flags.return_logits()):
-                forward_pass.expected = expected_labels(model.get_output_embeddings(), named)
+                forward_pass.expected = expected_labels(forward_pass.head, named)
         outputs = inner(*args, **kwargs)
     if not forward_pass.done:
         _note_own_loss(model, record, forward_pass)
@@ -297,7 +297,7 @@ def deferring(
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not_deferred(model, head)
-    forward_pass = ForwardPass(record, description(head), unfused)
+    forward_pass = ForwardPass(record, head, unfused)
     with ExitStack() as stack:
         if not torch.compiler.is_compiling():  # Dynamo does not trace locks
             # the head's forward and the loss function are replaced for one forward pass at a time

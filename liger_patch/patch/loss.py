@@ -25,6 +25,7 @@ from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_e
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels
+from liger_patch.patch.fallback import description
 from liger_patch.patch.packing import (
     next_labels,
     sequence_weights,
@@ -65,7 +66,7 @@ class ForwardPass:
 
     Attributes:
         record: of the model.
-        head_name: the output embedding, for messages.
+        head: the output embedding.
         unfused: why the logits of this forward pass are not deferred, None where they are.
         starts: (B, T) where sequences begin, None where each row is one.
         num_sequences: of the whole step; None for those of this call.
@@ -79,7 +80,7 @@ class ForwardPass:
     """
 
     record: PatchRecord
-    head_name: str
+    head: nn.Module | None
     unfused: str | None = None
     starts: Tensor | None = None
     num_sequences: Tensor | int | None = None
@@ -90,6 +91,11 @@ class ForwardPass:
     unreached: str | None = None
     loss_of_graph: Tensor | None = None
     expected: ExpectedLabels | None = None
+
+    @property
+    def head_name(self) -> str:
+        """The head, for messages."""
+        return description(self.head)
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient: a loss
