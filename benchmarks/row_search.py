@@ -95,9 +95,6 @@ def rows(search: Search) -> Iterator[dict]:
     for limit in search.limits:
         room = limit_memory(limit, search.device)
         fits = _Fits(step, search.device, room, known, longest, too_long)
-        if fits.longest:
-            peak = _peaks(known.get(fits.longest, {}))
-            yield {**named, "gib": limit, "tokens": fits.longest, **peak}
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
         longest = fits.longest
