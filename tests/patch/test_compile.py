@@ -499,6 +499,7 @@ def test_inductor_trains_as_uncompiled() -> None:
 
 @GRAPH
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's first one is
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_trains_as_eager_on_gpus(mode: str) -> None:
     device = torch.device("cuda")
