@@ -164,7 +164,9 @@ def test_a_quantised_base_is_not_kept_dense(device: torch.device) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ys = lora_linears(leaves["x"], parts)
     given = {each.data_ptr() for each in leaves.values()}
-    assert [tuple(t.shape) for t in saved if t.data_ptr() not in given] == [(35, 8 + 16 + 20)]  # s
+    ranks = 8 + 16 + 20
+    others = [tuple(t.shape) for t in saved if t.data_ptr() not in given]
+    assert others == [(35, ranks), (ranks, 40)]  # s, and A of all projections
     sum(y.sum() for y in ys).backward()
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
@@ -359,9 +361,24 @@ def test_a_change_in_place_before_the_backward_pass_is_an_error(device: torch.de
     leaves, parts = trainable(*made(device, "float32"))
     total = sum(y.sum() for y in lora_linears(leaves["x"], parts))
     with torch.no_grad():
-        leaves["1.a"].mul_(2)
+        leaves["1.b"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
+
+
+def test_a_cast_adapter_may_change_before_the_backward_pass(device: torch.device) -> None:
+    """As under autocast, gradients are those of the values that the forward pass had."""
+    leaves, parts = trainable(*made(device, "autocast"))
+    with torch.autocast(device.type, torch.bfloat16):
+        total = sum(y.sum() for y in lora_linears(leaves["x"], parts))
+    asked = [each for each in leaves.values() if each.requires_grad]
+    expected = torch.autograd.grad(total, asked, retain_graph=True)
+    with torch.no_grad():
+        for i in range(len(parts)):
+            leaves[f"{i}.a"].mul_(2)
+            leaves[f"{i}.b"].mul_(2)
+    found = torch.autograd.grad(total, asked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_device_without_autocast_and_memory() -> None:

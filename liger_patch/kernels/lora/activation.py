@@ -13,6 +13,7 @@ from liger_patch.kernels.lora.products import (
     Kept,
     adapter_gradient_,
     b_gradient,
+    columns_of,
     new_seed,
     serves_lora,
     thin_product_,
@@ -36,7 +37,7 @@ def activate(
         from liger_patch.kernels.triton.gated_lora import gated_lora
 
         seed = new_seed() if dropout and seed is None else seed
-        adapters = _adapters(parts, down_a, gate.dtype)
+        adapters = _adapters(parts, down_a)
         return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
     a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
     s_down = a.new_empty(len(a), len(down_a))
@@ -54,27 +55,28 @@ def activate_backward(
     kept: Kept,
     dropout: float,
     activation: str,
+    dtypes: Sequence[torch.dtype],  # of dB of both and of dA of down
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     """Return dgate, dup (N, I), ds (N, R of gate + R of up), dB of both and dA of down."""
-    ranks = [len(part.a) for part in parts]
+    *b_dtypes, a_dtype = dtypes
     if _serves(gate, parts, down_a) and not isinstance(kept, Tensor):
         from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
 
-        adapters = _adapters(parts, down_a, gate.dtype)
+        adapters = _adapters(parts, down_a)
         dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
             da, ds_down, gate, up, s, *adapters, kept, dropout, activation
         )
-        dbs = [dgate_b.to(parts[0].b.dtype), dup_b.to(parts[1].b.dtype)]
-        ds = upstream_thin_products((dgate, dup), parts, ranks)
-        return dgate, dup, ds, dbs, ddown_a.t().to(down_a.dtype)
+        dbs = [db.to(dtype) for db, dtype in zip((dgate_b, dup_b), b_dtypes, strict=True)]
+        ds = upstream_thin_products((dgate, dup), parts)
+        return dgate, dup, ds, dbs, ddown_a.t().to(a_dtype)
     gate, up = _with_adapters(gate, up, s, parts)
     a = gated_forward(gate, up, activation)
-    ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, True, dropout)
+    ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, a_dtype, dropout)
     assert ddown_a is not None
     del a
     dgate, dup = gated_backward(da, gate, up, activation)
-    ds = upstream_thin_products((dgate, dup), parts, ranks)
-    each = zip((dgate, dup), parts, s.split(ranks, 1), strict=True)
+    ds = upstream_thin_products((dgate, dup), parts)
+    each = zip((dgate, dup), parts, columns_of(s, parts), b_dtypes, strict=True)
     return dgate, dup, ds, [b_gradient(*one) for one in each], ddown_a
 
 
@@ -82,9 +84,9 @@ def _with_adapters(
     gate: Tensor, up: Tensor, s: Tensor, parts: Sequence[LoraProjection]
 ) -> tuple[Tensor, Tensor]:
     gate_part, up_part = parts
-    s_gate, s_up = s.split([len(part.a) for part in parts], 1)
-    gate = torch.addmm(gate, s_gate, gate_part.b.to(gate.dtype).t(), alpha=gate_part.scaling)
-    up = torch.addmm(up, s_up, up_part.b.to(up.dtype).t(), alpha=up_part.scaling)
+    s_gate, s_up = columns_of(s, parts)
+    gate = torch.addmm(gate, s_gate, gate_part.b.t(), alpha=gate_part.scaling)
+    up = torch.addmm(up, s_up, up_part.b.t(), alpha=up_part.scaling)
     return gate, up
 
 
@@ -94,9 +96,9 @@ def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bo
 
 
 def _adapters(
-    parts: Sequence[LoraProjection], down_a: Tensor, dtype: torch.dtype
+    parts: Sequence[LoraProjection], down_a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Return what the Triton form takes of three adapters."""
     gate, up = parts
-    gate_b, up_b, down_a = (each.to(dtype).contiguous() for each in (gate.b, up.b, down_a))
+    gate_b, up_b, down_a = (each.contiguous() for each in (gate.b, up.b, down_a))
     return gate_b, up_b, down_a, gate.scaling, up.scaling

@@ -11,7 +11,8 @@ and with ds_i = scaling_i dy_i B_i:
 
 Where nothing is dropped, the A of all projections are one matrix of a single thin product. What an
 adapter adds is summed within the product that computes it, forward and backward: no temporary of
-the size of y. Weights are dequantised or cast per use, and not kept in that form.
+the size of y. Weights are dequantised or cast per use, and not kept in that form; A and B are cast
+once, and kept so.
 
 N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
 16 bits: x, 2 H, once for all projections, and s, 2 R each; where x is the norm of what is there in
@@ -40,6 +41,9 @@ from liger_patch.kernels.lora.products import (
 from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
+    a_dtypes,
+    bases_of,
+    cast_matrices,
     check_projection,
     flattened,
     products_dtype,
@@ -57,13 +61,15 @@ class _LoraLinears(torch.autograd.Function):
         dtype: torch.dtype,
         source: NormInputs | None,
         fixed: list[Constants],
+        adapters: list[Tensor],  # A of all as one, and each B, cast
         *tensors: Tensor | None,
     ):
         ctx.set_materialize_grads(False)
-        parts = restored(fixed, tensors)
+        bases, (a, *bs) = bases_of(tensors), adapters
+        parts = restored(fixed, bases, a, bs)
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
-            s, kept = thin_products(rows, parts)
+            s, kept = thin_products(rows, a, parts)
             columns = columns_of(s, parts)
             ys = [product(rows, part, each) for part, each in zip(parts, columns, strict=True)]
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
@@ -73,35 +79,36 @@ class _LoraLinears(torch.autograd.Function):
         if source is not None:
             rows, norm_weight = source.x, source.weight
             ctx.source = source[2:]
-        ctx.save_for_backward(rows, norm_weight, s, *masks, *tensors)
+        ctx.save_for_backward(rows, norm_weight, s, a, *bs, *masks, *bases)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
         check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
-        x, norm_weight, s, *tensors = ctx.saved_tensors
-        kept = joined_kept(ctx.seeds, tensors[: len(ctx.fixed)])
-        tensors = tensors[len(ctx.fixed) :]
-        nothing = [None] * (4 + len(tensors))
+        fixed, number = ctx.fixed, len(ctx.fixed)
+        x, norm_weight, s, a, *tensors = ctx.saved_tensors
+        bs, masks, bases = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
+        wants_x, _, _, _, _, *wanted = ctx.needs_input_grad
         if all(dy is None for dy in upstream):
-            return tuple(nothing)
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
-        parts = restored(ctx.fixed, tensors)
-        wants_x, _, _, _, *wanted = ctx.needs_input_grad
+        kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
-            ds = upstream_thin_products(upstream, parts, [len(part.a) for part in parts])
+            ds = upstream_thin_products(upstream, parts)
             dx = input_gradient(upstream, parts, ctx.dtype) if wants_x else None
-            das = adapter_gradients_(dx, x, parts, ds, kept, wanted[2::4])
+            dtypes = a_dtypes(fixed, wanted[2::4])
+            das = adapter_gradients_(dx, x, a, parts, ds, kept, dtypes)
             for i, (dy, part) in enumerate(zip(upstream, parts, strict=True)):
                 if dy is None:
                     gradients += [None] * 4
                     continue
                 *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
-                db = b_gradient(dy, part, columns_of(s, parts)[i]) if wants_b else None
+                thin = columns_of(s, parts)[i]
+                db = b_gradient(dy, part, thin, fixed[i].b_dtype) if wants_b else None
                 gradients += [*base_gradients(dy, x, part, wants_base), das[i], db]
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *gradients
+        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
 
 
 def lora_linears(
@@ -129,6 +136,7 @@ def lora_linears(
     for i, projection in enumerate(projections):
         check_projection(f"projections[{i}]", projection, x.shape[-1], x)
     fixed, tensors = flattened(projections)
-    ys = _LoraLinears.apply(x, dtype, source, fixed, *tensors)
+    adapters = cast_matrices([[p.a for p in projections], *([p.b] for p in projections)], dtype)
+    ys = _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)
     # not within the function: autograd would refuse to change its views in place
     return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)

@@ -38,7 +38,11 @@ from liger_patch.kernels.lora.products import (
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
+    Constants,
     LoraProjection,
+    a_dtypes,
+    bases_of,
+    cast_matrices,
     check_projection,
     flattened,
     products_dtype,
@@ -59,58 +63,68 @@ class _GatedLora(torch.autograd.Function):
         dtype: torch.dtype,
         activation: str,
         dropout: float,  # of the projection behind the activation
-        fixed: list,
+        fixed: list[Constants],  # of all three
+        adapters: list[Tensor],  # A of gate and up as one, B of both and A of down, cast
         *tensors: Tensor | None,  # of gate and up, and A (R, I) of down
     ):
         ctx.set_materialize_grads(False)
-        *of_gates, down_a = tensors
-        assert down_a is not None
-        parts = restored(fixed, of_gates)
+        bases, (a_gates, *bs, down_a) = bases_of(tensors[:-1]), adapters
+        parts = restored(fixed[:2], bases, a_gates, bs)
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
-            s, kept = thin_products(rows, parts)
+            s, kept = thin_products(rows, a_gates, parts)
             gate, up = (base_product(rows, part) for part in parts)
             a, s_down, kept_a = activate(gate, up, s, parts, down_a, dropout, activation)
         ctx.fixed, ctx.activation, ctx.dropout = fixed, activation, dropout
         ctx.dtype, ctx.shape = x.dtype, x.shape
         ctx.seeds, masks = split_kept((*kept, kept_a))
-        ctx.save_for_backward(rows, s, gate, up, *masks, *tensors)
+        ctx.save_for_backward(rows, s, gate, up, *adapters, *masks, *bases)
         return a, s_down
 
     @staticmethod
     def backward(ctx, da: Tensor | None, ds_down: Tensor | None):
-        x, s, gate, up, *masks, down_a = ctx.saved_tensors
-        masks, of_gates = masks[:3], masks[3:]
-        *kept, kept_a = joined_kept(ctx.seeds, masks)
         if da is None or ds_down is None:
-            return (None,) * (6 + len(of_gates))
-        parts = restored(ctx.fixed, of_gates)
-        wants_x, *_ = ctx.needs_input_grad
-        wanted = ctx.needs_input_grad[5:-1]
+            return (None,) * len(ctx.needs_input_grad)
+        x, s, gate, up, a_gates, gate_b, up_b, down_a, *tensors = ctx.saved_tensors
+        masks, bases = tensors[:3], tensors[3:]
+        *kept, kept_a = joined_kept(ctx.seeds, masks)
+        *fixed, of_down = ctx.fixed
+        parts = restored(fixed, bases, a_gates, (gate_b, up_b))
+        wants_x, _, _, _, _, _, *wanted, _ = ctx.needs_input_grad
+        how = kept_a, ctx.dropout, ctx.activation, [*(f.b_dtype for f in fixed), of_down.a_dtype]
         with without_autocast(x.device.type):
             dgate, dup, ds, dbs, ddown_a = activate_backward(
-                da, ds_down, gate, up, s, parts, down_a, kept_a, ctx.dropout, ctx.activation
+                da, ds_down, gate, up, s, parts, down_a, *how
             )
             dys = (dgate, dup)
             dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
-            das = adapter_gradients_(dx, x, parts, ds, kept, wanted[2::4])
+            dtypes = a_dtypes(fixed, wanted[2::4])
+            das = adapter_gradients_(dx, x, a_gates, parts, ds, kept, dtypes)
             gradients: list[Tensor | None] = []
             for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
                 gradients += [*base_gradients(dy, x, part, wanted[4 * i :][:2]), das[i], dbs[i]]
         dx = None if dx is None else dx.view(ctx.shape)
-        return dx, None, None, None, None, *gradients, ddown_a
+        return dx, None, None, None, None, None, *gradients, ddown_a
 
 
 class _DownLora(torch.autograd.Function):
     """a and Sd to y. Saves no tensor but a, where the weight trains."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, s: Tensor, fixed: list, *tensors: Tensor | None):
-        (part,) = restored(fixed, tensors)
+    def forward(
+        ctx,
+        a: Tensor,
+        s: Tensor,
+        part: LoraProjection,  # with B cast
+        b_dtype: torch.dtype,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        b: Tensor,
+    ):
         with without_autocast(a.device.type):
             y = product(a, part, s)
-        ctx.part, ctx.s, ctx.versions = part, s, _versions(part)
-        ctx.save_for_backward(a if ctx.needs_input_grad[3] else None)
+        ctx.part, ctx.s, ctx.b_dtype, ctx.versions = part, s, b_dtype, _versions(part)
+        ctx.save_for_backward(a if ctx.needs_input_grad[4] else None)
         return y
 
     @staticmethod
@@ -122,14 +136,14 @@ class _DownLora(torch.autograd.Function):
                 "a weight of the feed-forward layer was changed in place between its forward and "
                 "its backward pass"
             )
-        _, _, _, *wants_base, _, wants_b = ctx.needs_input_grad
+        _, _, _, _, *wants_base, wants_b = ctx.needs_input_grad
         dy = dy.contiguous()
         with without_autocast(dy.device.type):
             da = input_gradient((dy,), (part,), dy.dtype)
-            ds = upstream_thin_products((dy,), (part,), [len(part.a)])
+            ds = upstream_thin_products((dy,), (part,))
             base = base_gradients(dy, dy if a is None else a, part, wants_base)
-            db = b_gradient(dy, part, ctx.s) if wants_b else None
-        return da, ds, None, *base, None, db
+            db = b_gradient(dy, part, ctx.s, ctx.b_dtype) if wants_b else None
+        return da, ds, None, None, *base, db
 
 
 def _versions(part: LoraProjection) -> list[int]:
@@ -184,8 +198,10 @@ def lora_mlp(
         out_features = down.weight.shape[0]
         layer = SlicedMlp(fixed, dtype, activation, out_features, len(slices))
         return run_sliced(layer, x, tensors, slices)
-    fixed, tensors = flattened((gate, up))
-    down_fixed, down_tensors = flattened((down,))
-    a, s = _GatedLora.apply(x, dtype, activation, down.dropout, fixed, *tensors, down.a)
-    y = _DownLora.apply(a, s, down_fixed, *down_tensors)
+    fixed, (*of_gates, weight, bias, _, _) = flattened((gate, up, down))
+    matrices = (gate.a, up.a), (gate.b,), (up.b,), (down.a,), (down.b,)
+    *adapters, down_b = cast_matrices(matrices, dtype)
+    how = dtype, activation, down.dropout, fixed, adapters
+    a, s = _GatedLora.apply(x, *how, *of_gates, down.a)
+    y = _DownLora.apply(a, s, down._replace(b=down_b), down.b.dtype, weight, bias, down.b)
     return y.view(*x.shape[:-1], y.shape[1])

@@ -19,13 +19,16 @@ MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
 
 
 def thin_products(
-    x: Tensor, parts: Sequence[LoraProjection], seeds: Sequence[int | None] | None = None
+    x: Tensor,  # (N, H)
+    a: Tensor,  # (sum of R, H)
+    parts: Sequence[LoraProjection],
+    seeds: Sequence[int | None] | None = None,
 ) -> tuple[Tensor, list[Kept]]:
-    """Return s (N, sum of R) of x (N, H), and which features each projection keeps: as seeds say,
-    or as new ones do.
+    """Return s (N, sum of R), and which features each projection keeps: as seeds say, or as new
+    ones do.
     """
     if not any(part.dropout for part in parts):
-        return x @ stacked([part.a for part in parts], x.dtype).t(), [None] * len(parts)
+        return x @ a.t(), [None] * len(parts)
     s = x.new_empty(len(x), sum(len(part.a) for part in parts))
     columns = zip(parts, columns_of(s, parts), seeds or [None] * len(parts), strict=True)
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
@@ -33,7 +36,6 @@ def thin_products(
 
 def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None = None) -> Kept:
     """Write ``dropout(x) A'`` to s (N, R), and return which features of x are kept."""
-    a = a.to(x.dtype)
     if not dropout:
         torch.mm(x, a.t(), out=s)
         return None
@@ -60,11 +62,6 @@ def serves_lora(x: Tensor, rank: int) -> bool:
     return x.dtype in served and serves_triton(x) and x.numel() > 0 and rank <= MAX_RANK
 
 
-def stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows of all, in one dtype."""
-    return (matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))).to(dtype)
-
-
 def base_product(x: Tensor, part: LoraProjection) -> Tensor:
     """Return what the base gives (N, O) of x (N, H)."""
     return linear(x, part.dense(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
@@ -76,23 +73,21 @@ def product(
     s: Tensor,  # (N, R)
 ) -> Tensor:
     """Return y (N, O)."""
-    return base_product(x, part).addmm_(s, part.b.to(x.dtype).t(), alpha=part.scaling)
+    return base_product(x, part).addmm_(s, part.b.t(), alpha=part.scaling)
 
 
 def upstream_thin_products(
     dys: Sequence[Tensor | None],  # (N, O) each
     parts: Sequence[LoraProjection],
-    ranks: Sequence[int],
 ) -> Tensor:
     """Return ds (N, sum of R); zero of projections without an upstream gradient."""
     given = next(dy for dy in dys if dy is not None)
-    ds = given.new_empty(len(given), sum(ranks))
-    for dy, part, columns in zip(dys, parts, ds.split(list(ranks), 1), strict=True):
+    ds = given.new_empty(len(given), sum(len(part.a) for part in parts))
+    for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
         if dy is None:
             columns.zero_()
         else:
-            b = part.b.to(dy.dtype)
-            torch.addmm(columns, dy, b, beta=0, alpha=part.scaling, out=columns)
+            torch.addmm(columns, dy, part.b, beta=0, alpha=part.scaling, out=columns)
     return ds
 
 
@@ -119,25 +114,24 @@ def input_gradient(
 def adapter_gradients_(
     dx: Tensor | None,  # (N, H)
     x: Tensor,  # (N, H)
+    a: Tensor,  # (sum of R, H)
     parts: Sequence[LoraProjection],
     ds: Tensor,  # (N, sum of R)
     kept: Sequence[Kept],
-    wanted: Sequence[bool],
+    dtypes: Sequence[torch.dtype | None],
 ) -> list[Tensor | None]:
-    """Add to dx what comes through the adapters. Return dA of each in its own dtype, None where it
-    is not wanted.
-    """
-    dtypes = {part.a.dtype for part in parts}
-    if any(each is not None for each in kept) or len(dtypes) > 1:
-        each = zip(parts, columns_of(ds, parts), kept, wanted, strict=True)
+    """Add to dx what comes through the adapters. Return dA of each in its dtype, None for None."""
+    wanted = {dtype for dtype in dtypes if dtype is not None}
+    if any(each is not None for each in kept) or len(wanted) > 1:
+        each = zip(parts, columns_of(ds, parts), kept, dtypes, strict=True)
         return [adapter_gradient_(dx, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
     if dx is not None:
-        product_(dx, ds, stacked([part.a for part in parts], ds.dtype), add=True)
-    if not any(wanted):
+        product_(dx, ds, a, add=True)
+    if not wanted:
         return [None] * len(parts)
-    da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=dtypes.pop()), ds.t(), x)
+    da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=wanted.pop()), ds.t(), x)
     rows = da.split([len(part.a) for part in parts])
-    return [each if wants else None for each, wants in zip(rows, wanted, strict=True)]
+    return [None if dtype is None else each for each, dtype in zip(rows, dtypes, strict=True)]
 
 
 def adapter_gradient_(
@@ -146,29 +140,28 @@ def adapter_gradient_(
     a: Tensor,  # (R, H)
     ds: Tensor,  # (N, R)
     kept: Kept,
-    wanted: bool,
+    dtype: torch.dtype | None,
     dropout: float,
 ) -> Tensor | None:
     """Do the same for one adapter."""
-    cast = a.to(ds.dtype)
     if isinstance(kept, int):
         from liger_patch.kernels.triton.dropout import dropped_gradients
 
-        x, cast = x.contiguous(), cast.contiguous()
-        return dropped_gradients(dx, x, cast, ds, kept, dropout).to(a.dtype)
+        da = dropped_gradients(dx, x.contiguous(), a.contiguous(), ds, kept, dropout)
+        return None if dtype is None else da.to(dtype)
     if kept is None:
         if dx is not None:
-            product_(dx, ds, cast, add=True)
+            product_(dx, ds, a, add=True)
     else:
         x = x * kept * (1.0 / (1.0 - dropout))
         if dx is not None:
-            dx += (ds @ cast).mul_(kept).mul_(1.0 / (1.0 - dropout))
-    return product_(torch.empty_like(a), ds.t(), x) if wanted else None
+            dx += (ds @ a).mul_(kept).mul_(1.0 / (1.0 - dropout))
+    return None if dtype is None else product_(a.new_empty(a.shape, dtype=dtype), ds.t(), x)
 
 
-def b_gradient(dy: Tensor, part: LoraProjection, s: Tensor) -> Tensor:
-    """Return dB (O, R) in its own dtype; dy (N, O), s (N, R)."""
-    db = product_(torch.empty_like(part.b, memory_format=torch.contiguous_format), dy.t(), s)
+def b_gradient(dy: Tensor, part: LoraProjection, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dB (O, R) in a dtype; dy (N, O), s (N, R)."""
+    db = product_(dy.new_empty(part.b.shape, dtype=dtype), dy.t(), s)
     return db if part.scaling == 1.0 else db.mul_(part.scaling)
 
 

@@ -38,11 +38,13 @@ class LoraProjection(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What of a projection is no tensor."""
+    """What of a projection is no tensor; ``a_dtype`` and ``b_dtype`` are those of its gradients."""
 
     quantized: QuantizedWeight | None
     scaling: float
     dropout: float
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
 
 
 def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], list[Tensor | None]]:
@@ -50,21 +52,56 @@ def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], l
     fixed, tensors = [], []
     for weight, bias, a, b, scaling, dropout in projections:
         is_dense = isinstance(weight, Tensor)
-        fixed.append(Constants(None if is_dense else weight, scaling, dropout))
+        fixed.append(Constants(None if is_dense else weight, scaling, dropout, a.dtype, b.dtype))
         tensors += [weight if is_dense else None, bias, a, b]
     return fixed, tensors
 
 
-def restored(fixed: Sequence[Constants], tensors: Sequence[Tensor | None]) -> list[LoraProjection]:
-    """Return the projections of what ``flattened`` gave."""
+def bases_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return weight and bias of each projection, of what ``flattened`` gave."""
+    return [each for i in range(0, len(tensors), 4) for each in tensors[i : i + 2]]
+
+
+def restored(
+    fixed: Sequence[Constants],
+    bases: Sequence[Tensor | None],  # weight and bias of each
+    a: Tensor,  # (sum of R, H)
+    bs: Sequence[Tensor],  # (O, R) each
+) -> list[LoraProjection]:
+    """Return the projections of one input, their adapters as ``cast_matrices`` gave them."""
     parts = []
-    for i, (quantized, scaling, dropout) in enumerate(fixed):
-        weight, bias, a, b = tensors[4 * i : 4 * i + 4]
-        held: Any = weight if quantized is None else quantized
-        assert a is not None
-        assert b is not None
-        parts.append(LoraProjection(held, bias, a, b, scaling, dropout))
+    rows = a.split([b.shape[1] for b in bs])
+    for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):
+        weight, bias = bases[2 * i : 2 * i + 2]
+        held: Any = weight if constants.quantized is None else constants.quantized
+        how = constants.scaling, constants.dropout
+        parts.append(LoraProjection(held, bias, part_a, b, *how))
     return parts
+
+
+def a_dtypes(fixed: Sequence[Constants], wanted: Sequence[bool]) -> list[torch.dtype | None]:
+    """Return the dtype of dA of each projection, None where it is not wanted."""
+    return [each.a_dtype if w else None for each, w in zip(fixed, wanted, strict=True)]
+
+
+@torch.no_grad()
+def cast_matrices(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    """Return the rows of each group of matrices as one matrix in a dtype, all cast at once.
+
+    Adapters are cast in the forward pass, and kept for the backward pass in that form, as autocast
+    keeps what it casts. One launch casts all: there are two matrices for every linear layer.
+    """
+    found, parts, sources = [], [], []
+    for group in groups:
+        whole, sizes = group[0], [len(each) for each in group]
+        if len(group) > 1 or whole.dtype != dtype:
+            whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
+            parts += whole.split(sizes)
+            sources += group
+        found.append(whole)
+    if sources:
+        torch._foreach_copy_(parts, sources)  # pyright: ignore[reportPrivateImportUsage]
+    return found
 
 
 def rows_of(tensor: Tensor) -> Tensor:

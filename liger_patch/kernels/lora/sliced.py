@@ -7,6 +7,7 @@ H: hidden size, I: intermediate size, N: tokens, n: of a slice.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,18 @@ from liger_patch.kernels.lora.products import (
     thin_products,
     upstream_thin_products,
 )
-from liger_patch.kernels.lora.projection import Constants, LoraProjection, restored
+from liger_patch.kernels.lora.projection import (
+    Constants,
+    LoraProjection,
+    bases_of,
+    cast_matrices,
+    restored,
+)
 from liger_patch.kernels.sliced import Sums
 
 FIELDS = 4  # tensors of a projection: weight, bias, a, b
 DOWN = 2  # the place of the last projection
+Shared = tuple[Tensor, list[LoraProjection]]  # by all slices
 
 
 class SlicedMlp:
@@ -66,22 +74,20 @@ class SlicedMlp:
             each.dropout for each in parts
         )
 
-    def prepare(self, parameters: Sequence[Tensor | None]) -> list[LoraProjection]:
-        """Return the projections with their weights as the products take them, and adapters in
-        the dtype that their gradients are summed in.
-        """
-        parts = restored(self._fixed, parameters)
-        wide = accumulation_dtype(self.dtype)
-        return [
-            each._replace(weight=each.dense(self.dtype), a=each.a.to(wide), b=each.b.to(wide))
-            for each in parts
-        ]
+    def prepare(self, parameters: Sequence[Tensor | None]) -> Shared:
+        """Return A of gate and up as one, and the projections, as the products take them."""
+        bases, all_a, all_b = bases_of(parameters), parameters[2::4], parameters[3::4]
+        groups: Any = [all_a[:DOWN], all_a[DOWN:], *([b] for b in all_b)]
+        a, down_a, *bs, down_b = cast_matrices(groups, self.dtype)
+        parts = restored(self._fixed[:DOWN], bases[:-2], a, bs)
+        parts += restored(self._fixed[DOWN:], bases[-2:], down_a, [down_b])
+        return a, [each._replace(weight=each.dense(self.dtype)) for each in parts]
 
-    def forward(self, shared: list[LoraProjection], x: Tensor, i: int) -> Tensor:
+    def forward(self, shared: Shared, x: Tensor, i: int) -> Tensor:
         """Return y (n, O)."""
-        *parts, down = shared
+        a_gates, (*parts, down) = shared
         seeds = self._seeds[i]
-        s, _ = thin_products(x, parts, seeds[:DOWN])
+        s, _ = thin_products(x, a_gates, parts, seeds[:DOWN])
         gate, up = (base_product(x, part) for part in parts)
         how = down.dropout, self.activation, seeds[DOWN]
         a, s_down, _ = activate(gate, up, s, parts, down.a, *how)
@@ -90,25 +96,26 @@ class SlicedMlp:
 
     def backward(
         self,
-        shared: list[LoraProjection],
+        shared: Shared,
         x: Tensor,
         dy: Tensor,
         dx: Tensor | None,
         sums: Sums,
         i: int,
     ) -> None:
-        """Write dx (n, H), and add to the sums."""
-        *parts, down = shared
+        """Write dx (n, H), and add to the sums, which are in float32."""
+        a_gates, (*parts, down) = shared
         *seeds, seed = self._seeds[i]
-        s, _ = thin_products(x, parts, seeds)
+        wide = accumulation_dtype(self.dtype)
+        s, _ = thin_products(x, a_gates, parts, seeds)
         gate, up = (base_product(x, part) for part in parts)
         a, s_down, _ = activate(gate, up, s, parts, down.a, down.dropout, self.activation, seed)
         self._add_base(sums, DOWN, dy, a)
         del a
-        sums.add(FIELDS * DOWN + 3, b_gradient(dy, down, s_down))
+        sums.add(FIELDS * DOWN + 3, b_gradient(dy, down, s_down, wide))
         da = product_(torch.empty_like(gate), dy, down.dense(self.dtype))
-        ds_down = upstream_thin_products((dy,), (down,), [len(down.a)])
-        how = seed, down.dropout, self.activation
+        ds_down = upstream_thin_products((dy,), (down,))
+        how = seed, down.dropout, self.activation, [wide] * 3
         dgate, dup, ds, dbs, ddown_a = activate_backward(
             da, ds_down, gate, up, s, parts, down.a, *how
         )
@@ -117,8 +124,8 @@ class SlicedMlp:
         if dx is not None:
             for j, (each, part) in enumerate(zip((dgate, dup), parts, strict=True)):
                 product_(dx, each, part.dense(self.dtype), add=j > 0)
-        wanted = [sums.wants(FIELDS * j + 2) for j in range(DOWN)]
-        das = adapter_gradients_(dx, x, parts, ds, seeds, wanted)
+        dtypes = [wide if sums.wants(FIELDS * j + 2) else None for j in range(DOWN)]
+        das = adapter_gradients_(dx, x, a_gates, parts, ds, seeds, dtypes)
         for j, each in enumerate((dgate, dup)):
             self._add_base(sums, j, each, x)
             sums.add(FIELDS * j + 2, das[j])
