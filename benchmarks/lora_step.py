@@ -196,7 +196,7 @@ def judged(rows: list[dict]) -> list[dict]:
     for name in dict.fromkeys(row["model"] for row in rows):
         of_name = [row for row in rows if row["model"] == name]
         of_name.sort(key=lambda row: row["contender"] != LOWER_BOUND)
-        truth = next((row for row in of_name if "loss" in row), None)
+        truth = next((r for r in of_name if r["contender"] == "eager" and "loss" in r), None)
         for row in of_name:
             if truth is not None and "loss" in row and not agrees(row, truth):
                 row["wrong"] = True

@@ -174,8 +174,9 @@ def computed_together(attention: nn.Module) -> Iterator[None]:
     """Within this context the attention's projections of one input are computed together."""
     members: list[Any] = [getattr(attention, name, None) for name in SIBLINGS]
     members = [each for each in members if is_on_kernels(each)]
+    widths = {each.in_features for each in members}
     # layers that share keys and values call one of their projections only
-    if len(members) < 2 or getattr(attention, "is_kv_shared_layer", False):
+    if len(members) < 2 or len(widths) > 1 or getattr(attention, "is_kv_shared_layer", False):
         yield
         return
     before = getattr(_running, "siblings", None)

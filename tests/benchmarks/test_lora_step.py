@@ -245,6 +245,15 @@ def test_rows_are_sorted_by_setting_and_one_unlike_eagers_is_wrong():
     assert found[5]["wrong"]
 
 
+def test_no_row_is_wrong_where_eager_has_no_result():
+    rows = [
+        {"model": "tiny, LoRA", "contender": "eager", "failure": "out of memory"},
+        {"model": "tiny, LoRA", "contender": "Unsloth", **TIMED},
+        {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "loss": 1.5},
+    ]
+    assert not any(row.get("wrong") for row in judged(rows))
+
+
 def test_tables_have_the_ratio_to_unsloth_where_both_are_right():
     report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
     table = lora_steps_table(report | {"lora_steps": made_up()})

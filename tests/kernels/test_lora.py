@@ -171,6 +171,20 @@ def test_a_quantised_base_is_not_kept_dense(device: torch.device) -> None:
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
 
+@pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
+def test_the_scaling_keeps_gradients_finite(adapters: torch.dtype, device: torch.device) -> None:
+    """PEFT scales dy, not dB: in float16, a sum that is scaled last overflows."""
+    options: Any = {"dtype": torch.float16, "adapters": adapters, "device": device}
+    part = projection(24, 40, 8, **options)._replace(scaling=0.125)
+    leaves, (part,) = trainable(torch.ones(4096, 40, dtype=torch.float16, device=device), [part])
+    with torch.no_grad():
+        part.a.fill_(0.25)
+    with torch.autocast(device.type, torch.float16):
+        (y,) = lora_linears(leaves["x"], [part])
+    (db,) = torch.autograd.grad(y, part.b, torch.full_like(y, 10.0))
+    torch.testing.assert_close(db, torch.full_like(db, 4096 * 10 * 10 * 0.125), rtol=1e-3, atol=0)
+
+
 def test_two_backward_passes_are_the_same(device: torch.device) -> None:
     """The first writes over none of what is kept, nor over the upstream gradients."""
     leaves, parts = trainable(*made(device, "float32"), EVERYTHING)

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import call, joined, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, revert_patch
-from liger_patch.layers.lora import not_plain
+from liger_patch.layers.lora import computed_together, not_plain
 from liger_patch.layers.replace import count_layers
 
 pytestmark = [
@@ -871,6 +871,20 @@ def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) ->
     calls.clear()
     attention.k_proj(x)  # by itself
     assert calls.taken(model) == ([("k_proj",)], [])
+
+
+def test_projections_of_other_widths_are_not_computed_together(calls: Calls) -> None:
+    _, model, _ = copies()
+    attention = next(m for n, m in model.named_modules() if n.endswith("0.self_attn"))
+    k_proj, width = attention.k_proj, attention.k_proj.in_features // 2
+    for each in (k_proj.base_layer, k_proj.lora_A["default"]):
+        each.weight = torch.nn.Parameter(each.weight.detach()[:, :width])
+    k_proj.in_features = width
+    x = torch.randn(2, 3, 2 * width).double()
+    with computed_together(attention):
+        attention.q_proj(x)
+        attention.k_proj(x[..., :width])
+    assert calls.taken(model) == ([("q_proj",), ("k_proj",)], [])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -109,21 +109,25 @@ def logits_(out: Tensor, operands: HeadInputs) -> Tensor:
     return out
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
-    """Compute ``out = a @ b`` or ``out += a @ b``, also into a wider dtype (float32 from bf16): one
-    call and one rounding where the device can.
+def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1.0) -> Tensor:
+    """Compute ``out = alpha a @ b`` or ``out += alpha a @ b``, also into a wider dtype, as float32
+    from bf16: one call and one rounding where the device can.
     """
     if not a.numel():  # of a shard without rows
         return out if add else out.zero_()
+    beta, is_plain = (1.0 if add else 0.0), not add and alpha == 1.0
     if out.dtype == a.dtype:
-        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        if is_plain:
+            return torch.mm(a, b, out=out)
+        return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     if _writes_float32(a) and out.dtype == torch.float32:
-        if add:
-            return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+        if is_plain:
+            return torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
     step = max(1, -(-out.shape[0] // SLABS))
     for start in range(0, out.shape[0], step):
-        part, slab = out[start : start + step], torch.mm(a[start : start + step], b)
+        part, rows = out[start : start + step], a[start : start + step]
+        slab = product_(rows.new_empty(part.shape), rows, b, alpha=alpha)
         part.add_(slab) if add else part.copy_(slab)
     return out
 

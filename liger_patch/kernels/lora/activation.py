@@ -41,7 +41,7 @@ def activate(
         return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
     a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
     s_down = a.new_empty(len(a), len(down_a))
-    return a, s_down, thin_product_(s_down, a, down_a, dropout)
+    return a, s_down, thin_product_(s_down, a, down_a, dropout, seed)
 
 
 def activate_backward(

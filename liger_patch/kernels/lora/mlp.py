@@ -9,8 +9,8 @@ Ad are computed again within the kernel that turns da into dgate and dup. It als
 and of up and dA of down, so that nothing of the size of gate is read or written for them.
 
 y is a function of its own that saves no tensor: gradient checkpointing computes again only as far
-as the last tensor that is saved, and so leaves out the last product. In slices (``sliced``) x alone
-is kept.
+as the last tensor that is saved, and so leaves out the last product. It holds Sd, 2 R bytes a token
+that checkpoints keep. In slices (``sliced``) x alone is kept.
 
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """
@@ -96,6 +96,7 @@ class _GatedLora(torch.autograd.Function):
             dgate, dup, ds, dbs, ddown_a = activate_backward(
                 da, ds_down, gate, up, s, parts, down_a, *how
             )
+            del da, gate, up  # under checkpoints, nothing else holds them
             dys = (dgate, dup)
             dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
             dtypes = a_dtypes(fixed, wanted[2::4])

@@ -144,6 +144,8 @@ def adapter_gradient_(
     dropout: float,
 ) -> Tensor | None:
     """Do the same for one adapter."""
+    if dx is None and dtype is None:
+        return None
     if isinstance(kept, int):
         from liger_patch.kernels.triton.dropout import dropped_gradients
 
@@ -161,8 +163,7 @@ def adapter_gradient_(
 
 def b_gradient(dy: Tensor, part: LoraProjection, s: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dB (O, R) in a dtype; dy (N, O), s (N, R)."""
-    db = product_(dy.new_empty(part.b.shape, dtype=dtype), dy.t(), s)
-    return db if part.scaling == 1.0 else db.mul_(part.scaling)
+    return product_(dy.new_empty(part.b.shape, dtype=dtype), dy.t(), s, alpha=part.scaling)
 
 
 def base_gradients(
