@@ -105,26 +105,26 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format two lines a model, without the bound: all are in docs/lora.md. The first steps are
-    those of all lines of these models: kernels are compiled in the first line of a process.
+    """Format the plainest and the most frugal line of each model, where every contender has a
+    result, without the bound: all lines are in docs/lora.md. The first steps are those of all
+    lines: kernels are compiled in the first line of a process.
 
     The date of a row that is not shown, in brackets, is left out.
     """
-    ends = (", LoRA", ", QLoRA + checkpointing")
-    lines = [row["model"] for row in report["lora_steps"]]
-    models = tuple(line.removesuffix(ends[0]) for line in lines if line.endswith(ends[0]))
-    names = {f"{model}{end}" for model in models for end in ends}
+    failed = {row["model"] for row in report["lora_steps"] if "failure" in row}
+    lines = {row["model"] for row in report["lora_steps"]} - failed
+    names = {each for each in lines if each.endswith((", LoRA", ", QLoRA + checkpointing"))}
     rows = [
         row
         for row in report["lora_steps"]
         if row["contender"] != LOWER_BOUND and row["model"] in names
     ]
-    of_models = [row for row in report["lora_steps"] if row["model"].startswith(models)]
+    longest = first_steps(report["lora_steps"])
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {first_steps(of_models)}. What is "
-        "empty was not measured."
+        f"weights. The longest first step, kernels compiled: {longest}. What is empty was not "
+        "measured."
     )
     date, of_others = report["date"].partition(" (")[::2]
     if any(name in of_others for name in names):
