@@ -259,7 +259,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("last loss", verdict[record.fused]),
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
-            *(("", f"{n} lora: PEFT's own forward: {why}") for why, n in not_plain(target).items()),
+            *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (

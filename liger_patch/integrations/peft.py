@@ -52,6 +52,17 @@ def is_lora_linear(module: nn.Module) -> bool:
     )
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Return True for a layer that any of PEFT's tuners has put around one of the model."""
+    return isinstance(module, BaseTunerLayer)
+
+
+def described(layer: nn.Module) -> str:
+    """Return the class of such a layer, and its tuner."""
+    tuner = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    return f"a {type(layer).__name__} of {tuner}"
+
+
 def plain_adapter(layer: Any) -> Adapter | str:
     """Return the adapter of a layer that adds ``scaling * B A dropout(x)`` and nothing else; or why
     it is not so.

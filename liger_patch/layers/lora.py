@@ -40,7 +40,12 @@ class Dtypes(NamedTuple):
     casts: bool
 
 
-_last_call: WeakKeyDictionary[nn.Module, Dtypes] = WeakKeyDictionary()
+# or why it was not asked what the layer is
+_last_call: WeakKeyDictionary[nn.Module, Dtypes | str] = WeakKeyDictionary()
+
+
+class OfDtypes(str):
+    """Why a layer is not plain, where its user can mend it by another dtype."""
 
 
 class Plain(NamedTuple):
@@ -98,16 +103,25 @@ def is_on_kernels(module: object) -> bool:
 
 
 def not_plain(model: nn.Module) -> Counter[str]:
-    """Return why layers of a class that ``lora_linear`` derived run PEFT's own forward now, and how
-    many do: for the dtypes of their last call, or under autocast where they were not called yet.
+    """Return why layers with adapters run PEFT's own forward now, and how many do: for the dtypes
+    of their last call, or under autocast where they were not called yet.
     """
+    if "peft" not in sys.modules:
+        return Counter()
+    from liger_patch.integrations import peft
+
     reasons: Counter[str] = Counter()
-    layers: list[Any] = list(model.modules())
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()  # part of the loss
+    layers: list[Any] = [each for each in model.modules() if each is not head]
     for layer in layers:
         if is_on_kernels(layer):
             dtype = _own_dtype(layer.get_base_layer())
-            plain = _plain(layer, _last_call.get(layer, Dtypes(dtype, dtype, casts=True)))
+            last = _last_call.get(layer, Dtypes(dtype, dtype, casts=True))
+            plain = last if isinstance(last, str) else _plain(layer, last)
             reasons.update([plain] if isinstance(plain, str) else ())
+        elif peft.has_adapters(layer):
+            own = "forward" in vars(layer)
+            reasons["its forward was replaced" if own else peft.described(layer)] += 1
     return reasons
 
 
@@ -191,6 +205,18 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
     """Return the layer's projection of an input like x, of another dtype; or why PEFT's own forward
     must run.
     """
+    reason = _why_not_asked(layer, x)
+    if reason is not None:
+        _last_call[layer] = reason
+        return reason
+    dtype = dtype or x.dtype
+    autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
+    dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
+    _last_call[layer] = dtypes
+    return _plain(layer, dtypes)
+
+
+def _why_not_asked(layer: Any, x: Tensor) -> str | None:
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
@@ -198,11 +224,7 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
     generates = not (layer.training or torch.is_grad_enabled())
     if generates and type(layer.base_layer) is not nn.Linear and len(rows_of(x)) <= FEW_TOKENS:
         return "generation from a quantised base"
-    dtype = dtype or x.dtype
-    autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
-    dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
-    _last_call[layer] = dtypes
-    return _plain(layer, dtypes)
+    return None
 
 
 def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
@@ -223,7 +245,7 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
         if weight is None:
             return f"the base is a {type(base).__name__}"
         if weight.dtype != dtype:
-            return f"the base computes in {weight.dtype}, other products in {dtype}"
+            return OfDtypes(f"the base computes in {weight.dtype}, other products in {dtype}")
         # bitsandbytes casts what a product gives to the dtype of its input
         result_dtype = torch.promote_types(x_dtype, dtype)
     elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:
@@ -232,7 +254,7 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
     if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
         return "weights of a tensor subclass"
     if any(each.dtype != dtype and not (casts and each.is_floating_point()) for each in tensors):
-        return "weights of several dtypes outside autocast"
+        return OfDtypes("weights of several dtypes outside autocast")
     _, _, scaling, dropout, _ = adapter
     projection = LoraProjection(weight, bias, adapter.a, adapter.b, scaling, dropout)
     return Plain(projection, result_dtype)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -24,8 +24,8 @@ from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
-from liger_patch.layers.lora import replace_new_adapters
 from liger_patch.patch import flags
+from liger_patch.patch.adapters import follow_adapters, warn_of_dtypes
 from liger_patch.patch.expected import expected_labels
 from liger_patch.patch.fallback import why_not_deferred, why_not_followed
 from liger_patch.patch.loss import ForwardPass
@@ -95,11 +95,12 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         record = record_of(self)
         if record is None or torch.compiler.is_compiling():
             return call(self, record, args, kwargs)
-        _follow_adapters(self, record)
-        if not in_process_group():
-            return with_checkpoints(self, record, args, kwargs)
-        with keeping_units(self.get_output_embeddings()):
-            return with_checkpoints(self, record, args, kwargs)
+        follow_adapters(self, record)
+        grouped = in_process_group()
+        with keeping_units(self.get_output_embeddings()) if grouped else nullcontext():
+            outputs = with_checkpoints(self, record, args, kwargs)
+        warn_of_dtypes(self, record)
+        return outputs
 
     vars(patched_forward)["__signature__"] = signature
 
@@ -133,21 +134,6 @@ def _gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
     code = getattr(inspect.unwrap(original.forward), "__code__", None)
     names = () if code is None else code.co_names
     return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
-
-
-def _follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
-    """Put the layers of adapters that came after ``apply_patch`` on kernels."""
-    configurations = vars(model).get("peft_config")
-    if not record.wants_lora or not isinstance(configurations, dict):
-        return
-    holder, known = record.adapters or (None, {})
-    if (
-        holder is not configurations  # each injection has its own, also of the same configuration
-        or known.keys() != configurations.keys()
-        or any(known[name] is not each for name, each in configurations.items())
-    ):
-        record.adapters = configurations, dict(configurations)
-        replace_new_adapters(model)
 
 
 def _keeps_checkpoints() -> bool:

@@ -163,6 +163,7 @@ class _ForwardPass:
         sent: how many were.
         kept: the bytes of host memory that each of the others asked for, in vain.
         last: the last one of each device.
+        elsewhere: the type of another device on which layers have their inputs.
     """
 
     def __init__(self, offload: CheckpointOffload) -> None:
@@ -172,6 +173,7 @@ class _ForwardPass:
         self.sent = 0
         self.kept: list[int] = []
         self.last: dict[torch.device, weakref.ref[LayerInput]] = {}
+        self.elsewhere: str | None = None
         self._bound: float | None = None
 
     def __str__(self) -> str:
@@ -208,7 +210,14 @@ class _ForwardPass:
         if not self.calls:
             return "no layer was checkpointed (see model.gradient_checkpointing_enable())"
         types, mib = " or ".join(self.offload.device_types), self.offload.min_bytes / 2**20
+        if self.elsewhere is not None:
+            return f"the model is on the {self.elsewhere}, and not on {types}"
         return f"no layer saved a {types} tensor of at least {mib:g} MiB"
+
+    def note_device(self, tensor: Tensor) -> None:
+        """Note that a layer's input is where nothing is offloaded."""
+        if tensor.is_floating_point() and tensor.device.type not in self.offload.device_types:
+            self.elsewhere = tensor.device.type
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be rebuilt from its bytes, and is worth it."""
@@ -284,6 +293,7 @@ class _OffloadingCheckpoint:
             if is_first and forward_pass.takes(tensor):
                 is_first = False
                 return forward_pass.save(tensor.detach())
+            forward_pass.note_device(tensor)
             return Kept(tensor)
 
         def unpack(packed: LayerInput | Kept) -> Tensor:

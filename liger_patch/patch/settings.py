@@ -106,6 +106,7 @@ class PatchRecord:
         other_call: takes other calls than those with labels.
         layers: as ``apply_patch`` was given them.
         adapters: the model's ``peft_config`` whose layers are on kernels, and a copy of that time.
+        checked_adapters: whether it has been said which of these layers stay PEFT's for a dtype.
         offload: holds checkpoints on the host, None where they stay on the device.
         traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
@@ -124,6 +125,7 @@ class PatchRecord:
     other_call: OtherCall | None = None
     layers: bool | frozenset[str] = False
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
+    checked_adapters: bool = False
     offload: CheckpointOffload | None = None
     traced_loss_function: Callable[..., Any] | None = None
 

@@ -113,6 +113,7 @@ def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     assert calls.taken(model) == ([(name,) for name in names] * 2, [])
 
 
+@pytest.mark.filterwarnings("ignore:liger_patch. .+ LoRA layers run PEFT")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_every_precision_is_no_worse_than_eager(model_type: str, way: str, calls: Calls) -> None:
@@ -439,18 +440,46 @@ def test_what_is_not_plain_runs_as_peft_has_it(name: str, when: str, calls: Call
     ((reason, count),) = not_plain(model).items()
     assert case.reason in reason
     assert count == len(case.projections) * case.layers
-    assert f"{count} lora: PEFT's own forward: {reason}" in str(patch_status(model))
+    assert f"{count} in PEFT's own forward: {reason}" in str(patch_status(model))
 
 
 def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
     eager = adapted(dtype=torch.bfloat16)  # float32 adapters
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     assert not_plain(model) == {}
+    with pytest.warns(UserWarning, match=r"14 LoRA layers run PEFT's own forward: weights of sev"):
+        training_step(model, batch)
+    training_step(model, batch)  # says no more
+    calls.clear()
     training_step(model, batch)
     assert len(calls.taken(model)[1]) == 14
     assert not_plain(model) == {"weights of several dtypes outside autocast": 14}
     training_step(model, batch, autocast=True)
     assert calls.taken(model) == (LAYER * 2, [])
+    assert not_plain(model) == {}
+
+
+def test_the_status_counts_layers_of_other_tuners() -> None:
+    config = peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"])
+    model: Any = peft.get_peft_model(tiny_model(ROWS["llama"]), config)
+    apply_patch(model)
+    assert not_plain(model) == {"a Linear of vera": 4}
+    assert "4 in PEFT's own forward: a Linear of vera" in str(patch_status(model))
+
+
+def test_the_status_counts_layers_whose_forward_was_replaced() -> None:
+    model = adapted()
+    replaced(next(iter(lora_layers(model).values())))
+    apply_patch(model)
+    assert not_plain(model) == {"its forward was replaced": 1}
+
+
+def test_the_status_says_why_a_layer_was_not_asked() -> None:
+    _, model, _ = copies()
+    layer = next(m for n, m in model.named_modules() if n.endswith("0.self_attn.q_proj"))
+    torch.func.vmap(layer)(torch.randn(2, 3, 32).double())
+    assert not_plain(model) == {"torch.func or a tensor subclass": 1}
+    layer(torch.randn(2, 3, 32).double())
     assert not_plain(model) == {}
 
 

@@ -580,7 +580,7 @@ def test_pieces_of_an_input_that_does_not_fit_are_used_for_the_next(
     ("reentrant", "reason"),
     [
         (None, "no layer was checkpointed (see model.gradient_checkpointing_enable())"),
-        (False, "no layer saved a cuda tensor of at least 1 MiB"),
+        (False, "the model is on the cpu, and not on cuda"),
     ],
 )
 def test_a_step_that_offloads_nothing_warns_once(reentrant: bool | None, reason: str) -> None:
@@ -592,6 +592,13 @@ def test_a_step_that_offloads_nothing_warns_once(reentrant: bool | None, reason:
     assert_same_bits(found, expected)
     step(model)  # without a warning: pytest makes an error of it
     assert dict(patch_status(model).rows)["checkpoint offload"] == f"none: {reason}"
+
+
+def test_inputs_that_are_all_too_short_are_a_warning() -> None:
+    offload = offloaded(model := model_of(False))
+    offload.min_bytes = 2**20
+    with pytest.warns(UserWarning, match="no layer saved a cpu tensor of at least 1 MiB$"):
+        step(model)
 
 
 @KINDS
