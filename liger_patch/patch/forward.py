@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -234,19 +234,20 @@ def _deferred_forward(
     own: OwnArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
-    is_transformers_loss = model.loss_function is ForCausalLMLoss and why_not_followed() is None
-    in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
-    with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
-        forward_pass.starts = starts
-        forward_pass.num_sequences = own.num_sequences
-        forward_pass.loss_weights = own.loss_weights
-        if is_transformers_loss:
-            stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
-            if not (is_traced() or forward_pass.unfused or flags.return_logits()):
-                forward_pass.expected = expected_labels(forward_pass.head, named)
-        outputs = inner(*args, **kwargs)
-    if not forward_pass.done:
-        _note_own_loss(model, record, forward_pass)
+    with _one_at_a_time(model):  # before its loss function is read
+        is_transformers_loss = model.loss_function is ForCausalLMLoss and why_not_followed() is None
+        in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
+        with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
+            forward_pass.starts = starts
+            forward_pass.num_sequences = own.num_sequences
+            forward_pass.loss_weights = own.loss_weights
+            if is_transformers_loss:
+                stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
+                if not (is_traced() or forward_pass.unfused or flags.return_logits()):
+                    forward_pass.expected = expected_labels(forward_pass.head, named)
+            outputs = inner(*args, **kwargs)
+        if not forward_pass.done:
+            _note_own_loss(model, record, forward_pass)
     return outputs
 
 
@@ -274,6 +275,13 @@ def _says_where_sequences_begin(record: PatchRecord, labels: object, own: OwnArg
     return record.tested or labels.dim() == 2
 
 
+def _one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Return the lock of a model whose head and loss function are replaced for a forward pass."""
+    if torch.compiler.is_compiling():  # Dynamo does not trace locks
+        return nullcontext()
+    return _LOCKS.setdefault(model, threading.RLock())
+
+
 @contextmanager
 def deferring(
     model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
@@ -284,10 +292,7 @@ def deferring(
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not_deferred(model, head)
     forward_pass = ForwardPass(record, head, unfused)
-    with ExitStack() as stack:
-        if not torch.compiler.is_compiling():  # Dynamo does not trace locks
-            # the head's forward and the loss function are replaced for one forward pass at a time
-            stack.enter_context(_LOCKS.setdefault(model, threading.RLock()))
+    with _one_at_a_time(model), ExitStack() as stack:
         if head is not None and not (flags.return_logits() is True or unfused):
             stack.enter_context(deferring_head(model, head, forward_pass, in_graph=in_graph))
         try:

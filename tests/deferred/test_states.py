@@ -131,13 +131,12 @@ def test_a_head_outside_the_autocast_of_the_forward_stays_in_its_dtype() -> None
 
 
 def test_one_model_in_several_threads_is_left_as_it_was() -> None:
-    model = llama()
-    batch = tiny_batch(model)
+    model = llama().double()
+    batch, losses = tiny_batch(model), []
 
     def run() -> None:
         with torch.no_grad():
-            for _ in range(10):
-                model(**batch)
+            losses.extend(model(**batch).loss for _ in range(10))
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -150,6 +149,8 @@ def test_one_model_in_several_threads_is_left_as_it_was() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert patch_status(model).fused
+    assert len(losses) == 40
+    assert {each.dtype for each in losses} == {torch.float64}  # Transformers' own is in float32
     assert "forward" not in vars(model.lm_head)
     assert "_loss_function" not in vars(model)
 
