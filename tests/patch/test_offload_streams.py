@@ -1,0 +1,307 @@
+"""Offloaded checkpoints: copies on the side stream have an order with what the model does.
+
+On the CPU, logs stand in for the streams; on a GPU, one of the two is far behind the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from stream_log import Entry, Stream, StreamLog
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
+from liger_patch.patch.offload import FUNCTION, CheckpointOffload
+
+KINDS = pytest.mark.parametrize("reentrant", [False, True])
+PAUSE = 2 * 10**7  # clock cycles of a GPU, about 10 ms: a copy takes less than 1 ms
+
+
+class Layer(GradientCheckpointingLayer):
+    """The sine of scaled inputs, after ``pause`` is called."""
+
+    gradient_checkpointing = True
+
+    def __init__(self, width: int, reentrant: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 1)
+        self.pause: Callable[[], None] = lambda: None
+        setattr(self, FUNCTION, functools.partial(checkpoint, use_reentrant=reentrant))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pause()
+        return (x * self.scale).sin()
+
+
+def layers_of(width: int, reentrant: bool) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width, reentrant) for _ in range(6)))
+
+
+def offload_with(lane: Lane) -> CheckpointOffload:
+    device = torch.device("cuda", 0) if lane.is_pinned else torch.device("cpu")
+    offload = CheckpointOffload(device_types=(device.type,), min_bytes=1)
+    offload._lanes[device] = lane
+    return offload
+
+
+def test_order_of_the_copies_of_one_input() -> None:
+    """From the write of a layer input to the next use of the piece in which it waited."""
+    log = StreamLog()
+    lane = log.lane(pieces=1)
+    entries: dict[str, Entry] = {}
+    with log:
+        before = torch.ones(8)
+        source = before.sin()
+        entries["write"] = log.last
+        first = LayerInput(source, lane, None)
+        values = source.cos()
+        entries["layer after it"] = log.last
+        second = LayerInput(values, lane, weakref.ref(first))
+        first.send(lane.pieces(1) or ())
+        entries["copy out"] = log.last
+        more = values.cos()
+        entries["layer beside the copy out"] = log.last
+        del source
+        first.release_source()
+        entries["free"] = log.last
+        first.fetch()
+        entries["allocate"], entries["copy in"] = log.entries[-2:]
+        more.sin_()
+        entries["layer beside the copy in"] = log.last
+        fetched = first.unpack()
+        used = fetched.cos()
+        entries["use"] = log.last
+        del fetched
+        entries["free what was fetched"] = log.last
+        del first
+        second.send(lane.pieces(1) or ())
+        entries["copy out of another"] = log.last
+        del second, used, values
+    assert lane.made == 1
+    assert entries["free"].name == entries["free what was fetched"].name == "free"
+    for copy in ("copy out", "copy in", "copy out of another"):
+        assert str(entries[copy]) == "aten.copy_.default on the side stream"
+    for earlier, later in (
+        ("write", "copy out"),
+        ("copy out", "free"),
+        ("copy out", "copy in"),
+        ("allocate", "copy in"),
+        ("copy in", "use"),
+        ("use", "free what was fetched"),
+        ("copy in", "copy out of another"),
+    ):
+        assert entries[earlier].is_before(entries[later]), f"{earlier} before {later}"
+    for earlier, later in (
+        ("layer after it", "copy out"),
+        ("copy out", "layer beside the copy out"),
+        ("copy in", "layer beside the copy in"),
+    ):
+        assert not entries[earlier].is_before(entries[later]), f"{later} waits for {earlier}"
+    assert log.races == []
+
+
+def sent_input(log: StreamLog, lane: Lane) -> LayerInput:
+    """A layer input that is on its way to the host and, but for that, not used."""
+    layer_input = LayerInput(torch.ones(8).sin(), lane, None)
+    layer_input.send(lane.pieces(1) or ())
+    return layer_input
+
+
+def test_an_input_that_is_not_needed_is_freed_behind_its_copies() -> None:
+    log = StreamLog()
+    lane = log.lane(pieces=1)
+    with log:
+        layer_input = sent_input(log, lane)
+        out = log.last
+        del layer_input
+        assert log.last.name == "free"
+        assert out.is_before(log.last)
+        layer_input = sent_input(log, lane)
+        layer_input.release_source()
+        layer_input.fetch()
+        fetch = log.last
+        del layer_input
+        assert log.last.name == "free"
+        assert fetch.is_before(log.last)
+    assert lane.made == 1
+    assert log.races == []
+
+
+def test_an_input_that_is_used_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StreamLog()
+    lane = log.lane(pieces=1)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: log.record_stream(t, s))
+    with log:
+        layer_input = sent_input(log, lane)
+        layer_input.release_source()
+        with log.stream(Stream("backward")):
+            fetched = layer_input.unpack()
+            copy = log.last
+            used = fetched.cos()
+            use = log.last
+            del fetched
+    assert str(use) == "aten.cos.default on the backward stream"
+    assert str(log.last) == "free on the model's stream"
+    assert copy.is_before(use)
+    assert use.is_before(log.last)
+    assert log.races == []
+    del used
+
+
+def steps(loss: Callable[[], Tensor]) -> None:
+    for _ in range(2):
+        loss().backward()
+
+
+def several_forward_passes(loss: Callable[[], Tensor]) -> None:
+    losses = [loss(), loss()]
+    losses[0].backward()
+    losses.append(loss())
+    (losses[2] + losses[1]).backward()
+
+
+def retained_graph(loss: Callable[[], Tensor]) -> None:
+    kept = loss()
+    kept.backward(retain_graph=True)
+    kept.backward()
+
+
+def forward_passes_alone(loss: Callable[[], Tensor]) -> None:
+    loss()
+    loss()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("run", "pieces", "copies"),
+    [
+        (steps, 5, 20),
+        (several_forward_passes, 10, 30),
+        (retained_graph, 5, 15),
+        (forward_passes_alone, 5, 10),
+    ],
+)
+def test_no_race(run: Callable[[Any], None], pieces: int, copies: int, reentrant: bool) -> None:
+    log, layers = StreamLog(), layers_of(8, reentrant)
+    lane = log.lane(pieces)
+    offload = offload_with(lane)
+
+    def loss() -> Tensor:
+        with offload.forward_pass(layers):
+            y = layers(torch.rand(4, 8, requires_grad=True))
+            offload.before_loss()
+            return y.sum()
+
+    with log:
+        run(loss)
+        gc.collect()
+    side = [entry.name for entry in log.entries if entry.stream is log.side]
+    assert side == ["aten.copy_.default"] * copies
+    assert lane.made == len(lane.free) == pieces
+    assert log.races == []
+
+
+class WithPauses:
+    """``torch.cuda``, where whatever runs on one stream begins with a pause."""
+
+    Event = torch.cuda.Event
+    current_stream = staticmethod(torch.cuda.current_stream)
+
+    def __init__(self, slow: Any) -> None:
+        self.slow = slow
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            if stream == self.slow:
+                torch.cuda._sleep(PAUSE)
+            yield
+
+
+def slow_lane() -> Lane:
+    """A lane of the first GPU, with a pause before each copy."""
+    lane = Lane(torch.device("cuda", 0))
+    lane.module = WithPauses(lane.stream)
+    return lane
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("slow", ["side", "model"])
+def test_gradients_where_a_stream_is_far_behind_on_a_gpu(slow: str, reentrant: bool) -> None:
+    """Inputs are of 16 MiB, and other ones in each step: what memory held before is wrong."""
+    rows, width = PIECE_BYTES // 4096, 1024
+    layers = layers_of(width, reentrant).cuda()
+    batches = [torch.randn(rows, width, device="cuda") for _ in range(4)]
+    results = []
+    for is_offloaded in (False, True):
+        offload = offload_with(slow_lane() if slow == "side" else Lane(torch.device("cuda", 0)))
+        for layer in layers:
+            layer.scale.grad = None
+            if is_offloaded and slow == "model":
+                layer.pause = functools.partial(torch.cuda._sleep, PAUSE)
+        torch.cuda.synchronize()
+        found = []
+        for batch in batches:
+            x = (batch * 1).requires_grad_()
+            if is_offloaded:
+                with offload.forward_pass(layers):
+                    y = layers(x)
+            else:
+                y = layers(x)
+            y.sum().backward()
+            found.append(x.grad)
+            del x, y
+        torch.cuda.synchronize()
+        results.append([*found, *(layer.scale.grad for layer in layers)])
+        if is_offloaded:
+            assert str(offload).startswith("5 layer inputs")
+    for expected, value in zip(*results, strict=True):
+        assert expected is not None
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.gpu
+def test_use_on_another_stream_waits_for_a_slow_copy_on_a_gpu() -> None:
+    lane, other = slow_lane(), torch.cuda.Stream()
+    x = torch.rand(PIECE_BYTES // 4, device="cuda")
+    expected = x.cos()
+    layer_input = LayerInput(x, lane, None)
+    layer_input.send(lane.pieces(1) or ())
+    del x
+    layer_input.release_source()
+    torch.full_like(expected, -1)  # in the memory of x, or in that of what is fetched
+    torch.cuda.synchronize()
+    layer_input.fetch()
+    with torch.cuda.stream(other):
+        found = layer_input.unpack().cos()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_a_slow_copy_to_memory_that_is_not_needed_on_a_gpu() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    lane = slow_lane()
+    layer_input = LayerInput(torch.ones(PIECE_BYTES // 4, device="cuda"), lane, None)
+    layer_input.send(lane.pieces(1) or ())
+    layer_input.release_source()
+    layer_input.fetch()
+    assert layer_input.fetched is not None
+    address = layer_input.fetched.data_ptr()
+    del layer_input
+    values = torch.zeros(PIECE_BYTES // 4, device="cuda")
+    torch.cuda.synchronize()
+    assert values.data_ptr() == address
+    assert not values.any()
