@@ -100,12 +100,12 @@ class _LoraLinears(torch.autograd.Function):
             dx = input_gradient(upstream, parts, ctx.dtype) if wants_x else None
             dtypes = a_dtypes(fixed, wanted[2::4])
             das = adapter_gradients_(dx, x, a, parts, ds, kept, dtypes)
-            for i, (dy, part) in enumerate(zip(upstream, parts, strict=True)):
+            each = zip(upstream, parts, columns_of(s, parts), strict=True)
+            for i, (dy, part, thin) in enumerate(each):
                 if dy is None:
                     gradients += [None] * 4
                     continue
                 *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
-                thin = columns_of(s, parts)[i]
                 db = b_gradient(dy, part, thin, fixed[i].b_dtype) if wants_b else None
                 gradients += [*base_gradients(dy, x, part, wants_base), das[i], db]
         return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients

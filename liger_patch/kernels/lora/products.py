@@ -196,4 +196,4 @@ def joined_kept(seeds: Sequence[int | None], masks: Sequence[Tensor | None]) -> 
 
 def columns_of(s: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
     """Return the columns (N, R) of s that belong to each projection."""
-    return s.split([len(part.a) for part in parts], 1)
+    return (s,) if len(parts) == 1 else s.split([part.a.shape[0] for part in parts], 1)

@@ -70,7 +70,7 @@ def restored(
 ) -> list[LoraProjection]:
     """Return the projections of one input, their adapters as ``cast_matrices`` gave them."""
     parts = []
-    rows = a.split([b.shape[1] for b in bs])
+    rows = (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
     for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):
         weight, bias = bases[2 * i : 2 * i + 2]
         held: Any = weight if constants.quantized is None else constants.quantized
@@ -93,10 +93,15 @@ def cast_matrices(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> lis
     """
     found, parts, sources = [], [], []
     for group in groups:
-        whole, sizes = group[0], [len(each) for each in group]
-        if len(group) > 1 or whole.dtype != dtype:
+        whole = group[0]
+        if len(group) > 1:
+            sizes = [each.shape[0] for each in group]
             whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
             parts += whole.split(sizes)
+            sources += group
+        elif whole.dtype != dtype:
+            whole = whole.new_empty(whole.shape, dtype=dtype)
+            parts.append(whole)
             sources += group
         found.append(whole)
     if sources:
