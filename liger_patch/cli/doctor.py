@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger_patch
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import HAS_TRITON, serves_triton_device
+from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
 
 PACKAGES = (
     "torch",
@@ -42,7 +43,6 @@ VARIABLES = (  # and those of liger_patch
     "TRITON_INTERPRET",
 )
 TOKENS, HIDDEN, VOCABULARY = 200, 64, 1000
-HOPPER = (9, 0)
 Result = Sequence[Tensor]  # a loss and gradients
 
 
@@ -110,10 +110,10 @@ def _kernels(device: torch.device) -> str:
         return f"PyTorch operations, no Triton{reason}"
     if device.type == "cpu":
         return "Triton's interpreter (TRITON_INTERPRET=1)"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER:
-        from liger_patch.kernels.head.odds_inputs import SMALL_BATCH, TensorDescriptor
+    if is_hopper(device):
+        from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
 
-        if TensorDescriptor is not None:
+        if takes_descriptors(device):
             return (
                 f"Triton: of more than {SMALL_BATCH} tokens in bfloat16 one kernel for logits and "
                 "softmax, else products and rows"

@@ -18,7 +18,6 @@ and dup, 6 I a token, and the gradients of all three weights at once, 6 H I. In 
 (``kernels/sliced``): x is saved, 2 H, and gate and up are computed again.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from liger_patch.kernels.backend import (
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.head.logits import product_
+from liger_patch.kernels.rows import rows_of
 from liger_patch.kernels.sliced import Sums, check_slice_tokens, run_sliced, slices_of
 
 
@@ -81,10 +81,10 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x and of each weight; None where it is not wanted."""
     _, wants_gate, wants_up, wants_down = wanted
-    shape, dy = dy.shape[:-1], _rows(dy)
+    shape, dy = dy.shape[:-1], rows_of(dy)
     da = dy @ down_weight
     backward = gated_backward_ if wants_down else gated_backward
-    dgate, dup = backward(da, _rows(gate), None if up is None else _rows(up), activation)
+    dgate, dup = backward(da, rows_of(gate), None if up is None else rows_of(up), activation)
     ddown_weight = dy.t() @ da if wants_down else None  # a has taken its place
     del da
     dx = dgate_weight = dup_weight = None
@@ -94,14 +94,10 @@ def _gradients(
             dx.addmm_(dup, up_weight)
         dx = dx.view(*shape, gate_weight.shape[1])
     if x is not None:
-        x = _rows(x)
+        x = rows_of(x)
         dgate_weight = dgate.t() @ x if wants_gate else None
         dup_weight = dup.t() @ x if wants_up else None
     return dx, dgate_weight, dup_weight, ddown_weight
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # of I = 0, too
 
 
 class _Slices:

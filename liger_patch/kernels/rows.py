@@ -2,8 +2,15 @@
 transposed view, need no copy.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return (..., H) as (N, H), also where H is 0."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

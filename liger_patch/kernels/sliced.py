@@ -32,6 +32,7 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.head.logits import chunk_rows, chunks_of, product_
+from liger_patch.kernels.rows import rows_of
 
 # What a whole feed-forward layer may take before it is sliced: 15k tokens with I = 14336. Less than
 # that is not what fills a GPU beside the checkpoints.
@@ -147,7 +148,7 @@ class _Keep(torch.autograd.Function):
         if dy is None:
             return (None,) * (3 + len(parameters))
         wants_x, _, _, *wanted = ctx.needs_input_grad
-        sums, x, dy = Sums(parameters, wanted), _rows(x), _rows(dy)
+        sums, x, dy = Sums(parameters, wanted), rows_of(x), rows_of(dy)
         dx = x.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
         with without_autocast(x.device.type):
             shared = layer.prepare(parameters)
@@ -170,7 +171,7 @@ class _Run(torch.autograd.Function):
         slices: list[tuple[int, int]],
         parameters: Sequence[Tensor | None],
     ) -> Tensor:
-        rows = _rows(x)
+        rows = rows_of(x)
         # in its own shape: autograd would refuse to change a view in place
         y = x.new_empty(*x.shape[:-1], layer.out_features, dtype=layer.dtype)
         filled = y.view(len(rows), layer.out_features)
@@ -224,7 +225,3 @@ def check_slice_tokens(slice_tokens: int | None) -> None:
     is_number = isinstance(slice_tokens, int) and not isinstance(slice_tokens, bool)
     if slice_tokens is not None and not (is_number and slice_tokens > 0):
         raise ValueError(f"slice_tokens must be a number > 0 or None, got {slice_tokens!r}")
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from liger_patch.kernels.backend import autocast_dtype, is_compiled_here
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
-from liger_patch.kernels.lora.projection import LoraProjection, rows_of
+from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.rows import rows_of
 from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class

@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
+from liger_patch.kernels.descriptors import TensorDescriptor
 from liger_patch.kernels.head import hopper, odds_inputs
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.kernels.head.inputs import HeadInputs
@@ -45,7 +46,7 @@ STATISTICS = ("entropy", "lse", "is_top1")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [
-    pytest.mark.skipif(odds_inputs.TensorDescriptor is None, reason="Triton < 3.4"),
+    pytest.mark.skipif(TensorDescriptor is None, reason="Triton < 3.4"),
     # what overflows is computed again; the interpreter's numpy says so
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -479,7 +480,8 @@ def test_statistics_alone_are_those_with_gradients(odds):
     ids=str,
 )
 def test_which_statistics_are_served(statistics, served, monkeypatch):
-    monkeypatch.setattr(odds_inputs, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(odds_inputs, "is_hopper", lambda _: True)
+    monkeypatch.setattr(odds_inputs, "takes_descriptors", lambda _: True)
     factors = HeadInputs(*(torch.zeros(n, 8, dtype=torch.bfloat16) for n in (5, 131)))
     assert odds_inputs.serves_odds(factors, LossOptions(), set(statistics)) is served
 

@@ -33,7 +33,7 @@ ODDS = {
 @pytest.fixture
 def odds_device(request: pytest.FixtureRequest) -> str:
     """Where odds are computed: Triton's interpreter or a Hopper GPU."""
-    from liger_patch.kernels.head.odds_inputs import HOPPER, TensorDescriptor
+    from liger_patch.kernels.descriptors import HOPPER, TensorDescriptor
 
     if TensorDescriptor is None:
         pytest.skip("Triton < 3.4")

@@ -5,22 +5,16 @@ collectives. So what may differ from rank to rank, where a tensor lies, decides 
 does not fit is copied.
 """
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.options import LossOptions
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton < 3.4
-    TensorDescriptor = None
-
-HOPPER = (9, 0)
 STATISTICS = frozenset({"entropy", "lse", "is_top1"})
 MAX_RANK = 64  # of an adapter: tiles of more would not fit beside the stages in shared memory
 # tokens of a batch for which the device would wait for this form's launches. Measured on an H200
@@ -51,9 +45,9 @@ def suits_odds(
     """
     x, weight, bias, low_rank, _ = operands
     return (
-        TensorDescriptor is not None
-        and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
+        x.dtype == torch.bfloat16
+        and is_hopper(x.device)
+        and takes_descriptors(x.device)
         and isinstance(weight, Tensor)
         and bias is None
         and options.label_smoothing == 0.0
@@ -87,13 +81,4 @@ def _fits_descriptor(matrix: Tensor) -> bool:
         and matrix.stride(0) >= matrix.shape[1]
         and matrix.stride(0) % 8 == 0
         and matrix.data_ptr() % 16 == 0
-    )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == HOPPER
     )

@@ -48,9 +48,9 @@ from liger_patch.kernels.lora.projection import (
     flattened,
     products_dtype,
     restored,
-    rows_of,
 )
 from liger_patch.kernels.rms_norm import NormInputs
+from liger_patch.kernels.rows import rows_of
 
 
 class _LoraLinears(torch.autograd.Function):

@@ -47,9 +47,9 @@ from liger_patch.kernels.lora.projection import (
     flattened,
     products_dtype,
     restored,
-    rows_of,
 )
 from liger_patch.kernels.lora.sliced import SlicedMlp
+from liger_patch.kernels.rows import rows_of
 from liger_patch.kernels.sliced import check_slice_tokens, run_sliced, slices_of
 
 

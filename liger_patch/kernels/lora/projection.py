@@ -1,6 +1,5 @@
 """A linear layer with a LoRA adapter, as the operators of this folder take it, and its check."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,11 +106,6 @@ def cast_matrices(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> lis
     if sources:
         torch._foreach_copy_(parts, sources)  # pyright: ignore[reportPrivateImportUsage]
     return found
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return (..., H) as (N, H)."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def products_dtype(x: Tensor) -> torch.dtype:

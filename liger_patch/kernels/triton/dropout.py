@@ -135,7 +135,7 @@ def dropped_product_(
             s.stride(0),
             seed,
             dropout,
-            RANK=_rank(a),
+            RANK=padded_rank(len(a)),
             BLOCK_N=BLOCK_N,
             BLOCK_H=BLOCK_H,
             num_warps=WARPS,
@@ -153,7 +153,7 @@ def dropped_gradients(
     """Add to dx and return dA (R, H) in float32; dx, x and a contiguous, N and H > 0."""
     kernel: Any = _dropped_gradients_kernel
     rows, columns = x.shape
-    parts, rank = -(-rows // PROGRAM_ROWS), _rank(a)
+    parts, rank = -(-rows // PROGRAM_ROWS), padded_rank(len(a))
     sums = x.new_empty(parts, columns, rank, dtype=torch.float32)
     with torch.cuda.device_of(x):
         kernel[(parts, triton.cdiv(columns, BLOCK_H))](
@@ -177,6 +177,7 @@ def dropped_gradients(
     return sums.sum(0)[:, : len(a)].t()
 
 
-def _rank(a: Tensor) -> int:
-    power: Any = triton.next_power_of_2(len(a))
-    return max(16, power)
+def padded_rank(*ranks: int) -> int:
+    """Return the power of two, from 16 on, that tiles of these ranks have."""
+    powers: list[Any] = [triton.next_power_of_2(rank) for rank in ranks]
+    return max(16, *powers)

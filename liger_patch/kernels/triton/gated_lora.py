@@ -7,7 +7,6 @@ through the tensor memory accelerator where there is one (the backward pass take
 (row blocks, 3, I, R), both summed in a fixed order.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -15,15 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.dropout import keeps
+from liger_patch.kernels.descriptors import TensorDescriptor, takes_descriptors
+from liger_patch.kernels.triton.dropout import keeps, padded_rank
 from liger_patch.kernels.triton.gated import KINDS, activation_slope, apply_activation
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton < 3.4
-    TensorDescriptor = None
-
-HOPPER = (9, 0)
 BLOCK_N = 64
 BLOCK_I, BLOCK_I_OF_LARGE_RANK, LARGE_RANK = 64, 32, 64  # sums over rows are in registers
 WARPS = 4
@@ -224,7 +218,7 @@ def gated_lora(
     """Return a (N, I) and its product with down_a' (N, R); all contiguous, N and I > 0."""
     rows, columns = gate.shape
     a = torch.empty_like(gate)
-    rank = _rank(gate_b.shape[1], up_b.shape[1], down_a.shape[0])
+    rank = padded_rank(gate_b.shape[1], up_b.shape[1], down_a.shape[0])
     parts = -(-columns // PROGRAM_COLUMNS)
     sums = gate.new_empty(parts, rows, rank, dtype=torch.float32)
     matrices, constants = _matrices(rank, gate, up, a)
@@ -276,7 +270,7 @@ def gated_lora_backward_(
     rows, columns = gate.shape
     dup = torch.empty_like(gate)
     ranks = gate_b.shape[1], up_b.shape[1], down_a.shape[0]
-    rank = _rank(*ranks)
+    rank = padded_rank(*ranks)
     parts = -(-rows // PROGRAM_ROWS)
     sums = gate.new_empty(parts, 3, columns, rank, dtype=torch.float32)
     matrices, constants = _matrices(rank, da, gate, up, dup)
@@ -308,15 +302,10 @@ def gated_lora_backward_(
     return da, dup, dgate_b, dup_b, ddown_a
 
 
-def _rank(*ranks: int) -> int:
-    powers: list[Any] = [triton.next_power_of_2(rank) for rank in ranks]
-    return max(16, *powers)
-
-
 def _matrices(rank: int, *matrices: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the matrices as the kernels take them, and constants."""
     block_i = BLOCK_I if rank < LARGE_RANK else BLOCK_I_OF_LARGE_RANK
-    is_tiled = _has_accelerator(matrices[0].device) and all(
+    is_tiled = takes_descriptors(matrices[0].device) and all(
         each.shape[1] % 8 == 0 and each.data_ptr() % 16 == 0 for each in matrices
     )
     constants = {
@@ -330,13 +319,3 @@ def _matrices(rank: int, *matrices: Tensor) -> tuple[list[Any], dict[str, Any]]:
         return list(matrices), constants
     make: Any = TensorDescriptor
     return [make.from_tensor(each, [BLOCK_N, block_i]) for each in matrices], constants
-
-
-@functools.cache
-def _has_accelerator(device: torch.device) -> bool:
-    return (
-        TensorDescriptor is not None
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= HOPPER
-    )
