@@ -105,26 +105,23 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format the plainest and the most frugal line of each model, where every contender has a
-    result, without the bound: all lines are in docs/lora.md. The first steps are those of all
-    lines: kernels are compiled in the first line of a process.
+    """Format the plainest and the most frugal line of each model, without those in which a
+    contender failed, and without the bound: all are in docs/lora.md. The first steps are those of
+    all lines: kernels are compiled in the first line of a process.
 
     The date of a row that is not shown, in brackets, is left out.
     """
-    failed = {row["model"] for row in report["lora_steps"] if "failure" in row}
-    lines = {row["model"] for row in report["lora_steps"]} - failed
+    measured = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
+    failed = {row["model"] for row in measured if "failure" in row}
+    lines = {row["model"] for row in measured} - failed
     names = {each for each in lines if each.endswith((", LoRA", ", QLoRA + checkpointing"))}
-    rows = [
-        row
-        for row in report["lora_steps"]
-        if row["contender"] != LOWER_BOUND and row["model"] in names
-    ]
+    rows = [row for row in measured if row["model"] in names]
     longest = first_steps(report["lora_steps"])
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
         f"weights. The longest first step, kernels compiled: {longest}. What is empty was not "
-        "measured."
+        "measured in that run."
     )
     date, of_others = report["date"].partition(" (")[::2]
     if any(name in of_others for name in names):

@@ -60,7 +60,7 @@ def has_adapters(module: nn.Module) -> bool:
 def described(layer: nn.Module) -> str:
     """Return the class of such a layer, and its tuner."""
     tuner = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
-    return f"a {type(layer).__name__} of {tuner}"
+    return f"{type(layer).__name__} ({tuner})"
 
 
 def plain_adapter(layer: Any) -> Adapter | str:

@@ -30,6 +30,7 @@ from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
 FEW_TOKENS = 32  # bitsandbytes 0.50 multiplies at least 4, on most GPUs more, without dequantising
+AUTOCAST_ADVICE = "Train under autocast, as with TrainingArguments(bf16=True)"
 _running = threading.local()  # the Siblings of the attention that this thread runs
 
 
@@ -46,7 +47,14 @@ _last_call: WeakKeyDictionary[nn.Module, Dtypes | str] = WeakKeyDictionary()
 
 
 class OfDtypes(str):
-    """Why a layer is not plain, where its user can mend it by another dtype."""
+    """Why a layer is not plain, where another dtype would mend it; ``advice`` says which."""
+
+    advice: str
+
+    def __new__(cls, reason: str, advice: str) -> OfDtypes:
+        self = super().__new__(cls, reason)
+        self.advice = advice
+        return self
 
 
 class Plain(NamedTuple):
@@ -105,7 +113,8 @@ def is_on_kernels(module: object) -> bool:
 
 def not_plain(model: nn.Module) -> Counter[str]:
     """Return why layers with adapters run PEFT's own forward now, and how many do: for the dtypes
-    of their last call, or under autocast where they were not called yet.
+    of their last call, or under autocast where they were not called yet. Plain LoRA layers that
+    are not on kernels are left out: ``apply_patch`` was told so, or the next call puts them there.
     """
     if "peft" not in sys.modules:
         return Counter()
@@ -120,10 +129,17 @@ def not_plain(model: nn.Module) -> Counter[str]:
             last = _last_call.get(layer, Dtypes(dtype, dtype, casts=True))
             plain = last if isinstance(last, str) else _plain(layer, last)
             reasons.update([plain] if isinstance(plain, str) else ())
-        elif peft.has_adapters(layer):
-            own = "forward" in vars(layer)
-            reasons["its forward was replaced" if own else peft.described(layer)] += 1
+        elif "forward" in vars(layer) and peft.has_adapters(layer):
+            reasons["its forward was replaced"] += 1
+        elif peft.has_adapters(layer) and not is_lora_linear(layer):
+            reasons[peft.described(layer)] += 1
     return reasons
+
+
+def forget_calls(model: nn.Module) -> None:
+    """Forget the dtypes of the last calls of a model's layers."""
+    for layer in model.modules():
+        _last_call.pop(layer, None)
 
 
 def _own_dtype(base: Any) -> torch.dtype:
@@ -246,7 +262,9 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
         if weight is None:
             return f"the base is a {type(base).__name__}"
         if weight.dtype != dtype:
-            return OfDtypes(f"the base computes in {weight.dtype}, other products in {dtype}")
+            advice = f"Set bnb_4bit_compute_dtype={dtype}" if casts else AUTOCAST_ADVICE
+            reason = f"the base computes in {weight.dtype}, other products in {dtype}"
+            return OfDtypes(reason, advice)
         # bitsandbytes casts what a product gives to the dtype of its input
         result_dtype = torch.promote_types(x_dtype, dtype)
     elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:
@@ -255,7 +273,7 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
     if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
         return "weights of a tensor subclass"
     if any(each.dtype != dtype and not (casts and each.is_floating_point()) for each in tensors):
-        return OfDtypes("weights of several dtypes outside autocast")
+        return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
     _, _, scaling, dropout, _ = adapter
     projection = LoraProjection(weight, bias, adapter.a, adapter.b, scaling, dropout)
     return Plain(projection, result_dtype)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
-from liger_patch.layers.lora import OfDtypes, not_plain, replace_new_adapters
+from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
 from liger_patch.patch.settings import PatchRecord
+
+DISABLED = "adapters are disabled"  # as ``layers/lora`` says it
 
 
 def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
@@ -27,18 +31,23 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
         replace_new_adapters(model)
 
 
-def warn_of_dtypes(model: PreTrainedModel, record: PatchRecord) -> None:
-    """Say once, in training, which LoRA layers run PEFT's own forward for their dtypes' sake."""
-    if record.adapters is None or record.checked_adapters:
+@contextmanager
+def warning_of_dtypes(model: PreTrainedModel, record: PatchRecord) -> Iterator[None]:
+    """Say once for the model's adapters, after a forward pass in training, which of their layers
+    ran PEFT's own forward for their dtypes' sake.
+    """
+    is_settled = record.adapters is None or record.checked_adapters
+    if is_settled or not (model.training and torch.is_grad_enabled()):
+        yield
         return
-    if not (model.training and torch.is_grad_enabled()):
-        return
-    record.checked_adapters = True
-    for reason, number in not_plain(model).items():
+    forget_calls(model)
+    yield
+    reasons = not_plain(model)
+    record.checked_adapters = DISABLED not in reasons  # of a reference pass, which trains nothing
+    for reason, number in reasons.items():
         if isinstance(reason, OfDtypes):
             warnings.warn(
-                f"liger_patch: {number} LoRA layers run PEFT's own forward: {reason}. "
-                "QLoRA needs bnb_4bit_compute_dtype=torch.bfloat16, and mixed dtypes need "
-                "TrainingArguments(bf16=True)",
-                stacklevel=3,
+                f"liger_patch: PEFT's own forward runs {number} of the LoRA layers: {reason}. "
+                f"{reason.advice}",
+                stacklevel=5,
             )

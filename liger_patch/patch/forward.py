@@ -25,7 +25,7 @@ from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
 from liger_patch.patch import flags
-from liger_patch.patch.adapters import follow_adapters, warn_of_dtypes
+from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import expected_labels
 from liger_patch.patch.fallback import why_not_deferred, why_not_followed
 from liger_patch.patch.loss import ForwardPass
@@ -96,11 +96,11 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if record is None or torch.compiler.is_compiling():
             return call(self, record, args, kwargs)
         follow_adapters(self, record)
-        grouped = in_process_group()
-        with keeping_units(self.get_output_embeddings()) if grouped else nullcontext():
-            outputs = with_checkpoints(self, record, args, kwargs)
-        warn_of_dtypes(self, record)
-        return outputs
+        with warning_of_dtypes(self, record):
+            if not in_process_group():
+                return with_checkpoints(self, record, args, kwargs)
+            with keeping_units(self.get_output_embeddings()):
+                return with_checkpoints(self, record, args, kwargs)
 
     vars(patched_forward)["__signature__"] = signature
 

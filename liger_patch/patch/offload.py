@@ -163,7 +163,7 @@ class _ForwardPass:
         sent: how many were.
         kept: the bytes of host memory that each of the others asked for, in vain.
         last: the last one of each device.
-        elsewhere: the type of another device on which layers have their inputs.
+        elsewhere: the type of another device, on which the inputs of layers are.
     """
 
     def __init__(self, offload: CheckpointOffload) -> None:
@@ -216,7 +216,7 @@ class _ForwardPass:
 
     def note_device(self, tensor: Tensor) -> None:
         """Note that a layer's input is where nothing is offloaded."""
-        if tensor.is_floating_point() and tensor.device.type not in self.offload.device_types:
+        if tensor.device.type not in self.offload.device_types:
             self.elsewhere = tensor.device.type
 
     def takes(self, tensor: Tensor) -> bool:
@@ -286,14 +286,16 @@ class _OffloadingCheckpoint:
             return self.function(*args, **kwargs)
         forward_pass = self.forward_pass
         forward_pass.calls += 1
-        is_first = True
+        is_first = is_hidden_states = True
 
         def pack(tensor: Tensor) -> LayerInput | Kept:
-            nonlocal is_first
+            nonlocal is_first, is_hidden_states
             if is_first and forward_pass.takes(tensor):
                 is_first = False
                 return forward_pass.save(tensor.detach())
-            forward_pass.note_device(tensor)
+            if is_hidden_states and tensor.is_floating_point():  # the first among the arguments
+                is_hidden_states = False
+                forward_pass.note_device(tensor)
             return Kept(tensor)
 
         def unpack(packed: LayerInput | Kept) -> Tensor:

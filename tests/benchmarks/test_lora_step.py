@@ -286,6 +286,22 @@ def test_a_summary_has_first_steps_of_lines_that_it_does_not_show():
     assert f"{OFFLOADED} 9 s." in table
 
 
+def test_a_summary_leaves_out_lines_in_which_a_contender_failed():
+    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
+    setting = "tiny, QLoRA + checkpointing"
+    rows = [
+        *made_up(),
+        {"model": setting, "contender": "eager", **TIMED},
+        {"model": setting, "contender": LOWER_BOUND, "failure": "out of memory"},
+        {"model": setting, "contender": "Unsloth", **TIMED},
+    ]
+    assert f"| {setting} |" in lora_summary(report | {"lora_steps": rows})
+    rows[-1] = {"model": setting, "contender": "Unsloth", "failure": "takes longer than 120 s"}
+    table = lora_summary(report | {"lora_steps": rows})
+    assert f"| {setting} |" not in table
+    assert "| tiny, LoRA |" in table
+
+
 def test_contenders_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path):
     measured = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

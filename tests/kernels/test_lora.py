@@ -171,6 +171,24 @@ def test_a_quantised_base_is_not_kept_dense(device: torch.device) -> None:
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
 
+def test_adapters_are_cast_in_one_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        calls.append(len(sources))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    leaves, parts = trainable(*made(device, "autocast"))
+    with torch.autocast(device.type, torch.bfloat16):
+        ys = lora_linears(leaves["x"], parts)
+    sum(y.sum() for y in ys).backward()
+    assert calls == [6]  # A and B of three, and none in the backward pass
+
+
 @pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
 def test_the_scaling_keeps_gradients_finite(adapters: torch.dtype, device: torch.device) -> None:
     """PEFT scales dy, not dB: in float16, a sum that is scaled last overflows."""

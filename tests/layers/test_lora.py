@@ -113,7 +113,7 @@ def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     assert calls.taken(model) == ([(name,) for name in names] * 2, [])
 
 
-@pytest.mark.filterwarnings("ignore:liger_patch. .+ LoRA layers run PEFT")
+@pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_every_precision_is_no_worse_than_eager(model_type: str, way: str, calls: Calls) -> None:
@@ -447,7 +447,7 @@ def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
     eager = adapted(dtype=torch.bfloat16)  # float32 adapters
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     assert not_plain(model) == {}
-    with pytest.warns(UserWarning, match=r"14 LoRA layers run PEFT's own forward: weights of sev"):
+    with pytest.warns(UserWarning, match="runs 14 of the LoRA layers: weights of several"):
         training_step(model, batch)
     training_step(model, batch)  # says no more
     calls.clear()
@@ -459,12 +459,52 @@ def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
     assert not_plain(model) == {}
 
 
+def test_dtypes_are_a_warning_in_training_alone() -> None:
+    """Once for its adapters: pytest makes an error of any other."""
+    model = apply_patch(adapted(dtype=torch.bfloat16))  # float32 adapters
+    batch = batch_of(model)
+    with torch.no_grad():
+        model(**batch)
+    model.eval()
+    model(**batch)
+    model.train()
+    with model.disable_adapter():
+        model(**batch)
+    with pytest.warns(UserWarning, match="14 of the LoRA layers") as caught:
+        model(**batch)
+    assert "liger_patch/patch" not in caught[0].filename  # but where the model is called
+    model(**batch)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    model.set_adapter("second")
+    with pytest.warns(UserWarning, match="2 of the LoRA layers"):
+        model(**batch)
+
+
+def test_dtypes_of_an_earlier_call_are_no_warning() -> None:
+    model = apply_patch(adapted(dtype=torch.bfloat16))
+    batch = batch_of(model)
+    other = next(iter(lora_layers(model).values()))
+    model.get_base_model().other = other = copy.deepcopy(other)  # training does not call it
+    with torch.no_grad():
+        other(torch.randn(2, other.in_features, dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch)
+
+
+def test_the_status_does_not_count_layers_that_are_to_come_or_left_out() -> None:
+    base = tiny_model(ROWS["llama"])
+    apply_patch(base)
+    model = adapted(base=base)
+    assert not_plain(model) == {}
+    assert not_plain(apply_patch(adapted(), layers=["rms_norm"])) == {}
+
+
 def test_the_status_counts_layers_of_other_tuners() -> None:
     config = peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"])
     model: Any = peft.get_peft_model(tiny_model(ROWS["llama"]), config)
     apply_patch(model)
-    assert not_plain(model) == {"a Linear of vera": 4}
-    assert "4 in PEFT's own forward: a Linear of vera" in str(patch_status(model))
+    assert not_plain(model) == {"Linear (vera)": 4}
+    assert "4 in PEFT's own forward: Linear (vera)" in str(patch_status(model))
 
 
 def test_the_status_counts_layers_whose_forward_was_replaced() -> None:

@@ -10,7 +10,7 @@ and of up and dA of down, so that nothing of the size of gate is read or written
 
 y is a function of its own that saves no tensor: gradient checkpointing computes again only as far
 as the last tensor that is saved, and so leaves out the last product. It holds Sd, 2 R bytes a token
-that checkpoints keep. In slices (``sliced``) x alone is kept.
+that checkpoints keep, and the cast Bd. In slices (``sliced``) x alone is kept.
 
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """
