@@ -476,6 +476,9 @@ def test_dtypes_are_a_warning_in_training_alone() -> None:
     model(**batch)
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
     model.set_adapter("second")
+    for name, p in model.named_parameters():
+        if "second" in name:  # in the dtype of its base, by PEFT 0.18
+            p.data = p.data.float()
     with pytest.warns(UserWarning, match="2 of the LoRA layers"):
         model(**batch)
 
