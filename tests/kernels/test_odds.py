@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels.descriptors import TensorDescriptor
+from liger_patch.kernels.descriptors import TensorDescriptor, is_hopper
 from liger_patch.kernels.head import hopper, odds_inputs
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.kernels.head.inputs import HeadInputs
@@ -43,7 +43,7 @@ SERVED = {
     },
 }
 STATISTICS = ("entropy", "lse", "is_top1")
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+IS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 
 pytestmark = [
     pytest.mark.skipif(TensorDescriptor is None, reason="Triton < 3.4"),

@@ -33,11 +33,11 @@ ODDS = {
 @pytest.fixture
 def odds_device(request: pytest.FixtureRequest) -> str:
     """Where odds are computed: Triton's interpreter or a Hopper GPU."""
-    from liger_patch.kernels.descriptors import HOPPER, TensorDescriptor
+    from liger_patch.kernels.descriptors import TensorDescriptor, is_hopper
 
     if TensorDescriptor is None:
         pytest.skip("Triton < 3.4")
-    if request.param == "cuda" and torch.cuda.get_device_capability() != HOPPER:
+    if request.param == "cuda" and not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     return request.param
 

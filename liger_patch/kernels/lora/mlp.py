@@ -194,12 +194,13 @@ def lora_mlp(
         )
     check_projection("down", down, size, x)
     check_slice_tokens(slice_tokens)
+    fixed, tensors = flattened((gate, up, down))
     if slice_tokens is not None and SlicedMlp.serves(x, dtype, (gate, up, down)):
-        slices, (fixed, tensors) = slices_of(x, slice_tokens), flattened((gate, up, down))
+        slices = slices_of(x, slice_tokens)
         out_features = down.weight.shape[0]
         layer = SlicedMlp(fixed, dtype, activation, out_features, len(slices))
         return run_sliced(layer, x, tensors, slices)
-    fixed, (*of_gates, weight, bias, _, _) = flattened((gate, up, down))
+    *of_gates, weight, bias, _, _ = tensors
     matrices = (gate.a, up.a), (gate.b,), (up.b,), (down.a,), (down.b,)
     *adapters, down_b = cast_matrices(matrices, dtype)
     how = dtype, activation, down.dropout, fixed, adapters
