@@ -108,6 +108,40 @@ def _of_pairs(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (table, table) if interleaved else _pairs(table, False)
 
 
+def check_rotation(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> None:
+    """Raise ValueError for queries, keys and tables that ``rotary`` does not take."""
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(
+            f"q must be floating point (B, num_heads, T, D), got {q.dtype} {tuple(q.shape)}"
+        )
+    batch, _, tokens, size = q.shape
+    if k is not None:
+        expected, given = (batch, tokens, size), f"{k.dtype} {tuple(k.shape)}"
+        if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != expected or k.dtype != q.dtype:
+            expected = f"({batch}, num_heads, {tokens}, {size})"
+            raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
+        if k.device != q.device:
+            raise ValueError(f"k must be on {q.device} as q is, got {k.device}")
+    shape = tuple(cos.shape)
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
+        raise ValueError(f"cos must have shape ({batch} or 1, {tokens}, R), got {shape}")
+    turned = _turned(cos, interleaved)
+    if turned % 2 or turned > size:
+        given = f"{shape}, {turned} features"
+        raise ValueError(f"cos must have an even R of at most {size} features, got {given}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have shape {shape} as cos has, got {tuple(sin.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not table.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {table.dtype}")
+        if table.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: none is computed for it")
+        if table.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -155,36 +189,11 @@ def rotary(
         ValueError: what does not fit.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    if q.dim() != 4 or not q.is_floating_point():
-        raise ValueError(
-            f"q must be floating point (B, num_heads, T, D), got {q.dtype} {tuple(q.shape)}"
-        )
-    batch, _, tokens, size = q.shape
+    check_rotation(q, k, cos, sin, interleaved=interleaved)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point or None, got {dtype}")
     if k is None:
-        k = q.new_empty(batch, 0, tokens, size)
-    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, tokens, size) or k.dtype != q.dtype:
-        expected, given = f"({batch}, num_heads, {tokens}, {size})", f"{k.dtype} {tuple(k.shape)}"
-        raise ValueError(f"k must be {q.dtype} {expected}, got {given}")
-    if k.device != q.device:
-        raise ValueError(f"k must be on {q.device} as q is, got {k.device}")
-    shape = tuple(cos.shape)
-    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
-        raise ValueError(f"cos must have shape ({batch} or 1, {tokens}, R), got {shape}")
-    turned = _turned(cos, interleaved)
-    if turned % 2 or turned > size:
-        given = f"{shape}, {turned} features"
-        raise ValueError(f"cos must have an even R of at most {size} features, got {given}")
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin must have shape {shape} as cos has, got {tuple(sin.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if not table.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {table.dtype}")
-        if table.requires_grad:
-            raise ValueError(f"{name} must not require a gradient: none is computed for it")
-        if table.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
+        k = q.new_empty(len(q), 0, *q.shape[2:])
     if grouped and not interleaved:
         raise ValueError("grouped must be False where interleaved is, got True")
     dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
