@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.layers.lora import computed_together
+from liger_patch.layers.normed_heads import NAMES as NORMS
+from liger_patch.layers.normed_heads import (
+    UncomputedNorm,
+    computed,
+    norms_left_to_rotation,
+    rotated_norms,
+)
 from liger_patch.layers.probing import probing, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
 
@@ -231,7 +239,8 @@ def rotary_attention(original: Any) -> type[nn.Module]:
     """Derive the class of an attention whose forward calls the kernel for its rotary embedding."""
     module = original.forward.__globals__
     others = {name: _known(module[name], name, f) for name, f in _rotations(original).items()}
-    forward = _with_globals(original.forward, others)
+    norms = names_of(original).issuperset(NORMS) and set(_rotations(original).values()) == {rotary}
+    forward = _with_globals(original.forward, others, rotates_norms=norms)
     return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 
 
@@ -239,18 +248,25 @@ def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Ca
     """Return a function that calls ``rotate`` with the arguments that it takes, else ``own``."""
     with probing():
         number = len(next(_trials(name, rotate)))  # of the arguments that are known here
-    takes_options = rotate is _rotate_one
+    takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
 
     def rotated(*arguments: Any, **options: Any) -> Any:
         is_known = len(arguments) == number and (takes_options or not options)
+        if takes_norms and not is_compiled_here() and UncomputedNorm in map(type, arguments):
+            result = rotated_norms(*arguments) if is_known else None
+            if result is not None:
+                return result
+            arguments = tuple(map(computed, arguments))
         function = rotate if is_known and not needs_own_code(*arguments) else own
         return function(*arguments, **options)
 
     return rotated
 
 
-def _with_globals(function: Any, values: dict[str, Any]) -> Any:
+def _with_globals(function: Any, values: dict[str, Any], *, rotates_norms: bool) -> Any:
     """Return a function of the same code, which has these values for the globals of these names.
+
+    Norms are left to these, where ``rotates_norms``, as long as they are called.
 
     Each call looks up all other globals in the function's module, and uses the function that it
     finds there under a name of these if that was replaced since.
@@ -279,7 +295,12 @@ def _with_globals(function: Any, values: dict[str, Any]) -> Any:
         if is_compiled_here():  # Dynamo guards the globals that it has found
             return other(*arguments, **options)
         look_up()
-        with computed_together(arguments[0]):
+        attention = arguments[0]
+        takes_norms = rotates_norms and all(found[name] is f for name, f in values.items())
+        with (
+            computed_together(attention),
+            norms_left_to_rotation(attention) if takes_norms else nullcontext(),
+        ):
             return other(*arguments, **options)
 
     vars(forward)["look_up"] = look_up

@@ -209,6 +209,66 @@ def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield name, arguments | strides | constants, warps
 
 
+NORMED_ROTARIES = (  # dtype, weight's, that of cos, attention heads of q and k, D, R
+    ("*bf16", "*bf16", "*bf16", 16, 8, 128, 128),
+    ("*bf16", "*bf16", "*bf16", 4, 1, 256, 256),
+    ("*bf16", "*fp32", "*bf16", 32, 8, 128, 128),
+    ("*bf16", "*bf16", "*fp32", 16, 2, 256, 64),
+    ("*fp16", "*fp16", "*fp16", 8, 4, 80, 80),
+    ("*fp32", "*fp32", "*fp32", 8, 8, 128, 128),
+    ("*fp32", None, "*fp32", 3, 1, 1024, 1024),
+)
+
+
+def normed_rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.triton.normed_rotary import WARPS
+
+    for name, tensors, others in _normed_rotaries():
+        outputs = dict.fromkeys(("q_out_ptr", "k_out_ptr"), tensors.pop("dy"))
+        yield name, {**tensors, **outputs, **others, "eps": "fp32"}, WARPS
+
+
+def normed_rotary_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+    from liger_patch.kernels.triton.normed_rotary import WARPS, stages
+
+    for name, tensors, others in _normed_rotaries():
+        dy = tensors.pop("dy")
+        gradients = dict.fromkeys(("dq_ptr", "dk_ptr"), tensors["q_ptr"])
+        gradients |= dict.fromkeys(("dq_out_ptr", "dk_out_ptr"), dy)
+        sizes = [f"d{x}_out_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
+        sizes = dict.fromkeys(sizes, MULTIPLE) | {"k_tiles": "i32"}
+        blocks = others["BLOCK_SIZE"], max(others["BLOCK_Q_TOKENS"], others["BLOCK_K_TOKENS"])
+        itemsizes = [int(each[-2:]) // 8 for each in (tensors["q_ptr"], dy, tensors["cos_ptr"])]
+        sharing = (kib for kib in (64, 99, 227) if kib <= SHARED_KIB[target])
+        turned = int(name.rpartition("-")[2])
+        for count in sorted({stages(turned, *blocks, *itemsizes, k * 1024) for k in sharing}):
+            for parts in ("*fp32", None) if tensors["q_weight_ptr"] else (None,):
+                arguments = {**tensors, **gradients, **others, **sizes, "STAGES": count}
+                yield f"{name}-{parts}-{count}", {**arguments, "parts_ptr": parts}, WARPS
+
+
+def _normed_rotaries() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    from liger_patch.kernels.triton.normed_rotary import NORM_DTYPES, tile
+
+    norm_dtypes = {f"*{each}": each for each in NORM_DTYPES.values()}
+
+    for dtype, weight, table, q_heads, k_heads, size, turned in NORMED_ROTARIES:
+        norm = "*fp32" if "*fp32" in (dtype, weight) else dtype
+        tensors = dict.fromkeys(("q_ptr", "k_ptr"), dtype)
+        tensors |= dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), weight)
+        tensors |= dict.fromkeys(("q_rstd_ptr", "k_rstd_ptr"), "*fp32")
+        tensors |= dict.fromkeys(("cos_ptr", "sin_ptr"), table)
+        tensors["dy"] = "*fp32" if "*fp32" in (norm, table) else dtype
+        names = [f"{x}_{part}_stride" for x in "qk" for part in ("batch", "head", "token")]
+        names += [f"{x}_{part}_stride" for x in ("cos", "sin") for part in ("batch", "token")]
+        others = dict.fromkeys((*names, "size"), MULTIPLE)
+        others |= dict.fromkeys(("q_tiles", "tokens", "q_num_heads", "k_num_heads"), "i32")
+        others |= {"half": "i32" if turned % 32 else MULTIPLE, "offset": "fp32"}
+        others |= {"NORM_DTYPE": norm_dtypes[norm], **tile(q_heads, k_heads, size)}
+        name = "-".join(str(each).strip("*") for each in (dtype, weight, table, size, turned))
+        yield name, tensors, others
+
+
 GATED_LORA = (  # dtype, rank, activation, whether features are dropped
     ("bf16", 16, "silu", False),
     ("bf16", 32, "gelu_tanh", True),

@@ -69,6 +69,8 @@ KERNELS = {
     "_shard_sums_kernel": loss.shard_sums,
     "_sum_parts_kernel": layer.sum_parts,
     "_token_statistics_kernel": loss.token_statistics,
+    "_turn_normed_backward_kernel": layer.normed_rotary_backward,
+    "_turn_normed_kernel": layer.normed_rotary,
 }
 
 

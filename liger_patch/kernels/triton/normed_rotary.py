@@ -27,7 +27,7 @@ from liger_patch.kernels.triton.rms_norm import (
 
 MAX_BLOCK_HEADS = 8  # of a tile: they share the angles that it loads
 WARPS = 4
-TRITON_DTYPES = {  # of the norms' results
+NORM_DTYPES = {  # of the norms' results
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -35,9 +35,7 @@ TRITON_DTYPES = {  # of the norms' results
 
 
 @triton.jit
-def _place_of(
-    tile, tokens, num_heads, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr
-):
+def _place_of(tile, tokens, num_heads, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
     """Return a tile's sequence, its tokens (BLOCK_TOKENS, 1) and attention heads (1, BLOCK_HEADS),
     which of them there are, and their rows where tokens are in front of heads.
     """
@@ -139,7 +137,7 @@ def _turn_normed(
 
 
 @triton.jit
-def _normed_rotary_kernel(
+def _turn_normed_kernel(
     q_ptr,  # (B, num_heads, T, D)
     q_batch_stride,
     q_head_stride,
@@ -306,7 +304,7 @@ def _turn_back(
 
 
 @triton.jit
-def _normed_rotary_backward_kernel(
+def _turn_normed_backward_kernel(
     dq_out_ptr,  # (B, num_heads, T, D)
     dq_out_batch_stride,
     dq_out_head_stride,
@@ -439,7 +437,7 @@ def normed_rotary(
     if not q_tiles + k_tiles:
         return
     with torch.cuda.device_of(q):
-        _normed_rotary_kernel[(q_tiles + k_tiles,)](
+        _turn_normed_kernel[(q_tiles + k_tiles,)](
             q,
             q.stride(0),
             q.stride(1),
@@ -465,7 +463,7 @@ def normed_rotary(
             cos.shape[-1] // 2,
             eps,
             offset,
-            NORM_DTYPE=TRITON_DTYPES[norm_dtype],
+            NORM_DTYPE=NORM_DTYPES[norm_dtype],
             **blocks,
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
@@ -496,10 +494,10 @@ def normed_rotary_backward(
         parts = torch.empty(programs, 2, size, dtype=torch.float32, device=q.device)
     block_tokens = max(blocks["BLOCK_Q_TOKENS"], blocks["BLOCK_K_TOKENS"])
     itemsizes = (q.element_size(), dq_out.element_size(), cos.element_size())
-    loads = (blocks["BLOCK_SIZE"], block_tokens, *itemsizes, shared_bytes(q.device))
+    loads = (cos.shape[-1], blocks["BLOCK_SIZE"], block_tokens, *itemsizes, shared_bytes(q.device))
     with torch.cuda.device_of(q):
         if programs:
-            _normed_rotary_backward_kernel[(programs,)](
+            _turn_normed_backward_kernel[(programs,)](
                 dq_out,
                 dq_out.stride(0),
                 dq_out.stride(1),
@@ -534,7 +532,7 @@ def normed_rotary_backward(
                 size,
                 cos.shape[-1] // 2,
                 offset,
-                NORM_DTYPE=TRITON_DTYPES[norm_dtype],
+                NORM_DTYPE=NORM_DTYPES[norm_dtype],
                 **blocks,
                 STAGES=stages(*loads),
                 num_warps=WARPS,  # pyright: ignore[reportCallIssue]
@@ -572,6 +570,7 @@ def tile(q_num_heads: int, k_num_heads: int, size: int) -> dict[str, Any]:
 
 @functools.cache
 def stages(
+    turned: int,
     block_size: int,
     block_tokens: int,
     x_bytes: int,
@@ -582,6 +581,7 @@ def stages(
     """Return how many iterations of the backward kernel have loads on their way, at most.
 
     Args:
+        turned: R. Loads of exchanged halves are narrow where these are no multiple of 16 features.
         block_size, block_tokens: columns and tokens of a tile.
         x_bytes, dy_bytes, table_bytes: of an element of the inputs, of their gradients, of cos.
         most_bytes: of the shared memory that a program can have.
@@ -589,4 +589,4 @@ def stages(
     tables = 2 * block_tokens * block_size * table_bytes
     tile_bytes = max(TILE, block_size) * (x_bytes + 2 * dy_bytes) + tables
     fitting = 1 + min(STAGES_BYTES, most_bytes - SCRATCH_BYTES) // tile_bytes
-    return STAGES if fitting >= STAGES else 1
+    return STAGES if fitting >= STAGES and turned % 32 == 0 else 1
