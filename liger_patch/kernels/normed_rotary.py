@@ -10,6 +10,8 @@ D: features of a head, R: how many of them are turned. Saved for the backward pa
 the input itself (2 D in bf16) and 4, as by the norms alone.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from liger_patch.kernels.backend import (
     operator,
     serves_triton,
 )
-from liger_patch.kernels.rms_norm import NUMBERS, _rms_norm, _rms_norm_backward
+from liger_patch.kernels.rms_norm import NUMBERS, _contiguous, _rms_norm, _rms_norm_backward
 from liger_patch.kernels.rotary import _like, _rotary, check_rotation
 
 MAX_HEAD_SIZE = 1024  # of the Triton form: a row's registers
@@ -70,13 +72,14 @@ def _normed_rotary(
             for x, weight in zip((q, k), weights, strict=True)
         )
         q, k = _rotary(q, k, cos, sin, dtype, False, False, False)
-        return q, k, *(each.transpose(1, 2).contiguous() for each in (q_rstd, k_rstd))
+        return q, k, q_rstd.mT.contiguous(), k_rstd.mT.contiguous()
     from liger_patch.kernels.triton import normed_rotary as normed_rotary_triton
 
     q_out, k_out, q_rstd, k_rstd = results = _normed_rotary_results(
         q, k, *weights, cos, sin, eps, offset, norm_dtype, dtype
     )
-    inputs = ((q, k), _contiguous(*weights), cos, sin, eps, offset, norm_dtype)
+    weights = _contiguous(q_weight), _contiguous(k_weight)
+    inputs = ((q, k), weights, cos, sin, eps, offset, norm_dtype)
     normed_rotary_triton.normed_rotary(*inputs, (q_out, k_out), (q_rstd, k_rstd))
     return results
 
@@ -126,7 +129,8 @@ def _normed_rotary_backward(
     if serves and serves_triton(dq_out, dk_out):
         from liger_patch.kernels.triton import normed_rotary as normed_rotary_triton
 
-        inputs = ((dq_out, dk_out), (q, k), _contiguous(*weights), cos, sin)
+        weights = _contiguous(q_weight), _contiguous(k_weight)
+        inputs = ((dq_out, dk_out), (q, k), weights, cos, sin)
         # hooks of saved tensors may have given these other strides
         rstds = (q_rstd.contiguous(), k_rstd.contiguous())
         wanted = dweights if dweights.numel() else None
@@ -151,10 +155,6 @@ def _serves(q: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype, ...]) 
     return serves_triton(q, *others) and q.shape[-1] <= MAX_HEAD_SIZE
 
 
-def _contiguous(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if each is None else each.contiguous() for each in weights)
-
-
 class _NormedRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset, norm_dtype, dtype):
@@ -168,9 +168,8 @@ class _NormedRotary(torch.autograd.Function):
     def backward(ctx, dq_out: Tensor, dk_out: Tensor):
         check_backward("normed_rotary", dq_out, dk_out, advice=LAYER_ADVICE)
         wanted = ctx.needs_input_grad[:4]
-        dq, dk, dweights = _normed_rotary_backward(
-            dq_out, dk_out, *ctx.saved_tensors, *ctx.norm, any(wanted[2:])
-        )
+        inputs: Any = (dq_out, dk_out, *ctx.saved_tensors, *ctx.norm, any(wanted[2:]))
+        dq, dk, dweights = _normed_rotary_backward(*inputs)
         gradients = (dq, dk, *(dweights if any(wanted[2:]) else (None, None)))
         gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
         return *gradients, None, None, None, None, None, None

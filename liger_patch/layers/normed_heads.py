@@ -62,8 +62,8 @@ class UncomputedNorm:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(computed, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        values: Any = tree_map(computed, (args, kwargs or {}))
+        return function(*values[0], **values[1])
 
 
 def _operator(name: str) -> Any:

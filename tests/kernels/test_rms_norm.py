@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eager_layers import EPS, gemma_norm, llama_norm
 from layer_checks import check
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
@@ -19,7 +20,6 @@ from liger_patch.kernels.rows import (
     per_row_in_order_of,
 )
 
-EPS = 1e-5
 ROWS = {
     "one": (1, 3),
     "aligned": (64, 128),
@@ -29,20 +29,6 @@ ROWS = {
     "long": (3, 5000),
     "none": (0, 8),
 }
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
-    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * normed.to(x.dtype)
-
-
-def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
-    normed = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + EPS)
-    return (normed * (1.0 + wide(weight))).type_as(x)
 
 
 @pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)

@@ -6,36 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eager_layers import rotated, tables
 from layer_checks import check
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.rotary import rotary
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As Transformers does it, partly too."""
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    first, second = turned.chunk(2, -1)
-    across = torch.cat((-second, first), -1)
-    return torch.cat((turned * cos[:, None] + across * sin[:, None], rest), -1)
-
-
-def tables(shape: tuple[int, ...], kind: str) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions that restart, come in no order, or are shared by all sequences."""
-    batch, tokens, size = shape
-    positions = torch.arange(tokens).expand(batch, -1)
-    if kind == "packed":
-        positions = positions % 3
-    if kind == "any order":
-        positions = torch.stack([torch.randperm(tokens) for _ in range(batch)])
-    if kind == "shared":
-        positions = positions[:1]
-    frequencies = 1.0 / 100 ** (torch.arange(0, size, 2) / size)
-    angles = positions[..., None] * frequencies
-    both = torch.cat((angles, angles), -1)
-    return both.cos(), both.sin()
 
 
 @pytest.mark.parametrize("kind", ["packed", "any order", "shared", "of no pair"])

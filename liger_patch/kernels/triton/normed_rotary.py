@@ -110,7 +110,7 @@ def _turn_normed(
     BLOCK_SIZE: tl.constexpr,
 ):
     """Norm and turn a tile of queries or keys."""
-    batch, token, head, is_inside, row = _place_of(
+    batch, token, head, is_inside, row = _place_of(  # pyright: ignore
         tile, tokens, num_heads, BLOCK_TOKENS, BLOCK_HEADS
     )
     column, partner, is_column, is_turned = _columns(size, half, BLOCK_SIZE)
@@ -270,7 +270,7 @@ def _turn_back(
     if parts_ptr is not None:
         dweight = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_SIZE), dtype=tl.float32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        batch, token, head, is_inside, row = _place_of(
+        batch, token, head, is_inside, row = _place_of(  # pyright: ignore
             tile, tokens, num_heads, BLOCK_TOKENS, BLOCK_HEADS
         )
         mask = is_inside[:, :, None] & is_column[None, None, :]
