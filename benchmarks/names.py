@@ -8,3 +8,4 @@ OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 OF_HOPPER = f"{OURS}, of Hopper"  # for small batches, which run those of others
 PYTORCH, QUACK = "PyTorch", "QuACK"
 COPY = "copy"
+APART = f"{OURS}, apart"  # three kernels where there is one

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from liger_patch.kernels.backend import is_compiled_here, serves_triton
+from liger_patch.kernels.backend import in_tracing_mode, is_compiled_here, serves_triton
 from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
 from liger_patch.layers.checks import has_hooks
@@ -97,10 +97,12 @@ def norms_left_to_rotation(attention: nn.Module) -> Iterator[None]:
 
 
 def _norms(attention: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the norms of queries and keys that are one call of a kernel; none where operators are
-    recorded.
+    """Return the norms of queries and keys that are one call of a kernel; none within a trace.
+
+    Modes that count operations make no difference: a checkpointed layer that runs within one may be
+    computed again without it, and must save the same tensors.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if in_tracing_mode() or torch._C._is_tracing():
         return ()
     norms: list[Any] = [getattr(attention, name, None) for name in NAMES]
     for each in norms:

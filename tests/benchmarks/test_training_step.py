@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks import training_step
 from benchmarks.heads import IGNORE_INDEX
-from benchmarks.model_contenders import NORMS_LEFT, shared_copy, some_contenders
+from benchmarks.model_contenders import NORMS_APART, NORMS_LEFT, shared_copy, some_contenders
 from benchmarks.model_contenders import contenders as model_contenders
 from benchmarks.models import FULL_WIDTH, MODELS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 from liger_patch import apply_patch, patch_status
+from liger_patch.kernels.normed_rotary import normed_rotary
+from liger_patch.layers import normed_heads
 from liger_patch.layers.replace import count_layers
 
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
@@ -210,6 +213,28 @@ def test_contenders_can_be_chosen_by_name():
     assert list(everything) == list(model_contenders(built))
     with pytest.raises(ValueError, match=r"contenders must be some of \['eager'.* got \['ours'\]"):
         some_contenders(["liger_patch", "ours"], built, compiled=False)
+
+
+def test_norms_of_queries_and_keys_can_be_left_out_of_the_rotary_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return normed_rotary(*arguments, **options)
+
+    calls: list[int] = []
+    monkeypatch.setattr(normed_heads, "serves_triton", lambda *_: True)
+    monkeypatch.setattr(normed_heads, "normed_rotary", counting)
+    case = tiny(next(model for model in MODELS if model.name.startswith("Qwen3-0.6B")))
+    made = model_contenders(case.build("cpu"))
+    losses, called = {}, {}
+    for name in ("liger_patch, layers", NORMS_APART):
+        calls.clear()
+        losses[name] = made[name]()(case.batch("cpu"))
+        called[name] = len(calls)
+    assert called == {"liger_patch, layers": 2, NORMS_APART: 0}
+    assert torch.equal(*losses.values())
+    assert NORMS_APART not in model_contenders(tiny(MODELS[0]).build("cpu"))
 
 
 def test_layers_are_compiled_apart():

@@ -265,7 +265,7 @@ def _turn_back(
     PLACE: tl.constexpr,  # of the weight's gradient in parts
 ):
     """Write dx of a program's tiles of queries or keys, and its part of dweight."""
-    column, partner, is_column, is_turned = _columns(size, half, BLOCK_SIZE)
+    column, partner, is_column, is_turned = _columns(size, half, BLOCK_SIZE)  # pyright: ignore
     scale = _scale(weight_ptr, offset, column, is_column, BLOCK_SIZE)
     if parts_ptr is not None:
         dweight = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_SIZE), dtype=tl.float32)
