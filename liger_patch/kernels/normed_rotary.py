@@ -3,8 +3,9 @@
     y = rotary(rms_norm(x, weight))
 
 of the formulas in ``rms_norm`` and ``rotary``, with both roundings: the norm's result is rounded to
-its dtype before it is turned. Both results, and the gradients of q and k, have the bits that the
-two operators give; those of the weights sum the same float32 values in another order.
+its dtype before it is turned. Results and gradients of q and k have the bits that the two operators
+give, where the sums over a row have one order: a GPU's threads share rows of fewer than 32 features
+in another way. The gradients of the weights are sums of the same float32 values in another order.
 
 D: features of a head, R: how many of them are turned. Saved for the backward pass, in bytes a row:
 the input itself (2 D in bf16) and 4, as by the norms alone.

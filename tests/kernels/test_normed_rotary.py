@@ -112,7 +112,7 @@ FORMS = {  # dtypes of q, weight, norm, cos; D, R, offset
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_bits_are_those_of_norms_and_rotation_apart(form, layout, device):
-    """Of all but the weights' gradients, which are other sums of the same numbers."""
+    """Of all but the weights' gradients, which are sums of the same numbers in another order."""
     dtype, weight_dtype, norm_dtype, table_dtype, size, turned, offset = form
     inputs = heads_of(size, tokens=11)
     weights = {"q_weight", "k_weight"}
