@@ -128,16 +128,14 @@ def _normed_rotary_backward(
     weights, gradients = (q_weight, k_weight), (dq, dk)
     serves = _serves(q, k, *weights, cos, sin, dtypes=(norm_dtype, dq_out.dtype))
     if serves and serves_triton(dq_out, dk_out):
-        from liger_patch.kernels.triton import normed_rotary as normed_rotary_triton
+        from liger_patch.kernels.triton import normed_rotary_backward as backward_triton
 
         weights = _contiguous(q_weight), _contiguous(k_weight)
-        inputs = ((dq_out, dk_out), (q, k), weights, cos, sin)
         # hooks of saved tensors may have given these other strides
         rstds = (q_rstd.contiguous(), k_rstd.contiguous())
+        inputs = ((dq_out, dk_out), (q, k), weights, cos, sin, rstds, offset, norm_dtype)
         wanted = dweights if dweights.numel() else None
-        normed_rotary_triton.normed_rotary_backward(
-            *inputs, rstds, offset, norm_dtype, gradients, wanted
-        )
+        backward_triton.normed_rotary_backward(*inputs, gradients, wanted)
         return results
     upstream = _rotary(dq_out, dk_out, cos, sin, norm_dtype, False, False, True)
     rows = zip(upstream, (q, k), weights, (q_rstd, k_rstd), gradients, strict=True)

@@ -229,7 +229,7 @@ def normed_rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]
 
 
 def normed_rotary_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.triton.normed_rotary import WARPS, stages
+    from liger_patch.kernels.triton.normed_rotary_backward import WARPS, stages
 
     for name, tensors, others in _normed_rotaries():
         dy = tensors.pop("dy")
@@ -248,7 +248,7 @@ def normed_rotary_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, A
 
 
 def _normed_rotaries() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    from liger_patch.kernels.triton.normed_rotary import NORM_DTYPES, tile
+    from liger_patch.kernels.triton.normed_rotary import NORM_DTYPES, blocks_of
 
     norm_dtypes = {f"*{each}": each for each in NORM_DTYPES.values()}
 
@@ -264,7 +264,7 @@ def _normed_rotaries() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         others = dict.fromkeys((*names, "size"), MULTIPLE)
         others |= dict.fromkeys(("q_tiles", "tokens", "q_num_heads", "k_num_heads"), "i32")
         others |= {"half": "i32" if turned % 32 else MULTIPLE, "offset": "fp32"}
-        others |= {"NORM_DTYPE": norm_dtypes[norm], **tile(q_heads, k_heads, size)}
+        others |= {"NORM_DTYPE": norm_dtypes[norm], **blocks_of(q_heads, k_heads, size)}
         name = "-".join(str(each).strip("*") for each in (dtype, weight, table, size, turned))
         yield name, tensors, others
 
