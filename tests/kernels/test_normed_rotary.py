@@ -112,7 +112,11 @@ FORMS = {  # dtypes of q, weight, norm, cos; D, R, offset
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_bits_are_those_of_norms_and_rotation_apart(form, layout, device):
-    """Of all but the weights' gradients, which are sums of the same numbers in another order."""
+    """Of all but the weights' gradients, which are sums of the same numbers in another order.
+
+    Where a norm or a table is float32 no product is rounded before it is added: a GPU's compiler
+    joins one of the two to the addition, and not the same one in every kernel.
+    """
     dtype, weight_dtype, norm_dtype, table_dtype, size, turned, offset = form
     inputs = heads_of(size, tokens=11)
     weights = {"q_weight", "k_weight"}
@@ -133,8 +137,14 @@ def test_the_bits_are_those_of_norms_and_rotation_apart(form, layout, device):
         assert got is not None
         assert value is not None
         assert got.dtype == value.dtype
-        if name not in weights:
+        if name in weights:
+            continue
+        if device.type == "cpu" or dtype == weight_dtype == table_dtype != torch.float32:
             assert torch.equal(got, value), name
+        else:
+            rounding = torch.finfo(torch.float32).eps * value.abs().max().item()
+            rtol = torch.finfo(value.dtype).eps
+            torch.testing.assert_close(got, value, rtol=rtol, atol=2 * rounding, msg=name)
 
 
 def test_results_lie_as_those_of_rotary(device):
