@@ -182,8 +182,8 @@ def test_the_gradients_of_frozen_weights_are_not_computed(device):
 
 
 def test_one_gradient_of_two_results_is_enough(device):
-    inputs = {name: value.to(device) for name, value in heads_of(128).items()}
-    cos, sin = (each.to(device) for each in tables((2, 5, 128), "packed"))
+    inputs = {name: x.to(device, torch.bfloat16) for name, x in heads_of(128).items()}
+    cos, sin = (each.to(device, torch.bfloat16) for each in tables((2, 5, 128), "packed"))
 
     def gradient(function: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         leaf = inputs["k"].clone().requires_grad_()
