@@ -182,8 +182,9 @@ def _pytorch(head: Head) -> Loss:
 def _quack(head: Head, **options: Any) -> Loss:
     """Return its loss with its own choice of pipeline, or with the one of the options.
 
-    QuACK 0.6.5's default on Hopper raises where H equals the chunk.
+    QuACK 0.6.5's default on Hopper raises where H equals the chunk: then the chunk is half as long.
     """
+    is_square = not options and head.hidden_size == QUACK_CHUNK
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         _refuse_softcap(head)
@@ -192,7 +193,7 @@ def _quack(head: Head, **options: Any) -> Loss:
             hidden_states,
             weight,
             labels,
-            chunk_size=QUACK_CHUNK,
+            chunk_size=QUACK_CHUNK // 2 if is_square else QUACK_CHUNK,
             ignore_index=IGNORE_INDEX,
             **options,
         )
