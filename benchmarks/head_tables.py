@@ -14,6 +14,7 @@ from .markdown import (
     time_and_memory,
 )
 from .names import (
+    APART,
     COPY,
     EAGER,
     KERNELS_OF_OTHERS,
@@ -48,7 +49,9 @@ def readme_table(report: dict) -> str:
 
 def sweep_table(report: dict) -> str:
     return document(
-        report, cells_of(TIME_AND_MEMORY, report["sweep"], head_and_tokens), ", {command}."
+        _of_run(report, "sweep"),
+        cells_of(TIME_AND_MEMORY, report["sweep"], head_and_tokens),
+        ", {command}.",
     )
 
 
@@ -112,6 +115,8 @@ def layer_kernels_table(report: dict) -> str:
         "read and to write, each once; its own column is its bandwidth in TB/s, one number where "
         "both directions have the same."
     )
+    if APART in contenders:
+        note += " Norms and rotary apart: three kernels."
     return document(report, cells, note)
 
 
