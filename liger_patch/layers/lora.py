@@ -144,8 +144,9 @@ def forget_calls(model: nn.Module) -> None:
 
 def _own_dtype(base: Any) -> torch.dtype:
     """Return the dtype of the products of a layer, quantised or not."""
-    if base.weight.is_floating_point():
-        return base.weight.dtype
+    weight = next(base.parameters(recurse=False))  # ZeRO-3 gathers what is read by its name
+    if weight.is_floating_point():
+        return weight.dtype
     return getattr(base, "compute_dtype", None) or torch.bfloat16
 
 

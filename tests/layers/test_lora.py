@@ -517,6 +517,23 @@ def test_the_status_counts_layers_whose_forward_was_replaced() -> None:
     assert not_plain(model) == {"its forward was replaced": 1}
 
 
+class _Gathered(dict):
+    """The parameters of a module under ZeRO-3, which gathers one that is read by its name."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError(f"{name} would be gathered")
+
+
+def test_the_status_reads_no_weight_that_would_be_gathered() -> None:
+    model = adapted()
+    apply_patch(model)
+    layers = lora_layers(model)
+    for layer in layers.values():
+        layer.base_layer.register_forward_pre_hook(lambda *_: None)
+        vars(layer.base_layer)["_parameters"] = _Gathered(layer.base_layer._parameters)
+    assert not_plain(model) == {"hooks within the layer": len(layers)}
+
+
 def test_the_status_says_why_a_layer_was_not_asked() -> None:
     _, model, _ = copies()
     layer = next(m for n, m in model.named_modules() if n.endswith("0.self_attn.q_proj"))
