@@ -20,12 +20,12 @@ from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
 from liger_patch.layers.lora import computed_together
-from liger_patch.layers.normed_heads import NAMES as NORMS
 from liger_patch.layers.normed_heads import (
     UncomputedNorm,
     computed,
     norms_left_to_rotation,
     rotated_norms,
+    rotates_its_norms,
 )
 from liger_patch.layers.probing import probing, results_match
 from liger_patch.subclass import derived_class, once_for_each_class
@@ -238,8 +238,9 @@ def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
 def rotary_attention(original: Any) -> type[nn.Module]:
     """Derive the class of an attention whose forward calls the kernel for its rotary embedding."""
     module = original.forward.__globals__
-    others = {name: _known(module[name], name, f) for name, f in _rotations(original).items()}
-    norms = names_of(original).issuperset(NORMS) and set(_rotations(original).values()) == {rotary}
+    rotations = _rotations(original)
+    others = {name: _known(module[name], name, f) for name, f in rotations.items()}
+    norms = set(rotations.values()) == {rotary} and rotates_its_norms(original.forward, rotations)
     forward = _with_globals(original.forward, others, rotates_norms=norms)
     return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 

@@ -7,8 +7,9 @@ with an uncomputed norm computes the norm first, and goes on with it.
 
 from __future__ import annotations
 
+import dis
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from liger_patch.kernels.rms_norm import NormInputs, rms_norm
 from liger_patch.layers.checks import has_hooks
 
 NAMES = ("q_norm", "k_norm")  # of an attention's norms
+JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _running = threading.local()  # the norms of the attention that this thread runs
 
 
@@ -83,6 +85,24 @@ for _name in set(dir(Tensor)) - set(dir(UncomputedNorm)) | _COMPARISONS:
 def computed(value: Any) -> Any:
     """Return the value of an uncomputed norm, and all else as it is."""
     return value.computed() if type(value) is UncomputedNorm else value
+
+
+def rotates_its_norms(forward: Callable[..., Any], rotations: Collection[str]) -> bool:
+    """Return whether the code of an attention's forward norms queries and keys, and rotates them
+    behind that in every call.
+
+    Else a cache or an attention function would be given norms that are not computed, and those of
+    other libraries take tensors alone: EXAONE 4 rotates in some layers only, T5Gemma 2 has a norm
+    behind the rotation.
+    """
+    code = list(dis.get_instructions(forward))
+    norms = [each.offset for each in code if each.argval in NAMES]
+    places = [each.offset for each in code if each.argval in rotations]
+    if not norms or not places:
+        return False
+    jumps = [(each.offset, each.argval) for each in code if each.opcode in JUMPS]
+    is_skipped = any(start < place < end for start, end in jumps for place in places)
+    return max(norms) < min(places) and not is_skipped
 
 
 @contextmanager

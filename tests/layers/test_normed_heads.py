@@ -9,7 +9,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Step, joined, step, tell_apart, widened
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_patch import apply_patch, registry, revert_patch
 from liger_patch.kernels.normed_rotary import normed_rotary
@@ -34,12 +36,11 @@ pytestmark = [
 
 ROWS = {row.model_type: row for row in registry.available()}
 TAKING = [  # all rows whose attentions' norms are left to the rotary embedding
-    "afmoe", "apertus", "cosmos3_omni", "doge", "dots1", "exaone4", "exaone4_5", "exaone_moe",
-    "gemma3", "gemma3_text", "hy_v3", "kolibri1", "laguna", "lighton_ocr", "mellum", "minicpm_ocr",
-    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "minimax_m3_vl_text", "moss_transcribe_diarize",
-    "qianfan_ocr", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_asr", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe",
-    "qwen4_exp", "qwen4_exp_text", "t5gemma2",
+    "apertus", "cosmos3_omni", "doge", "dots1", "gemma3", "gemma3_text", "hy_v3", "laguna",
+    "lighton_ocr", "mellum", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl",
+    "minimax_m3_vl_text", "moss_transcribe_diarize", "qianfan_ocr", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_asr", "qwen3_moe", "qwen3_next",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "t5gemma2",
 ]  # fmt: skip
 TOGETHER, APART = "together", "apart"
 
@@ -130,10 +131,39 @@ def test_a_model_computes_what_it_computes_with_the_norms_apart(
     slow_but(["olmo2"], [name for name in ROWS if name not in TAKING]),
 )
 def test_no_other_model_takes_it(model_type: str, calls: Calls) -> None:
-    """None of those with another rotary embedding, or with norms of all features at once."""
+    """None of those with another rotary embedding, with norms of all features at once, or with
+    layers that do not rotate.
+    """
     model = apply_patch(make_model(model_type))
     taken = calls.taken(lambda: step(model, tiny_batch(model)))[1]
     assert TOGETHER not in taken
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "afmoe", "t5gemma2"])
+def test_caches_and_attention_functions_are_given_tensors(
+    model_type: str, use_cache: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other libraries take nothing else. AFMoE has layers that do not rotate, T5Gemma 2
+    norms keys that it does not rotate.
+    """
+    model, seen = apply_patch(make_model(model_type)), []
+    attend, update = ALL_ATTENTION_FUNCTIONS["sdpa"], DynamicCache.update
+
+    def spied_attention(module: Any, *states: Any, **options: Any) -> Any:
+        seen.extend(map(type, states[:3]))
+        return attend(module, *states, **options)
+
+    def spied_update(self: Any, *states: Any, **options: Any) -> Any:
+        seen.extend(map(type, states[:2]))
+        return update(self, *states, **options)
+
+    monkeypatch.setitem(cast(Any, ALL_ATTENTION_FUNCTIONS), "sdpa", spied_attention)
+    monkeypatch.setattr(DynamicCache, "update", spied_update)
+    model.set_attn_implementation("sdpa")
+    model.eval()(**tiny_batch(model), use_cache=use_cache)
+    assert seen
+    assert set(seen) == {Tensor}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
