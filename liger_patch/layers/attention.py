@@ -253,13 +253,13 @@ def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Ca
 
     def rotated(*arguments: Any, **options: Any) -> Any:
         is_known = len(arguments) == number and (takes_options or not options)
+        is_known = is_known and not needs_own_code(*arguments)
         if takes_norms and not is_compiled_here() and UncomputedNorm in map(type, arguments):
             result = rotated_norms(*arguments) if is_known else None
             if result is not None:
                 return result
             arguments = tuple(map(computed, arguments))
-        function = rotate if is_known and not needs_own_code(*arguments) else own
-        return function(*arguments, **options)
+        return (rotate if is_known else own)(*arguments, **options)
 
     return rotated
 

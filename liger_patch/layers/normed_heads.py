@@ -54,8 +54,11 @@ class UncomputedNorm:
         return self._result
 
     def uncomputed(self) -> NormInputs | None:
-        """Return what the norm is computed of; None where it is computed already."""
-        return self._inputs if self._result is None else None
+        """Return what the norm is computed of; None where it is computed already, and where the
+        gradient mode is another one now.
+        """
+        is_left = self._result is None and self._has_gradient == torch.is_grad_enabled()
+        return self._inputs if is_left else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.computed(), name)

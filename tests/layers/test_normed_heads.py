@@ -284,6 +284,29 @@ def test_norms_are_not_left_to_another_rotary_function(
     assert types == [(Tensor, Tensor)] * 2
 
 
+def test_tables_without_memory_of_their_own_take_the_models_own_way(calls: Calls) -> None:
+    """As the tables of a tensor-parallel model may be."""
+
+    class Wrapper(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        def __tensor_flatten__(self):
+            return [], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, *_: Any):
+            raise NotImplementedError
+
+    model = apply_patch(make_model())
+    expected = step(model, tiny_batch(model))
+    model.model.rotary_emb.register_forward_hook(
+        lambda *each: tuple(table.as_subclass(Wrapper) for table in each[-1])
+    )
+    ours, taken = calls.taken(lambda: step(model, tiny_batch(model)))
+    assert taken == [APART] * 4
+    torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_torch_compile_traces_the_norms(calls: Calls) -> None:
     model = apply_patch(make_model()).double()
@@ -394,6 +417,10 @@ def test_an_uncomputed_norm_keeps_the_gradient_mode_of_its_call() -> None:
     with torch.no_grad():
         assert y.abs().max() > 0
     torch.autograd.grad((y * y).sum(), x)
+    with torch.no_grad():
+        q, k = (UncomputedNorm(NormInputs(x, None, 1e-6, 0.0, torch.float32)) for _ in range(2))
+    assert rotated_norms(q, k, *torch.randn(2, 1, 4, 8)) is None
+    assert not q.computed().requires_grad
 
 
 def test_norms_that_were_read_are_not_computed_again() -> None:
