@@ -216,6 +216,7 @@ NORMED_ROTARIES = (  # dtype, weight's, that of cos, attention heads of q and k,
     ("*bf16", "*bf16", "*fp32", 16, 2, 256, 64),
     ("*fp16", "*fp16", "*fp16", 8, 4, 80, 80),
     ("*fp32", "*fp32", "*fp32", 8, 8, 128, 128),
+    ("*bf16", "*bf16", "*bf16", 9, 1, 1024, 1024),
     ("*fp32", None, "*fp32", 3, 1, 1024, 1024),
 )
 

@@ -256,7 +256,8 @@ def blocks_of(q_num_heads: int, k_num_heads: int, size: int) -> dict[str, Any]:
     block_size: Any = triton.next_power_of_2(size)
     blocks = {"BLOCK_SIZE": block_size}
     for name, num_heads in (("Q", q_num_heads), ("K", k_num_heads)):
-        heads: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, num_heads)))
+        most = min(MAX_BLOCK_HEADS, TILE // block_size)
+        heads: Any = min(most, triton.next_power_of_2(max(1, num_heads)))
         blocks[f"BLOCK_{name}_HEADS"] = heads
-        blocks[f"BLOCK_{name}_TOKENS"] = max(1, TILE // (heads * block_size))
+        blocks[f"BLOCK_{name}_TOKENS"] = TILE // (heads * block_size)
     return blocks

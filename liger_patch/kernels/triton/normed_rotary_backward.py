@@ -262,6 +262,6 @@ def stages(
         most_bytes: of the shared memory that a program can have.
     """
     tables = 2 * block_tokens * block_size * table_bytes
-    tile_bytes = max(TILE, block_size) * (x_bytes + 2 * dy_bytes) + tables
+    tile_bytes = TILE * (x_bytes + 2 * dy_bytes) + tables
     fitting = 1 + min(STAGES_BYTES, most_bytes - SCRATCH_BYTES) // tile_bytes
     return STAGES if fitting >= STAGES and turned % 32 == 0 else 1
