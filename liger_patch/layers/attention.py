@@ -254,11 +254,11 @@ def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Ca
     def rotated(*arguments: Any, **options: Any) -> Any:
         is_known = len(arguments) == number and (takes_options or not options)
         is_known = is_known and not needs_own_code(*arguments)
-        if takes_norms and not is_compiled_here() and UncomputedNorm in map(type, arguments):
-            result = rotated_norms(*arguments) if is_known else None
+        if takes_norms and any(type(each) is UncomputedNorm for each in arguments):
+            result = rotated_norms(*arguments) if is_known and not is_compiled_here() else None
             if result is not None:
                 return result
-            arguments = tuple(map(computed, arguments))
+            arguments = tuple([computed(each) for each in arguments])
         return (rotate if is_known else own)(*arguments, **options)
 
     return rotated

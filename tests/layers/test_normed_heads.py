@@ -26,7 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_patch import apply_patch, registry, revert_patch
 from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
+from liger_patch.kernels.rotary import rotary
 from liger_patch.layers import norm, normed_heads
+from liger_patch.layers.attention import _known
 from liger_patch.layers.normed_heads import UncomputedNorm, rotated_norms
 
 pytestmark = [
@@ -323,6 +325,29 @@ def test_torch_compile_traces_the_norms(calls: Calls) -> None:
     parameters = [p for p in model.model.parameters() if p.requires_grad]
     ours, expected = (torch.autograd.grad(y.sum(), parameters) for y in (ours, expected))
     torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_a_rotation_that_is_compiled_alone_computes_the_norms(calls: Calls) -> None:
+    """Dynamo compiles single functions where it has given up on their callers."""
+    attention: Any = apply_patch(make_model()).model.layers[0].self_attn
+    module: Any = sys.modules[type(attention).__module__]
+    rotate = _known(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", rotary)
+    x = torch.randn(1, 3, 4, attention.head_dim, requires_grad=True)
+    tables = torch.randn(2, 1, 3, attention.head_dim)
+    leaves = [x, attention.q_norm.weight, attention.k_norm.weight]
+
+    def results(function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        with normed_heads.norms_left_to_rotation(attention):
+            q, k = (attention.q_norm(x), attention.k_norm(x))
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = function(q, k, *tables)
+        return q, k, *torch.autograd.grad(q.square().sum() + k.square().sum(), leaves)
+
+    expected, taken = calls.taken(lambda: results(rotate))
+    assert taken == [TOGETHER]
+    compiled = torch.compile(rotate, backend="aot_eager")
+    torch.testing.assert_close(results(compiled), expected)
 
 
 def test_torch_func_takes_the_models_own_way(calls: Calls) -> None:
