@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ LORA_FORWARDS = ("Linear.forward", "Linear4bit.forward", "Linear8bitLt.forward")
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model that a ``PeftModel`` wraps; any other module as it is."""
+    """Return the model that one of PEFT's wrappers holds; any other module as it is."""
+    if isinstance(model, PeftMixedModel):  # has no get_base_model
+        return model.base_model.model
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 

@@ -410,3 +410,26 @@ def test_merged_adapters_are_asked_for_once_in_a_forward_pass(
         call(model, tiny_batch(base))
         assert patch_status(model).fused
         assert len(asked) == passes
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_model_of_several_tuners_is_patched_through_its_wrapper(patch: str) -> None:
+    def mixed(patch: str = "") -> Any:
+        base = tiny_model(ROWS["llama"]).double()
+        if "before" in patch:
+            apply_patch(base)
+        torch.manual_seed(1)
+        config = peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)
+        model = peft.get_peft_model(base, lora(init_lora_weights=False), mixed=True)
+        model.add_adapter("loha", config)
+        model.set_adapter(["default", "loha"])
+        return apply_patch(model) if "after" in patch else model
+
+    eager, model = mixed(), mixed(patch)
+    batch = tiny_batch(eager.base_model.model)
+    truth, ours = step(eager, batch), step(model, batch)
+    assert_no_worse(ours, truth, truth, torch.float32)
+    assert patch_status(model).fused
+    assert revert_patch(model) is model
+    assert not patch_status(model).patched
+    assert type(model.base_model.model) is type(eager.base_model.model)
