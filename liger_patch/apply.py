@@ -92,6 +92,8 @@ def apply_patch(
             "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
             f"{checkpoint_offload!r}"
         )
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = _layer_names(layers)
     asked = layers if isinstance(layers, bool) else names

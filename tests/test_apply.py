@@ -45,10 +45,12 @@ def test_a_wrapped_model_is_a_type_error_that_says_when_to_patch(model: Any) -> 
         ("label_smoothing", float("nan")),
         ("label_smoothing", "a"),
         ("label_smoothing", None),
+        ("label_smoothing", True),
         ("z_loss", -1.0),
         ("z_loss", float("inf")),
         ("z_loss", float("nan")),
         ("z_loss", "a"),
+        ("z_loss", True),
         ("chunk_mib", 0),
         ("chunk_mib", -1.0),
         ("chunk_mib", float("inf")),
@@ -56,6 +58,8 @@ def test_a_wrapped_model_is_a_type_error_that_says_when_to_patch(model: Any) -> 
         ("chunk_mib", True),
         ("reduction", "none"),
         ("reduction", "average"),
+        ("strict", "no"),
+        ("strict", None),
     ],
 )
 def test_an_option_out_of_range_is_named_with_its_value(

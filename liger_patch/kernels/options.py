@@ -47,7 +47,8 @@ class LossOptions:
             raise ValueError(f"ignore_index must be a 64-bit integer, got {self.ignore_index!r}")
         for name in ("softcap", "logit_scale", "label_smoothing", "z_loss"):
             value = getattr(self, name)
-            if not isinstance(value, Real) and not (name == "softcap" and value is None):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number and not (name == "softcap" and value is None):
                 raise ValueError(f"{name} must be a number, got {value!r}")
         if self.softcap is not None and not (self.softcap > 0 and is_finite(self.softcap)):
             raise ValueError(f"softcap must be a finite number > 0 or None, got {self.softcap}")
