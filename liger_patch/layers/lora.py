@@ -125,8 +125,7 @@ def not_plain(model: nn.Module) -> Counter[str]:
     layers: list[Any] = [each for each in model.modules() if each is not head]
     for layer in layers:
         if is_on_kernels(layer):
-            dtype = _own_dtype(layer.get_base_layer())
-            last = _last_call.get(layer, Dtypes(dtype, dtype, casts=True))
+            last = _last_call.get(layer)
             plain = last if isinstance(last, str) else _plain(layer, last)
             reasons.update([plain] if isinstance(plain, str) else ())
         elif "forward" in vars(layer) and peft.has_adapters(layer):
@@ -140,14 +139,6 @@ def forget_calls(model: nn.Module) -> None:
     """Forget the dtypes of the last calls of a model's layers."""
     for layer in model.modules():
         _last_call.pop(layer, None)
-
-
-def _own_dtype(base: Any) -> torch.dtype:
-    """Return the dtype of the products of a layer, quantised or not."""
-    weight = next(base.parameters(recurse=False))  # ZeRO-3 gathers what is read by its name
-    if weight.is_floating_point():
-        return weight.dtype
-    return getattr(base, "compute_dtype", None) or torch.bfloat16
 
 
 def lora_feed_forward(
@@ -245,7 +236,15 @@ def _why_not_asked(layer: Any, x: Tensor) -> str | None:
     return None
 
 
-def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
+def _own_dtypes(base: Any) -> Dtypes:
+    """Return those of a layer, quantised or not, under autocast to the dtype of its products."""
+    dtype = base.weight.dtype
+    if not dtype.is_floating_point:
+        dtype = getattr(base, "compute_dtype", None) or torch.bfloat16
+    return Dtypes(dtype, dtype, casts=True)
+
+
+def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     from liger_patch.integrations import peft
 
     base: Any = layer.base_layer
@@ -256,7 +255,7 @@ def _plain(layer: Any, dtypes: Dtypes) -> Plain | str:
         return adapter
     if any(map(has_hooks, adapter.modules)):
         return "hooks within the layer"
-    x_dtype, dtype, casts = dtypes
+    x_dtype, dtype, casts = dtypes or _own_dtypes(base)
     weight, bias, result_dtype = base.weight, base.bias, dtype
     if type(base) is not nn.Linear:
         weight = _quantized_weight(base, dtype)
