@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -107,7 +107,7 @@ def measure_step(rank: int, request: Request, ranks: int, folder: str) -> None:
         status = patch_status(model)
         row |= {"fused": status.fused, "reason": status.reason}
     _write(row | _measured(step, request.rounds, device), rank, folder)
-    distributed.destroy_process_group()
+    leave()
 
 
 def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> None:
@@ -136,7 +136,7 @@ def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> No
     row = {} if request.name == ONE_SHARD else {"loss": loss.item()}
     row["collectives"] = counted.rows()
     _write(row | _measured(step, request.rounds, device), rank, folder)
-    distributed.destroy_process_group()
+    leave()
 
 
 def _head_loss(
@@ -182,6 +182,15 @@ def _head_loss(
             return Parallel(loss_of())
 
     return step
+
+
+def leave() -> NoReturn:
+    """End this process of a group as it is, when all have come here.
+
+    A thread of gloo may wait for the lock that whoever destroys the group holds (torch 2.13).
+    """
+    distributed.barrier()
+    os._exit(0)
 
 
 def _join(rank: int, ranks: int, folder: str, device: str) -> torch.device:
