@@ -27,6 +27,7 @@ from liger_patch.kernels.head.labels import (
 )
 from liger_patch.kernels.head.logits import cross_entropy_rows
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.rows import contiguous_features
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -34,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, reduction: str
     ) -> Tensor:
-        logits = _rows(logits)
+        logits = contiguous_features(logits)
         ctx.save_for_backward(logits, labels, factors, options.class_weight)
         ctx.options = options
         losses = cross_entropy_rows(logits, labels, options) * factors
@@ -45,16 +46,13 @@ class _CrossEntropy(torch.autograd.Function):
         check_backward("cross_entropy", grad_output)
         logits, labels, factors, class_weight = ctx.saved_tensors
         options = replace(ctx.options, class_weight=class_weight)
-        logits = _rows(logits)  # hooks of saved tensors may have given them other strides
+        # hooks of saved tensors may have given them other strides
+        logits = contiguous_features(logits)
         dlogits = torch.empty_like(logits)
         cross_entropy_rows(
             logits, labels, options, dlogits=dlogits, row_scale=factors * grad_output
         )
         return dlogits, None, None, None, None
-
-
-def _rows(logits: Tensor) -> Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 def cross_entropy(
@@ -183,7 +181,8 @@ def _loss(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]
     options, how = _arguments(others[:6], others[6:])
     _check(logits, labels, options, **how)
     factors = _factors(logits, labels, options, **how).contiguous()
-    losses = cross_entropy_rows(_rows(logits), labels.to(torch.int64), options) * factors
+    logits = contiguous_features(logits)
+    losses = cross_entropy_rows(logits, labels.to(torch.int64), options) * factors
     return losses if how["reduction"] == "none" else losses.sum(), factors
 
 
@@ -198,7 +197,7 @@ def _backward(
 ) -> Tensor:
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     cross_entropy_rows(
-        _rows(logits),
+        contiguous_features(logits),
         labels.to(torch.int64),
         LossOptions(*options),
         dlogits=dlogits,

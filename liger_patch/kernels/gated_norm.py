@@ -25,6 +25,7 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 from liger_patch.kernels.rms_norm import NUMBERS
+from liger_patch.kernels.rows import contiguous_features
 
 ACTIVATIONS = ("silu", "sigmoid")
 MAX_GROUP_SIZE = 8192  # of the Triton form: a group's registers
@@ -148,8 +149,7 @@ def _serves(x: Tensor, gate: Tensor, weight: Tensor, group_size: int) -> bool:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return (R, H) of contiguous features, without a copy where the rows are a stride apart."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return contiguous_features(tensor.reshape(-1, tensor.shape[-1]))
 
 
 class _GatedNorm(torch.autograd.Function):

@@ -13,6 +13,11 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
+def contiguous_features(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied where its last dimension has another stride than 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return dense memory for a result of the tensor's shape, rows in the tensor's order;
     contiguous where the tensor's last dimension is not. Strides of dimensions of size 1 say

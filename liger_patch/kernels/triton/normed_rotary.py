@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.rows import contiguous_features
 from liger_patch.kernels.triton.rms_norm import TILE
 
 MAX_BLOCK_HEADS = 8  # of a tile: they share the angles that it loads
@@ -232,11 +233,6 @@ def normed_rotary(
             **blocks,
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
-
-
-def contiguous_features(x: Tensor) -> Tensor:
-    """Return the tensor, copied where its last dimension has another stride than 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tiles_of(q: Tensor, k: Tensor, blocks: dict[str, Any]) -> tuple[int, int]:

@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.backend import processors, shared_bytes
+from liger_patch.kernels.rows import contiguous_features
 from liger_patch.kernels.triton.normed_rotary import (
     NORM_DTYPES,
     WARPS,
     blocks_of,
     columns_of,
-    contiguous_features,
     place_of,
     rows_of,
     scale_of,

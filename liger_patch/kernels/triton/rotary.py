@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.rows import contiguous_features
+
 # The best of those tried on an H200, for attention heads of 64 to 256 features, of which all, a
 # half or a quarter are turned
 MAX_BLOCK_HEADS = 8  # that a program holds at a time
@@ -189,7 +191,7 @@ def rotary(
     """Write the turned queries and keys; ``backward``: turned back; ``grouped``: of interleaved
     pairs, to halves.
     """
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
+    q, k = (contiguous_features(x) for x in inputs)
     batch, q_num_heads, tokens, size = q.shape
     turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
