@@ -17,6 +17,7 @@ from liger_patch.kernels.backend import (
     operator,
     serves_triton,
 )
+from liger_patch.kernels.rows import contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}
@@ -35,7 +36,7 @@ def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if serves_triton(gate, up):
         from liger_patch.kernels.triton import gated as gated_triton
 
-        gated_triton.gated(gate.contiguous(), _contiguous(up), y, activation)
+        gated_triton.gated(gate.contiguous(), contiguous(up), y, activation)
         return y
     dtype = accumulation_dtype(y.dtype)
     gate, up = _parts(gate, up)
@@ -72,7 +73,7 @@ def _gradients(
     if serves_triton(dy, gate, up):
         from liger_patch.kernels.triton import gated as gated_triton
 
-        tensors = (dy, gate.contiguous(), _contiguous(up), dgate, None if up is None else dup, y)
+        tensors = (dy, gate.contiguous(), contiguous(up), dgate, None if up is None else dup, y)
         gated_triton.gated_backward(*tensors, activation)
         return results
     dgate, dup = _parts(dgate, None if up is None else dup)
@@ -97,10 +98,6 @@ def _parts(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         return gate, up
     first, second = gate.chunk(2, -1)
     return first, second
-
-
-def _contiguous(up: Tensor | None) -> Tensor | None:
-    return None if up is None else up.contiguous()
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:

@@ -25,8 +25,9 @@ from liger_patch.kernels.backend import (
     operator,
     serves_triton,
 )
-from liger_patch.kernels.rms_norm import NUMBERS, _contiguous, _rms_norm, _rms_norm_backward
-from liger_patch.kernels.rotary import _like, _rotary, check_rotation
+from liger_patch.kernels.rms_norm import NUMBERS, rms_norm_backward, rms_norm_forward
+from liger_patch.kernels.rotary import check_rotation, rotate
+from liger_patch.kernels.rows import contiguous, empty_tokens_first
 
 MAX_HEAD_SIZE = 1024  # of the Triton form: a row's registers
 
@@ -44,7 +45,7 @@ def _normed_rotary_results(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_rstd, k_rstd = (_per_row(x) for x in (q, k))
-    return _like(q, dtype), _like(k, dtype), q_rstd, k_rstd
+    return empty_tokens_first(q, dtype), empty_tokens_first(k, dtype), q_rstd, k_rstd
 
 
 def _per_row(x: Tensor) -> Tensor:
@@ -69,17 +70,17 @@ def _normed_rotary(
     weights = q_weight, k_weight
     if not _serves(q, k, *weights, cos, sin, dtypes=(norm_dtype, dtype)):
         (q, q_rstd), (k, k_rstd) = (
-            _rms_norm(x, weight, eps, offset, norm_dtype)
+            rms_norm_forward(x, weight, eps, offset, norm_dtype)
             for x, weight in zip((q, k), weights, strict=True)
         )
-        q, k = _rotary(q, k, cos, sin, dtype, False, False, False)
+        q, k = rotate(q, k, cos, sin, dtype, False, False, False)
         return q, k, q_rstd.mT.contiguous(), k_rstd.mT.contiguous()
     from liger_patch.kernels.triton import normed_rotary as normed_rotary_triton
 
     q_out, k_out, q_rstd, k_rstd = results = _normed_rotary_results(
         q, k, *weights, cos, sin, eps, offset, norm_dtype, dtype
     )
-    weights = _contiguous(q_weight), _contiguous(k_weight)
+    weights = contiguous(q_weight), contiguous(k_weight)
     inputs = ((q, k), weights, cos, sin, eps, offset, norm_dtype)
     normed_rotary_triton.normed_rotary(*inputs, (q_out, k_out), (q_rstd, k_rstd))
     return results
@@ -100,9 +101,10 @@ def _normed_rotary_backward_results(
     norm_dtype: torch.dtype,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk = empty_tokens_first(q, q.dtype), empty_tokens_first(k, k.dtype)
     if q_weight is None or not wants_weights:
-        return _like(q, q.dtype), _like(k, k.dtype), q.new_empty(0)
-    return _like(q, q.dtype), _like(k, k.dtype), q_weight.new_empty(2, len(q_weight))
+        return dq, dk, q.new_empty(0)
+    return dq, dk, q_weight.new_empty(2, len(q_weight))
 
 
 @operator(_normed_rotary_backward_results)
@@ -130,18 +132,18 @@ def _normed_rotary_backward(
     if serves and serves_triton(dq_out, dk_out):
         from liger_patch.kernels.triton import normed_rotary_backward as backward_triton
 
-        weights = _contiguous(q_weight), _contiguous(k_weight)
+        weights = contiguous(q_weight), contiguous(k_weight)
         # hooks of saved tensors may have given these other strides
         rstds = (q_rstd.contiguous(), k_rstd.contiguous())
         inputs = ((dq_out, dk_out), (q, k), weights, cos, sin, rstds, offset, norm_dtype)
         wanted = dweights if dweights.numel() else None
         backward_triton.normed_rotary_backward(*inputs, gradients, wanted)
         return results
-    upstream = _rotary(dq_out, dk_out, cos, sin, norm_dtype, False, False, True)
+    upstream = rotate(dq_out, dk_out, cos, sin, norm_dtype, False, False, True)
     rows = zip(upstream, (q, k), weights, (q_rstd, k_rstd), gradients, strict=True)
     for i, (dy, x, weight, rstd, dx) in enumerate(rows):
         own = (dy, x, weight, rstd.transpose(1, 2), offset, wants_weights)
-        dx_own, dweight = _rms_norm_backward(*own)
+        dx_own, dweight = rms_norm_backward(*own)
         dx.copy_(dx_own)
         if dweights.numel():
             dweights[i] = dweight

@@ -26,6 +26,7 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 from liger_patch.kernels.rows import (
+    contiguous,
     empty_in_order,
     empty_per_row,
     in_order_of,
@@ -36,23 +37,24 @@ NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)  # symbols of a dynam
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 
-def _rms_norm_results(
+def _forward_results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     y = empty_in_order(x, dtype)
     return y, empty_per_row(y, accumulation_dtype(x.dtype))
 
 
-@operator(_rms_norm_results)
-def _rms_norm(
+@operator(_forward_results)
+def rms_norm_forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    y, rstd = _rms_norm_results(x, weight, eps, offset, dtype)
+    """Return y and rstd (...), and record nothing for a backward pass."""
+    y, rstd = _forward_results(x, weight, eps, offset, dtype)
     if _serves(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         rows = in_order_of(y, x)
-        rms_norm_triton.rms_norm(rows, _contiguous(weight), eps, offset, y, rstd)
+        rms_norm_triton.rms_norm(rows, contiguous(weight), eps, offset, y, rstd)
     else:
         wide = x.to(rstd.dtype)
         rstd.copy_(torch.rsqrt(wide.square().mean(-1).add_(eps)))
@@ -60,7 +62,7 @@ def _rms_norm(
     return y, rstd
 
 
-def _rms_norm_backward_results(
+def _backward_results(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     if weight is None or not wants_weight:
@@ -68,17 +70,18 @@ def _rms_norm_backward_results(
     return empty_in_order(x), torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-@operator(_rms_norm_backward_results)
-def _rms_norm_backward(
+@operator(_backward_results)
+def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    dx, dweight = _rms_norm_backward_results(dy, x, weight, rstd, offset, wants_weight)
+    """Return dx and dweight (H,), which is empty where it is not wanted."""
+    dx, dweight = _backward_results(dy, x, weight, rstd, offset, wants_weight)
     if _serves(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         # hooks of saved tensors may have given x another order than that of the forward pass
         rstd = per_row_in_order_of(dx, rstd)
-        inputs = (in_order_of(dx, dy), in_order_of(dx, x), _contiguous(weight), rstd)
+        inputs = (in_order_of(dx, dy), in_order_of(dx, x), contiguous(weight), rstd)
         rms_norm_triton.rms_norm_backward(*inputs, offset, dx, dweight if dweight.numel() else None)
     else:
         rstd = rstd[..., None]
@@ -108,13 +111,13 @@ class NormInputs(NamedTuple):
 
     def norm(self) -> Tensor:
         """Return the norm (..., H) again, the same bits, and record nothing."""
-        return _rms_norm(self.x, self.weight, self.eps, self.offset, self.dtype)[0]
+        return rms_norm_forward(self.x, self.weight, self.eps, self.offset, self.dtype)[0]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype):
-        y, rstd = _rms_norm(x, weight, eps, offset, dtype)
+        y, rstd = rms_norm_forward(x, weight, eps, offset, dtype)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         return y
@@ -124,7 +127,7 @@ class _RmsNorm(torch.autograd.Function):
         check_backward("rms_norm", dy, advice=LAYER_ADVICE)
         x, weight, rstd = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
+        dx, dweight = rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
         return dx if wants_x else None, dweight if wants_weight else None, None, None, None
 
 
@@ -174,10 +177,6 @@ def rms_norm(
 
 def _serves(x: Tensor, weight: Tensor | None) -> bool:
     return serves_triton(x, weight) and x.shape[-1] <= MAX_HIDDEN_SIZE
-
-
-def _contiguous(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
 
 
 def _scaled(values: Tensor, weight: Tensor | None, offset: float) -> Tensor:

@@ -21,9 +21,10 @@ from liger_patch.kernels.backend import (
     operator,
     serves_triton,
 )
+from liger_patch.kernels.rows import empty_tokens_first
 
 
-def _rotary_results(
+def _rotate_results(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
@@ -33,11 +34,11 @@ def _rotary_results(
     grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _like(q, dtype), _like(k, dtype)
+    return empty_tokens_first(q, dtype), empty_tokens_first(k, dtype)
 
 
-@operator(_rotary_results)
-def _rotary(
+@operator(_rotate_results)
+def rotate(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
@@ -47,7 +48,8 @@ def _rotary(
     grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    outputs = _like(q, dtype), _like(k, dtype)
+    """Return q and k turned, or turned back, and record nothing for a backward pass."""
+    outputs = empty_tokens_first(q, dtype), empty_tokens_first(k, dtype)
     if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels.triton import rotary as rotary_triton
 
@@ -57,15 +59,6 @@ def _rotary(
         for x, out in zip((q, k), outputs, strict=True):
             _rotated(x, cos[:, None], sin[:, None], out, interleaved, grouped, backward)
     return outputs
-
-
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory with tokens in front of attention heads, as the products that made ``x`` left
-    it. No view: what an autograd function returns is not to be written to where it is one.
-    """
-    _, num_heads, tokens, size = x.shape
-    strides = (tokens * num_heads * size, size, num_heads * size, 1)
-    return x.new_empty_strided(x.shape, strides, dtype=dtype)
 
 
 def _rotated(
@@ -149,14 +142,14 @@ class _Rotary(torch.autograd.Function):
     ):
         ctx.save_for_backward(cos, sin)
         ctx.dtype, ctx.pairs = q.dtype, (interleaved, grouped)
-        return _rotary(q, k, cos, sin, dtype, interleaved, grouped, False)
+        return rotate(q, k, cos, sin, dtype, interleaved, grouped, False)
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
         check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
         interleaved, grouped = ctx.pairs
-        turned_back = _rotary(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, True)
+        turned_back = rotate(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, True)
         return *turned_back, None, None, None, None, None
 
 

@@ -18,6 +18,11 @@ def contiguous_features(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return the tensor, copied unless it is contiguous; None for None."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return dense memory for a result of the tensor's shape, rows in the tensor's order;
     contiguous where the tensor's last dimension is not. Strides of dimensions of size 1 say
@@ -34,6 +39,16 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         strides[d], step = step, step * tensor.shape[d]
     # no view: what an autograd function returns is not to be written to where it is one
     return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype)
+
+
+def empty_tokens_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for a result of the shape of x (B, num_heads, T, D), tokens in front of
+    attention heads, as the products that made x left it.
+    """
+    _, num_heads, tokens, size = x.shape
+    strides = (tokens * num_heads * size, size, num_heads * size, 1)
+    # no view: what an autograd function returns is not to be written to where it is one
+    return x.new_empty_strided(x.shape, strides, dtype=dtype)
 
 
 def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
