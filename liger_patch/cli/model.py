@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
@@ -79,9 +80,12 @@ def load_config(model: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=True)
     except Exception as error:  # also Transformers' own, of fields that a config cannot have
+        reason = described(error)
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            reason = f"it is not in the cache; `hf download {model} config.json` puts it there"
         raise ValueError(
             "MODEL must be a name in the local Hugging Face cache, a folder or a config.json, "
-            f"got {model!r}: {described(error)}"
+            f"got {model!r}: {reason}"
         ) from error
     _model_class(config)
     return config

@@ -82,6 +82,13 @@ def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert message in capsys.readouterr().err
 
 
+def test_a_name_that_is_not_in_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "nobody/nothing"])
+    printed = capsys.readouterr().err
+    assert "`hf download nobody/nothing config.json` puts it there" in printed
+
+
 def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     with pytest.raises(SystemExit, match="2"):
