@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from liger_patch import apply_patch
 
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
-from .models import Model
-from .names import LOWER_BOUND
+from .models import Model, has_sliding_attention
+from .names import FLEX, LOWER_BOUND
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -158,7 +158,7 @@ def _allocated_mib(count: Callable[[], int]) -> float:
     return count() / MIB if torch.cuda.is_available() else 0.0
 
 
-def _eager(request: Request, setting: Setting) -> Any:
+def _eager(request: Request, setting: Setting, attention: str = "sdpa") -> Any:
     """Return PEFT's model: a frozen base in bf16 or 4 bits, adapters in float32.
 
     ``prepare_model_for_kbit_training`` would also make float32 copies of norms and head.
@@ -172,7 +172,7 @@ def _eager(request: Request, setting: Setting) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         request.folder,
         dtype=torch.bfloat16,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         device_map={"": request.device},
         quantization_config=in_4_bits if setting.quantised else None,
     )
@@ -219,6 +219,12 @@ def _ours_offloaded(request: Request, setting: Setting) -> Any:
     return model
 
 
+def _ours_flex(request: Request, setting: Setting) -> Any:
+    model = _eager(request, setting, "flex_attention")
+    apply_patch(model)
+    return model
+
+
 OFFLOADED = "liger_patch, offloaded"  # its checkpoints: for the rows that have some
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
@@ -226,7 +232,16 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "Unsloth": _unsloth,
     "liger_patch": _ours,
     OFFLOADED: _ours_offloaded,
+    FLEX: _ours_flex,
 }
+
+
+def is_measured(contender: str, config: Any, setting: Setting) -> bool:
+    """Return whether a contender differs from the others for a model and a setting."""
+    if contender == OFFLOADED:
+        return setting.checkpointing
+    return contender != FLEX or has_sliding_attention(config)
+
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))

@@ -11,7 +11,8 @@ eager's is wrong. Settings of one model run in turn in one process, whose kernel
 so its first row has the longest first step. Memory is the peak of the process, weights included.
 
 Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
-flex attention for Gemma 3. Checkpointing is Transformers' (non-reentrant), and Unsloth's own.
+flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. So ours has a contender
+with flex attention there. Checkpointing is Transformers' (non-reentrant), and Unsloth's own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 from transformers import Gemma3TextConfig
 
 from .benchmark import Benchmark, Cases
-from .lora_contenders import CONTENDERS, OFFLOADED, Request, Setting
+from .lora_contenders import CONTENDERS, Request, Setting, is_measured
 from .lora_report import terminal_lora_table
 from .measure import Failure, attempt, release_memory
 from .models import FULL_WIDTH, Model
@@ -121,9 +122,7 @@ def run_case(
         release_memory()
         found: list[dict] = []
         for contender in contenders:
-            settings = case.settings
-            if contender == OFFLOADED:
-                settings = tuple(each for each in settings if each.checkpointing)
+            settings = tuple(s for s in case.settings if is_measured(contender, model.config, s))
             if not settings:
                 continue
             sizes = (model.sequences, model.length)

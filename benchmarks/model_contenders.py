@@ -23,10 +23,13 @@ from liger_patch import apply_patch
 from liger_patch.layers import norm
 from liger_patch.layers.replace import count_layers
 
+from .models import has_sliding_attention
+
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
 NORMS_APART = "liger_patch, layers, norms and rotary apart"  # of queries and keys
 NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
+FLEX_LAYERS = "liger_patch, layers, flex attention"  # of models with sliding windows
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
@@ -46,6 +49,8 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
     found["liger_patch, layers"] = layers
     if any(hasattr(module, "q_norm") for module in model.modules()):
         found[NORMS_APART] = partial(_with_norms_apart, model)
+    if has_sliding_attention(model.config):
+        found[FLEX_LAYERS] = partial(layers, attention="flex_attention")
     if compiled:
         found["liger_patch, layers, compiled"] = partial(layers, compiled=_whole)
         found["liger_patch, layers, compiled by layer"] = partial(layers, compiled=_by_layer)
@@ -86,9 +91,12 @@ def _ours(
     *,
     layers: bool = False,
     norms: bool = True,
+    attention: str | None = None,
     compiled: Callable[[Any], Any] | None = None,
 ) -> Loss:
     own = shared_copy(model)
+    if attention is not None:
+        own.set_attn_implementation(attention)
     apply_patch(own, layers=layers)
     if not norms:
         others = [name for name, count in count_layers(own).items() if count and "norm" not in name]

@@ -24,6 +24,11 @@ from .heads import IGNORE_INDEX
 IGNORED = 0.4  # of the labels
 
 
+def has_sliding_attention(config: Any) -> bool:
+    """Return whether some layers attend within a window, as those of Gemma 2 and 3 do."""
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
 @dataclass(frozen=True)
 class Model:
     """A model, its batch, and how it is trained.

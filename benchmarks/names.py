@@ -8,4 +8,5 @@ OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 OF_HOPPER = f"{OURS}, of Hopper"  # for small batches, which run those of others
 PYTORCH, QUACK = "PyTorch", "QuACK"
 COPY = "copy"
+FLEX = f"{OURS}, flex attention"  # of models with sliding windows
 APART = f"{OURS}, apart"  # three kernels where there is one

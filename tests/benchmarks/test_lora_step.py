@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import lora_contenders, lora_step
 from benchmarks.__main__ import main
-from benchmarks.lora_contenders import OFFLOADED, Request, Setting, rows
+from benchmarks.lora_contenders import OFFLOADED, Request, Setting, is_measured, rows
 from benchmarks.lora_report import RATIO, terminal_lora_table
 from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
-from benchmarks.names import LOWER_BOUND
+from benchmarks.names import FLEX, LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
 from benchmarks.step_tables import lora_steps_table, lora_summary
 from liger_patch import patch_status
@@ -215,6 +215,14 @@ def test_offloaded_checkpoints_are_measured_where_there_are_some(monkeypatch: py
         run_case(Case(TINY, settings), ("liger_patch", OFFLOADED), rounds=1, device="cpu")
     ours = "liger_patch"
     assert asked == [(ours, [False, False, True]), (OFFLOADED, [True]), (ours, [False])]
+
+
+def test_flex_attention_is_measured_where_windows_slide(request_of: Callable[..., Request]):
+    names = {case.model.name for case in CASES if is_measured(FLEX, case.model.config, SETTINGS[2])}
+    assert names == {"Gemma-3-4B, 4 x 2048"}
+    model = lora_contenders.CONTENDERS[FLEX](request_of(FLEX, SETTINGS[0]), SETTINGS[0])
+    assert model.config._attn_implementation == "flex_attention"
+    assert patch_status(model).patched
 
 
 def test_the_contender_with_offloaded_checkpoints_asks_for_it(request_of: Callable[..., Request]):

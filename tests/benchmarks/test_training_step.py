@@ -17,7 +17,13 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks import training_step
 from benchmarks.heads import IGNORE_INDEX
-from benchmarks.model_contenders import NORMS_APART, NORMS_LEFT, shared_copy, some_contenders
+from benchmarks.model_contenders import (
+    FLEX_LAYERS,
+    NORMS_APART,
+    NORMS_LEFT,
+    shared_copy,
+    some_contenders,
+)
 from benchmarks.model_contenders import contenders as model_contenders
 from benchmarks.models import FULL_WIDTH, MODELS, Model
 from benchmarks.names import LOWER_BOUND
@@ -235,6 +241,17 @@ def test_norms_of_queries_and_keys_can_be_left_out_of_the_rotary_kernel(
     assert called == {"liger_patch, layers": 2, NORMS_APART: 0}
     assert torch.equal(*losses.values())
     assert NORMS_APART not in model_contenders(tiny(MODELS[0]).build("cpu"))
+
+
+def test_flex_attention_is_a_contender_where_windows_slide():
+    gemma = next(model for model in MODELS if model.name.startswith("Gemma-3"))
+    built = tiny(gemma).build("cpu")
+    loss: Any = model_contenders(built)[FLEX_LAYERS]()
+    (own,) = loss.args
+    assert own.config._attn_implementation == "flex_attention"
+    assert built.config._attn_implementation == "sdpa"
+    assert patch_status(own).patched
+    assert FLEX_LAYERS not in model_contenders(tiny(MODELS[0]).build("cpu"))
 
 
 def test_layers_are_compiled_apart():
