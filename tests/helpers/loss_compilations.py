@@ -23,7 +23,7 @@ FLAGS = (  # softcap, class weight, label smoothing, gradient
 
 
 def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(id, arguments: a type or a value, warps) of each compilation for the target."""
+    """(id, arguments: a type, or a value, warps) of each compilation for the target."""
     from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
 
     everything = itertools.product(DTYPES, itertools.product((0, 1), repeat=4), (MAX_BLOCK_V,))
@@ -48,9 +48,9 @@ def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]
                 "loss_ptr": "*fp32",
                 "vocab_size": "i32",
                 "ignore_index": "i32",
-                "softcap": ("fp32", 30.0 * softcap),
+                "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
-                "label_smoothing": ("fp32", 0.1 * smoothing),
+                "label_smoothing": "fp32" if smoothing else None,
                 "z_loss": "fp32",
                 "BLOCK_V": block_v,
             },
@@ -320,7 +320,7 @@ def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], i
                 "mean_logits_ptr": "*fp32",
                 "log_sum_sq_probs_ptr": "*fp32",
                 "vocab_size": "i32",
-                "softcap": ("fp32", 30.0 * softcap),
+                "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "BLOCK_V": block_v,
             },
@@ -349,7 +349,7 @@ def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any],
                 "dentropy_ptr": "*fp32" if of_entropy else None,
                 "dlse_ptr": "*fp32" if of_lse else None,
                 "vocab_size": "i32",
-                "softcap": ("fp32", 30.0 * softcap),
+                "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",
                 "BLOCK_V": block_v,
             },
@@ -404,7 +404,7 @@ def _shard_arguments(dtype: str, softcap: int, class_weight: int, block_v: int) 
         "labels_ptr": "*i64",
         "class_weight_ptr": "*fp32" if class_weight else None,
         "shard_size": "i32",
-        "softcap": ("fp32", 30.0 * softcap),
+        "softcap": "fp32" if softcap else None,
         "logit_scale": "fp32",
         "BLOCK_V": block_v,
     }

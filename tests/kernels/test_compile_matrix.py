@@ -23,7 +23,7 @@ from compile_targets import FULL, MULTIPLE, SHARED_KIB, TARGETS, spilled_bytes
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, KernelInterface
+from triton.runtime.jit import JITFunction
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 
@@ -74,46 +74,29 @@ KERNELS = {
 }
 
 
-def jit_functions() -> dict[str, KernelInterface]:
-    """Every function under @triton.jit in the package's kernels, with its heuristics, by name."""
+def jit_functions() -> dict[str, JITFunction]:
+    """Every function under @triton.jit in the package's kernels, by name."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         module = importlib.import_module(f"liger_patch.kernels.triton.{path.stem}")
         for name, value in vars(module).items():
-            if isinstance(value, KernelInterface) and plain(value).module == module.__name__:
+            if isinstance(value, JITFunction) and value.module == module.__name__:
                 found[name] = value
     return found
 
 
-def plain(kernel: Any) -> JITFunction:
-    return kernel if isinstance(kernel, JITFunction) else plain(kernel.fn)
-
-
-def flags_of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The flags that the kernel's own heuristics make of the arguments."""
-    if isinstance(kernel, JITFunction):
-        return {}
-    values = {n: v[1] if isinstance(v, tuple) else v for n, v in arguments.items()}
-    return {n: derive(values) for n, derive in kernel.values.items()} | flags_of(
-        kernel.fn, arguments
-    )
-
-
 def compiled(
-    kernel: Any,
+    function: JITFunction,
     arguments: dict[str, Any],
     warps: int,
     target: GPUTarget,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    function = plain(kernel)
     if options is None:
         options = OPTIONS_OF.get(function.__name__, {})
-    arguments = arguments | flags_of(kernel, arguments)
     assert sorted(arguments) == sorted(function.arg_names)
-    types = {n: v[0] if isinstance(v, tuple) else v for n, v in arguments.items()}
-    multiples = {n for n, v in types.items() if v == MULTIPLE}
-    types |= dict.fromkeys(multiples, "i32")
+    multiples = {n for n, v in arguments.items() if v == MULTIPLE}
+    types = arguments | dict.fromkeys(multiples, "i32")
     constants = {n: v for n, v in types.items() if not isinstance(v, str)}
     if "constexprs" in inspect.signature(ASTSource).parameters:
         signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
@@ -174,12 +157,12 @@ MATRIX = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, KernelInterface]:
+def kernels() -> dict[str, JITFunction]:
     return jit_functions()
 
 
 def test_every_kernel_is_in_the_matrix(kernels):
-    sources = {name: plain(kernel).src for name, kernel in kernels.items()}
+    sources = {name: kernel.src for name, kernel in kernels.items()}
     helpers = {
         name
         for name in sources

@@ -26,14 +26,6 @@ MAX_THREADS = 512
 LOWEST = tl.constexpr(-3.0e38)
 
 
-@triton.heuristics(
-    {
-        "HAS_SOFTCAP": lambda args: args["softcap"] > 0,
-        "HAS_CLASS_WEIGHT": lambda args: args["class_weight_ptr"] is not None,
-        "HAS_SMOOTHING": lambda args: args["label_smoothing"] > 0,
-        "WRITES_GRADIENT": lambda args: args["dlogits_ptr"] is not None,
-    }
-)
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # (C, V)
@@ -46,14 +38,10 @@ def _cross_entropy_kernel(
     loss_ptr,  # (C,)
     vocab_size,
     ignore_index,
-    softcap,  # 0 for none
+    softcap,  # or None
     logit_scale,
-    label_smoothing,
+    label_smoothing,  # or None
     z_loss,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    WRITES_GRADIENT: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per row: its loss, and its gradient times the row's scale."""
@@ -64,7 +52,7 @@ def _cross_entropy_kernel(
 
     if label == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        if WRITES_GRADIENT:
+        if dlogits_ptr is not None:
             zeros = tl.zeros((BLOCK_V,), dtype=tl.float32)
             for start in range(0, vocab_size, BLOCK_V):
                 mask = start + columns < vocab_size
@@ -73,7 +61,7 @@ def _cross_entropy_kernel(
 
     label_x = tl.load(logits_ptr + label).to(tl.float32)
     label_weight = 1.0
-    if HAS_CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         label_weight = tl.load(class_weight_ptr + label).to(tl.float32)
 
     # first walk: log-sum-exp, and the sums that label smoothing needs; the maximum stays apart from
@@ -88,51 +76,54 @@ def _cross_entropy_kernel(
         if start + BLOCK_V <= vocab_size:
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last")
             x = x.to(tl.float32)
-            z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
+            z = apply_softcap(x * logit_scale, softcap)
             new_max = tl.maximum(running_max, tl.max(z, axis=0))
-            distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, new_max, softcap, logit_scale)
         else:
             mask = start + columns < vocab_size
             x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-            z = tl.where(mask, apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            z = tl.where(mask, apply_softcap(x * logit_scale, softcap), float("-inf"))
             new_max = tl.maximum(running_max, tl.max(z, axis=0))
-            distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, new_max, softcap, logit_scale)
             distance = tl.where(mask, distance, float("-inf"))
         parts = tl.exp(distance)
         if (label >= start) & (label < start + BLOCK_V):
             parts = tl.where(columns == label - start, 0.0, parts)
         running_sum = running_sum * tl.exp(running_max - new_max) + tl.sum(parts, axis=0)
-        if HAS_SMOOTHING:
+        if label_smoothing is not None:
             mask = start + columns < vocab_size
             weights = tl.where(mask, 1.0, 0.0)
-            if HAS_CLASS_WEIGHT:
+            if class_weight_ptr is not None:
                 weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
                 weights = weights.to(tl.float32)
             weighted_logits += weight_sum * (running_max - new_max)
             weighted_logits += tl.sum(weights * tl.where(mask, distance, 0.0), axis=0)
             weight_sum += tl.sum(weights, axis=0)
         running_max = new_max
-    label_distance = distance_from_max(label_x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+    label_distance = distance_from_max(label_x, running_max, softcap, logit_scale)
     label_part = tl.exp(label_distance)
     total = running_sum + label_part
     log_sum = tl.log(total)
     lse = running_max + log_sum
 
-    label_share = label_weight * (1.0 - label_smoothing)
-    smooth_share = label_smoothing / vocab_size
+    label_share = label_weight
+    smooth_share = 0.0
+    if label_smoothing is not None:
+        label_share = label_weight * (1.0 - label_smoothing)
+        smooth_share = label_smoothing / vocab_size
     loss = label_share * (log_sum - label_distance) + z_loss * lse * lse
-    if HAS_SMOOTHING:
+    if label_smoothing is not None:
         loss += smooth_share * (weight_sum * log_sum - weighted_logits)
     tl.store(loss_ptr + row, loss)
 
     # second walk: dloss/dx_v = dz_v/dx_v times
     # label_share (p_v - [v = y]) + rest_share p_v - smooth_share w_v
-    if WRITES_GRADIENT:
+    if dlogits_ptr is not None:
         tl.debug_barrier()  # every warp has read the label's logit before any warp overwrites it
         dlogits_ptr += row * dlogits_stride
         row_scale = tl.load(row_scale_ptr + row) * logit_scale
         rest_share = 2.0 * z_loss * lse
-        if HAS_SMOOTHING:
+        if label_smoothing is not None:
             rest_share += smooth_share * weight_sum
         share = (label_share + rest_share) / total * row_scale
         smooth_scale = smooth_share * row_scale
@@ -144,15 +135,15 @@ def _cross_entropy_kernel(
                 x = x.to(tl.float32)
             else:
                 x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-            distance = distance_from_max(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+            distance = distance_from_max(x, running_max, softcap, logit_scale)
             gradient = share * tl.exp(distance)
-            if HAS_SMOOTHING:
+            if label_smoothing is not None:
                 weights = tl.full((BLOCK_V,), 1.0, dtype=tl.float32)
-                if HAS_CLASS_WEIGHT:
+                if class_weight_ptr is not None:
                     weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
                     weights = weights.to(tl.float32)
                 gradient -= smooth_scale * weights
-            if HAS_SOFTCAP:
+            if softcap is not None:
                 gradient *= tanh_derivative(x * logit_scale / softcap)
             if is_whole:
                 tl.store(dlogits_ptr + start + columns, gradient, eviction_policy="evict_first")
@@ -160,9 +151,9 @@ def _cross_entropy_kernel(
                 tl.store(dlogits_ptr + start + columns, gradient, mask=mask)
 
         label_gradient = (rest_share * label_part - label_share * running_sum) / total
-        if HAS_SMOOTHING:
+        if label_smoothing is not None:
             label_gradient -= smooth_share * label_weight
-        if HAS_SOFTCAP:
+        if softcap is not None:
             label_gradient *= tanh_derivative(label_x * logit_scale / softcap)
         tl.debug_barrier()  # the walk has written something else there
         tl.store(dlogits_ptr + label, label_gradient * row_scale)
@@ -206,11 +197,11 @@ def cross_entropy_rows(
             losses,
             vocab_size,
             options.ignore_index,
-            options.softcap or 0.0,
+            options.softcap,
             options.logit_scale,
-            options.label_smoothing,
+            options.label_smoothing or None,
             options.z_loss,
             BLOCK_V=block_v,
-            num_warps=num_warps,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         )
     return losses

@@ -28,22 +28,22 @@ def tanh_derivative(x):
 
 
 @triton.jit
-def apply_softcap(x, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Compute ``softcap * tanh(x / softcap)``, or x without a softcap."""
+def apply_softcap(x, softcap):
+    """Compute ``softcap * tanh(x / softcap)``, or x where it is None."""
     z = x
-    if HAS_SOFTCAP:
+    if softcap is not None:
         z = softcap * tanh(x / softcap)
     return z
 
 
 @triton.jit
-def distance_from_max(x, largest, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+def distance_from_max(x, largest, softcap, logit_scale):
     """Compute z - largest of raw logits x, by the same fused multiply-add in every walk of a row.
 
     Were the compiler free to fuse it in one and not in the other, the probabilities of a row would
     sum to 1 up to the last digit of the largest logit, not of 1.
     """
-    if HAS_SOFTCAP:
+    if softcap is not None:
         distance = tl.fma(tanh(x * logit_scale / softcap), softcap, -largest)
     else:
         distance = tl.fma(x, logit_scale, -largest)

@@ -20,19 +20,17 @@ from liger_patch.kernels.triton.softcap import (
 
 
 @triton.jit
-def _with_block(
-    x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr
-):
+def _with_block(x, mask, running_max, total, moment, softcap, logit_scale):
     """Add a block to the running sums of a row, and return them.
 
     They are the largest z, the sums of exp(z - largest) and of (z - largest) exp(z - largest), the
     factor on each exp before, and the block's own exps.
     """
-    z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
+    z = apply_softcap(x * logit_scale, softcap)
     new_max = tl.maximum(running_max, tl.max(tl.where(mask, z, float("-inf")), axis=0))
     lowered = running_max - new_max
     factor = tl.exp(lowered)
-    distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+    distance = distance_from_max(x, new_max, softcap, logit_scale)
     distance = tl.where(mask, distance, float("-inf"))
     parts = tl.exp(distance)
     moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
@@ -41,7 +39,6 @@ def _with_block(
     return new_max, total, moment, factor, parts
 
 
-@triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
 @triton.jit
 def _token_statistics_kernel(
     logits_ptr,  # (C, V)
@@ -53,9 +50,8 @@ def _token_statistics_kernel(
     mean_logits_ptr,  # (C,)
     log_sum_sq_probs_ptr,  # (C,)
     vocab_size,
-    softcap,  # 0 for none
+    softcap,  # or None
     logit_scale,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per row."""
@@ -64,7 +60,7 @@ def _token_statistics_kernel(
     columns = tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row)
     label_x = tl.load(logits_ptr + label).to(tl.float32)
-    label_z = apply_softcap(label_x * logit_scale, softcap, HAS_SOFTCAP)
+    label_z = apply_softcap(label_x * logit_scale, softcap)
 
     running_max = LOWEST
     before_label = float("-inf")  # largest of the classes before the label
@@ -75,7 +71,7 @@ def _token_statistics_kernel(
     for start in range(0, vocab_size, BLOCK_V):
         mask = start + columns < vocab_size
         x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        z = apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP)
+        z = apply_softcap(x * logit_scale, softcap)
         z_sum += tl.sum(tl.where(mask, z, 0.0), axis=0)
         z = tl.where(mask, z, float("-inf"))
         is_before = start + columns < label
@@ -83,7 +79,7 @@ def _token_statistics_kernel(
             before_label, tl.max(tl.where(is_before, z, float("-inf")), axis=0)
         )
         running_max, total, moment, factor, parts = _with_block(
-            x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
+            x, mask, running_max, total, moment, softcap, logit_scale
         )
         squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
     log_total = tl.log(total)
@@ -94,7 +90,6 @@ def _token_statistics_kernel(
     tl.store(log_sum_sq_probs_ptr + row, tl.log(squares) - 2.0 * log_total)
 
 
-@triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
 @triton.jit
 def _log_probs_gradient_kernel(
     logits_ptr,  # (C, V)
@@ -104,9 +99,8 @@ def _log_probs_gradient_kernel(
     dentropy_ptr,  # (C,) or None
     dlse_ptr,  # (C,) or None
     vocab_size,
-    softcap,  # 0 for none
+    softcap,  # or None
     logit_scale,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per row, which it overwrites."""
@@ -126,7 +120,7 @@ def _log_probs_gradient_kernel(
         )
         x = x.to(tl.float32)
         running_max, total, moment, _, _ = _with_block(  # pyright: ignore[reportGeneralTypeIssues]
-            x, mask, running_max, total, moment, softcap, logit_scale, HAS_SOFTCAP
+            x, mask, running_max, total, moment, softcap, logit_scale
         )
     mean_distance = moment / total
 
@@ -145,7 +139,7 @@ def _log_probs_gradient_kernel(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
         )
         x = x.to(tl.float32)
-        distance = distance_from_max(x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+        distance = distance_from_max(x, running_max, softcap, logit_scale)
         p = tl.exp(distance) / total
         gradient = share * p
         if dentropy_ptr is not None:
@@ -154,7 +148,7 @@ def _log_probs_gradient_kernel(
             gradient += tl.load(dentropy_ptr + row) * p * deviation
         if dlog_probs_ptr is not None:
             gradient += tl.where(start + columns == label, at_label, 0.0)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             gradient *= tanh_derivative(x * logit_scale / softcap)
         tl.store(logits_ptr + start + columns, gradient * logit_scale, mask=mask)
 
@@ -185,10 +179,10 @@ def token_statistics_rows(
             mean_logits,
             log_sum_sq_probs,
             vocab_size,
-            options.softcap or 0.0,
+            options.softcap,
             options.logit_scale,
             BLOCK_V=block_v,
-            num_warps=num_warps,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         )
 
 
@@ -214,8 +208,8 @@ def log_probs_gradient_rows_(
             dentropy,
             dlse,
             vocab_size,
-            options.softcap or 0.0,
+            options.softcap,
             options.logit_scale,
             BLOCK_V=block_v,
-            num_warps=num_warps,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         )

@@ -20,13 +20,6 @@ from liger_patch.kernels.triton.softcap import (
 )
 
 
-@triton.heuristics(
-    {
-        "HAS_SOFTCAP": lambda args: args["softcap"] > 0,
-        "HAS_SMOOTHING": lambda args: args["weighted_ptr"] is not None,
-        "HAS_STATISTICS": lambda args: args["moment_ptr"] is not None,
-    }
-)
 @triton.jit
 def _shard_sums_kernel(
     logits_ptr,  # (C, V_r)
@@ -44,11 +37,8 @@ def _shard_sums_kernel(
     label_z_ptr,
     before_label_ptr,
     shard_size,
-    softcap,  # 0 for none
+    softcap,  # or None
     logit_scale,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_STATISTICS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per row."""
@@ -69,14 +59,14 @@ def _shard_sums_kernel(
     for start in range(0, shard_size, BLOCK_V):
         mask = start + columns < shard_size
         x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        z = tl.where(mask, apply_softcap(x * logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        z = tl.where(mask, apply_softcap(x * logit_scale, softcap), float("-inf"))
         new_max = tl.maximum(running_max, tl.max(z, axis=0))
         lowered = running_max - new_max
         factor = tl.exp(lowered)
-        distance = distance_from_max(x, new_max, softcap, logit_scale, HAS_SOFTCAP)
+        distance = distance_from_max(x, new_max, softcap, logit_scale)
         distance = tl.where(mask, distance, float("-inf"))
         parts = tl.exp(distance)
-        if HAS_SMOOTHING:
+        if weighted_ptr is not None:
             weights = tl.where(mask, 1.0, 0.0)
             if class_weight_ptr is not None:
                 weights = tl.load(class_weight_ptr + start + columns, mask=mask, other=0.0)
@@ -84,7 +74,7 @@ def _shard_sums_kernel(
             weighted += weight_sum * lowered
             weighted += tl.sum(weights * tl.where(mask, distance, 0.0), axis=0)
             weight_sum += tl.sum(weights, axis=0)
-        if HAS_STATISTICS:
+        if moment_ptr is not None:
             moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
             moment += tl.sum(parts * tl.maximum(distance, LOWEST), axis=0)  # 0 * -inf is nan
             total = factor * total + tl.sum(parts, axis=0)
@@ -100,15 +90,15 @@ def _shard_sums_kernel(
 
     is_own = (label >= 0) & (label < shard_size)
     label_x = tl.load(logits_ptr + label, mask=is_own, other=0.0).to(tl.float32)
-    label_distance = distance_from_max(label_x, running_max, softcap, logit_scale, HAS_SOFTCAP)
+    label_distance = distance_from_max(label_x, running_max, softcap, logit_scale)
     tl.store(highest_ptr + row, running_max)
     tl.store(others_ptr + row, others)
     tl.store(label_distance_ptr + row, tl.where(is_own, label_distance, float("-inf")))
-    if HAS_SMOOTHING:
+    if weighted_ptr is not None:
         tl.store(weighted_ptr + row, weighted)
         tl.store(weight_sum_ptr + row, weight_sum)
-    if HAS_STATISTICS:
-        label_z = apply_softcap(label_x * logit_scale, softcap, HAS_SOFTCAP)
+    if moment_ptr is not None:
+        label_z = apply_softcap(label_x * logit_scale, softcap)
         tl.store(moment_ptr + row, moment)
         tl.store(squares_ptr + row, squares)
         tl.store(z_sum_ptr + row, z_sum)
@@ -116,7 +106,6 @@ def _shard_sums_kernel(
         tl.store(before_label_ptr + row, before_label)
 
 
-@triton.heuristics({"HAS_SOFTCAP": lambda args: args["softcap"] > 0})
 @triton.jit
 def _shard_gradients_kernel(
     logits_ptr,  # (C, V_r)
@@ -130,9 +119,8 @@ def _shard_gradients_kernel(
     entropy_factor_ptr,  # or None
     mean_distance_ptr,  # None without the one before
     shard_size,
-    softcap,  # 0 for none
+    softcap,  # or None
     logit_scale,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per row, which it overwrites."""
@@ -149,7 +137,7 @@ def _shard_gradients_kernel(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
         )
         x = x.to(tl.float32)
-        distance = distance_from_max(x, highest, softcap, logit_scale, HAS_SOFTCAP)
+        distance = distance_from_max(x, highest, softcap, logit_scale)
         odds = tl.exp(distance)
         gradient = factor * odds
         if entropy_factor_ptr is not None:
@@ -163,7 +151,7 @@ def _shard_gradients_kernel(
             gradient -= tl.load(smooth_ptr + row) * weights
         if (label >= start) & (label < start + BLOCK_V):
             gradient = tl.where(columns == label - start, label_gradient, gradient)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             gradient *= tanh_derivative(x * logit_scale / softcap)
         tl.store(logits_ptr + start + columns, gradient, mask=mask)
 
@@ -191,7 +179,7 @@ def shard_gradients_(
 
 
 def _launch(
-    kernel: triton.runtime.Heuristics,
+    kernel: triton.runtime.JITFunction,
     logits: Tensor,
     labels: Tensor,
     options: LossOptions,
@@ -210,7 +198,7 @@ def _launch(
             class_weight,
             *numbers,
             shard_size,
-            options.softcap or 0.0,
+            options.softcap,
             options.logit_scale,
             BLOCK_V=block_v,
             num_warps=num_warps,
