@@ -1,20 +1,23 @@
-"""Tiny models with LoRA adapters, and which of their projections run on kernels.
+"""Tiny models with LoRA adapters, alone and beside their patched copies, and which of their
+projections run on kernels.
 
 Where PEFT is not installed, importing this skips the test file that imports it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from exactness import assert_no_worse
+from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import Step, call, gradients
+from training_step import Step, call, gradients, tell_apart
 
-from liger_patch import registry
+from liger_patch import apply_patch, registry
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -32,6 +35,15 @@ WAYS = {
     "float32 adapters without autocast": (torch.bfloat16, True, False),
 }
 Groups = list[tuple[str, ...]]
+LAYER: Groups = [QKV, OUT, MLP]  # what a layer of all adapters runs
+MARKS = [
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
+        # models made here are not on disk, where PEFT looks for their configuration
+        "ignore:Could not find a config file in:UserWarning",
+        "ignore:Model (has|with) .tie_word_embeddings:UserWarning",
+    )
+]
 
 
 def adapted(
@@ -57,6 +69,28 @@ def training_step(model: Any, batch: Any, *, autocast: bool = False) -> Step:
         loss = call(model, batch).loss
     found = {n: g for n, g in gradients(model, loss).items() if "lora_" in n}
     return {"loss": loss.detach(), **found}
+
+
+def batch_of(model: Any) -> Batch:
+    return tiny_batch(model.get_base_model())
+
+
+def copies(**options: Any) -> tuple[Any, Any, Batch]:
+    """Return two models in float64, the second of them patched, and a batch."""
+    eager = adapted(base=tiny_model(ROWS["llama"]).double(), **options)
+    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
+
+
+def assert_same(ours: Any, eager: Any, batch: Batch) -> None:
+    """Models in float64 take the same training step."""
+    truth, found = tell_apart(training_step(eager, batch), training_step(ours, batch))
+    assert_no_worse(found, truth, truth, torch.float32)
+
+
+def replaced(module: Any) -> None:
+    """Hang a forward on a module that doubles what its own returns."""
+    forward = module.forward
+    module.forward = lambda *args, **options: 2 * forward(*args, **options)
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""Models with LoRA adapters: patched before or after they are wrapped, copied, saved, reverted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_models import (
+    ALL,
+    LAYER,
+    MARKS,
+    ROWS,
+    Calls,
+    adapted,
+    assert_same,
+    batch_of,
+    copies,
+    lora_layers,
+    peft,
+    training_step,
+)
+from tiny_models import tiny_model
+
+from liger_patch import apply_patch, revert_patch
+from liger_patch.layers.replace import count_layers
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("layers", [True, ["lora"], ["gated", "lora"]], ids=str)
+def test_adapters_that_come_after_the_patch(layers: Any, calls: Calls) -> None:
+    base = apply_patch(tiny_model(ROWS["llama"]).double(), layers=layers)
+    model = adapted(base=base)
+    eager = adapted(base=tiny_model(ROWS["llama"]).double())
+    batch = batch_of(eager)
+    assert_same(model, eager, batch)
+    calls.clear()
+    training_step(model, batch)
+    groups, by_peft = calls.taken(model)
+    assert by_peft == []
+    assert [each for group in groups for each in group] == list(ALL) * 2
+    assert count_layers(model)["lora"] == 14
+    revert_patch(model)
+    assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in model.modules())
+
+
+@pytest.mark.parametrize("layers", [False, ["gated"]], ids=str)
+def test_adapters_that_come_after_a_patch_without_them(layers: Any, calls: Calls) -> None:
+    model = adapted(base=apply_patch(tiny_model(ROWS["llama"]), layers=layers))
+    batch = batch_of(model)
+    training_step(model, batch)
+    groups, by_peft = calls.taken(model)
+    assert (groups, len(by_peft)) == ([], 14)
+    assert count_layers(model)["lora"] == 0
+
+
+def test_a_name_for_itself(calls: Calls) -> None:
+    """layers=["lora"] leaves the other layers alone; feed-forward layers are those of "gated"."""
+    eager, model, batch = copies()
+    apply_patch(model, layers=["lora"])
+    counts = count_layers(model)
+    assert counts == {"rms_norm": 0, "rotary": 0, "gated": 0, "lora": 14}
+    assert_same(model, eager, batch)
+    apply_patch(model, layers=["rms_norm", "rotary", "gated"])
+    assert count_layers(model)["lora"] == 0
+    assert_same(model, eager, batch)
+    calls.clear()
+    training_step(model, batch)
+    groups, _ = calls.taken(model)
+    assert groups == []
+
+
+def test_a_model_beside_it_is_left_alone(calls: Calls) -> None:
+    eager, model, batch = copies()
+    training_step(model, batch)
+    calls.clear()
+    training_step(eager, batch)
+    groups, by_peft = calls.taken(eager)
+    assert (groups, len(by_peft)) == ([], 14)
+    assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in eager.modules())
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_on_kernels(how: str, calls: Calls) -> None:
+    eager, model, batch = copies()
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    revert_patch(model)
+    assert count_layers(other)["lora"] == 14
+    assert_same(other, eager, batch)
+    calls.clear()
+    training_step(other, batch)
+    assert calls.taken(other) == (LAYER * 2, [])
+
+
+def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
+    eager, model, batch = copies()
+    training_step(model, batch)
+    assert list(model.state_dict()) == list(eager.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in eager.named_modules()]
+    for each, folder in ((eager, tmp_path / "eager"), (model, tmp_path / "ours")):
+        each.save_pretrained(folder)
+    from safetensors.torch import load_file
+
+    saved, expected = (
+        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "eager")
+    )
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
+    loaded = peft.PeftModel.from_pretrained(
+        tiny_model(ROWS["llama"]).double(), tmp_path / "ours", is_trainable=True
+    )
+    assert_same(apply_patch(loaded), eager, batch)
+
+
+def test_everything_is_taken_back() -> None:
+    eager, model, batch = copies()
+    classes = {name: type(m) for name, m in eager.named_modules()}
+    assert {name for name, m in model.named_modules() if type(m) is not classes[name]} >= set(
+        lora_layers(model)
+    )
+    revert_patch(model)
+    assert {name: type(m) for name, m in model.named_modules()} == classes
+    assert training_step(model, batch)["loss"] == training_step(eager, batch)["loss"]
