@@ -79,6 +79,12 @@ def cpu_form(request: pytest.FixtureRequest) -> torch.device:
     return form(request)
 
 
+@pytest.fixture(params=FORMS[::2])
+def quick_device(request: pytest.FixtureRequest) -> torch.device:
+    """`device` without Triton's interpreter, for what the host does whatever the kernels."""
+    return form(request)
+
+
 @pytest.fixture(scope="module")
 def imported_objects_are_not_collected() -> None:
     """Trainer collects garbage in each run: 0.5 s over all that the imports have made."""

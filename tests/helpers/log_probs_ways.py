@@ -1,5 +1,5 @@
 """Log-probabilities three ways on the same values, as ``three_ways`` has one loss: ours, eager
-PyTorch in the same dtype, and in float64. N: tokens.
+PyTorch in the same dtype, and in float64; and the cases that tests ask for. N: tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +18,33 @@ from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 FIELDS = LogProbs._fields
 DIFFERENTIABLE = ("log_probs", "entropy", "lse")
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of inputs, and of options
+    "plain": ({}, {}),
+    "softcap": ({}, {"softcap": 5.0}),
+    "logit_scale": ({}, {"logit_scale": 0.3}),
+    "temperature": ({}, {"temperature": 0.7}),
+    "softcap_temperature": ({}, {"softcap": 5.0, "logit_scale": 0.5, "temperature": 1.6}),
+    "bias": ({"bias": True}, {}),
+    "adapter": ({"rank": 4}, {}),
+}
+UPSTREAM: dict[str, Callable[[int], dict[str, Tensor]]] = {  # gradients of the results, (N,)
+    "mean": lambda n: {"log_probs": torch.full((n,), -1 / max(n, 1))},
+    "sum": lambda n: {"log_probs": torch.ones(n)},
+    "sum_times": lambda n: {"log_probs": torch.full((n,), -3.7)},
+    "per_token": lambda n: {"log_probs": torch.randn(n)},
+    "zero_for_some": lambda n: {"log_probs": torch.randn(n) * (torch.arange(n) % 3 > 0)},
+    "entropy": lambda n: {"entropy": torch.randn(n)},
+    "lse": lambda n: {"lse": torch.randn(n)},
+    "all": lambda n: {name: torch.randn(n) for name in DIFFERENTIABLE},
+}
+
+
+def upstream_of(kind: str, labels: Tensor) -> dict[str, Tensor]:
+    return {name: u.to(labels.device) for name, u in UPSTREAM[kind](len(labels)).items()}
+
+
+def leaves_of(inputs: Mapping[str, Tensor], frozen: Collection[str] = ()) -> dict[str, Tensor]:
+    return {k: v.detach().clone().requires_grad_(k not in frozen) for k, v in inputs.items()}
 
 
 def bent(
@@ -58,7 +85,7 @@ def results_and_gradients(
     """Every result, and under ``d`` and its name each input's gradient; ``upstream``: (N,) of the
     results by their names.
     """
-    leaves = {k: v.detach().clone().requires_grad_(k not in frozen) for k, v in inputs.items()}
+    leaves = leaves_of(inputs, frozen)
     results = results_of(**leaves)._asdict()
     if any(leaf.requires_grad for leaf in leaves.values()):
         named = [results[name] for name in upstream]
