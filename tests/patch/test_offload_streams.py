@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import KINDS
 from stream_log import Entry, Stream, StreamLog
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 from liger_patch.patch.offload import FUNCTION, CheckpointOffload
 
-KINDS = pytest.mark.parametrize("reentrant", [False, True])
 PAUSE = 2 * 10**7  # clock cycles of a GPU, about 10 ms: a copy takes less than 1 ms
 
 

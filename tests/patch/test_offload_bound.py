@@ -1,0 +1,183 @@
+"""Offloaded checkpoints that do not all fit in host memory: some inputs stay on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from offloaded_models import (
+    KINDS,
+    MARKS,
+    assert_same_bits,
+    gradients,
+    inputs_alive,
+    model_of,
+    offloaded,
+    step,
+    tiny_batch_of,
+)
+from torch import Tensor
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.patch import offload as offload_module
+from liger_patch.patch.forward import record_of
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
+
+pytestmark = MARKS
+
+
+@KINDS
+@pytest.mark.parametrize("fitting", [0, 1, 2, 3])
+def test_inputs_beyond_the_bound_stay_on_the_device(reentrant: bool, fitting: int) -> None:
+    """Those of the last layers, with the same gradients; a warning says so once."""
+    plain = apply_patch(model_of(reentrant, num_hidden_layers=5))
+    offload = offloaded(model := model_of(reentrant, num_hidden_layers=5))
+    offload.host_gib = (fitting + 0.5) * PIECE_BYTES / 2**30
+    shortage = (
+        f"all but the last take 0.0625 GiB of host memory, and checkpoint_offload="
+        f"{offload.host_gib:g} allows {offload.host_gib:.4g} GiB"
+    )
+    said = f"liger_patch keeps {5 - fitting} of 5 layer inputs on the GPU: {shortage}"
+    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$"):
+        found = step(model)
+    assert_same_bits(found, step(plain))
+    batch = tiny_batch_of(model, 1)
+    torch.manual_seed(1)
+    loss, alive = inputs_alive(model, lambda: model(**batch, use_cache=False).loss)
+    assert alive == [False] * fitting + [True] * (5 - fitting)
+    model.zero_grad()
+    loss.backward()
+    assert_same_bits({"loss": loss.detach(), **gradients(model)}, step(plain, 1))
+    assert offload.host_bytes == fitting * PIECE_BYTES
+    mib = fitting * PIECE_BYTES // 2**20
+    assert dict(patch_status(model).rows)["checkpoint offload"] == (
+        f"{fitting} layer inputs, {mib} MiB of host memory; {5 - fitting} stay on the GPU: "
+        f"{shortage}"
+    )
+
+
+@KINDS
+@pytest.mark.parametrize(("pieces", "fetched"), [(2, 2), (100, 4)])
+def test_inputs_are_on_their_way_before_they_are_needed(
+    pieces: int, fetched: int, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first one to be fetched, behind layers whose inputs are on the device."""
+    come: list[bool] = []
+    get = LayerInput._fetched
+
+    def noted(self: LayerInput) -> Tensor:
+        come.append(self.fetched is not None)
+        return get(self)
+
+    monkeypatch.setattr(LayerInput, "_fetched", noted)
+    offload = offloaded(model := model_of(reentrant, num_hidden_layers=5))
+    offload.host_gib = pieces * PIECE_BYTES / 2**30
+    short = pytest.warns(UserWarning, match="keeps 3 of 5")
+    with short if pieces == 2 else contextlib.nullcontext():
+        step(model)
+    assert come == [True] * fetched
+
+
+def test_a_bound_with_a_retained_graph_and_several_forward_passes() -> None:
+    results = []
+    for is_offloaded in (False, True):
+        model = apply_patch(model_of(num_hidden_layers=5))
+        if is_offloaded:
+            offloaded(model).host_gib = 5 * PIECE_BYTES / 2**30
+        torch.manual_seed(0)
+        with (
+            pytest.warns(UserWarning, match="keeps 4 of 5")
+            if is_offloaded
+            else contextlib.nullcontext()
+        ):
+            losses = [model(**tiny_batch_of(model, seed)).loss for seed in (0, 1, 2)]
+        losses[1].backward(retain_graph=True)
+        sum(losses).backward()
+        results.append(gradients(model))
+    assert_same_bits(results[1], results[0])
+
+
+def test_memory_that_is_available_is_read_where_more_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = [PIECE_BYTES * pieces for pieces in (2, 0, 1, 100)]
+    monkeypatch.setattr(offload_module, "available_bytes", lambda: available.pop(0))
+    plain = apply_patch(model_of(num_hidden_layers=6))
+    offload = offloaded(model := model_of(num_hidden_layers=6))
+    said = (
+        "keeps 4 of 6 layer inputs on the GPU: all but the last take 0.07812 GiB of host memory, "
+        "and 0.03125 GiB are available (checkpoint_offload=<GiB> sets another bound)"
+    )
+    with pytest.warns(UserWarning, match=f"^liger_patch {re.escape(said)}$"):
+        found = [step(model, 0)]
+    held = [offload.host_bytes]
+    for seed in (1, 2, 3, 4):
+        found.append(step(model, seed))
+        held.append(offload.host_bytes)
+    assert held == [PIECE_BYTES * pieces for pieces in (2, 2, 3, 5, 5)]
+    assert available == []
+    for seed, each in enumerate(found):
+        assert_same_bits(each, step(plain, seed))
+    assert str(offload) == f"5 layer inputs, {5 * PIECE_BYTES // 2**20} MiB of host memory"
+
+
+def test_a_system_that_does_not_say_what_is_available_sets_no_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload_module, "available_bytes", lambda: None)
+    offload = offloaded(model := model_of())
+    step(model)
+    assert offload.host_bytes == 2 * PIECE_BYTES
+
+
+@KINDS
+def test_memory_that_the_system_refuses(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input stays where it is, and no more memory is asked for."""
+    allocate, refused = torch.empty, []
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        if options.get("pin_memory") is not None and offload.host_bytes == 2 * PIECE_BYTES:
+            refused.append(size)
+            raise RuntimeError("CUDA error: out of memory")
+        return allocate(*size, **options)
+
+    plain = apply_patch(model_of(reentrant, num_hidden_layers=5))
+    offload = offloaded(model := model_of(reentrant, num_hidden_layers=5))
+    monkeypatch.setattr(torch, "empty", empty)
+    said = (
+        "liger_patch keeps 3 of 5 layer inputs on the GPU: all but the last take 0.0625 GiB of "
+        "host memory, and no more than 0.03125 GiB could be pinned"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$"):
+        found = [step(model, 0)]
+    found.append(step(model, 1))
+    assert refused == [(PIECE_BYTES,)]
+    for seed, each in enumerate(found):
+        assert_same_bits(each, step(plain, seed))
+    apply_patch(model, checkpoint_offload=True)
+    record = record_of(model)
+    assert record is not None
+    assert record.offload is not None
+    assert not record.offload.has_failed  # memory that was freed since is asked for
+
+
+def test_pieces_of_an_input_that_does_not_fit_are_used_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane = Lane(torch.device("cpu"))
+    taken = lane.pieces(2)
+    assert taken is not None
+    lane.free.extend(taken)
+
+    def empty(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert lane.pieces(3) is None
+    assert lane.made == 2
+    found = lane.pieces(2)
+    assert found is not None
+    assert {id(piece) for piece in found} == {id(piece) for piece in taken}
