@@ -1,67 +1,36 @@
-"""torch.compile of a patched model: eager's loss and gradients, and the backbone in one graph."""
+"""torch.compile of a patched model: eager's loss and gradients, whatever is compiled, and how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compiled_graphs import MARKS, Graphs
+from compiled_models import (
+    GRAPH,
+    IGNORED,
+    ROWS,
+    assert_same_step,
+    batch_of,
+    is_deferred,
+    make_model,
+    run,
+)
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import Batch, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from trainers import QUIET
 from training_step import joined, step, tell_apart
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
+from liger_patch import apply_patch, patch_status, revert_patch
 
-ROWS = {row.model_type: row for row in registry.available()}
 pytestmark = MARKS
-IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
-
-
-def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:
-    """With one layer, for the sake of the compiler's time."""
-    model = tiny_model(ROWS[model_type]).double()
-    del model.model.layers[1:]
-    return apply_patch(model) if patch else model
-
-
-def batch_of(model: nn.Module, seed: int = 0, ignored: float = 0.3) -> Batch:
-    batch = tiny_batch(model, seed=seed, ignored=ignored)
-    if ignored == 1.0:
-        batch["labels"].fill_(-100)
-    return batch
-
-
-def assert_same_step(ours: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> None:
-    truth, ours = tell_apart(truth, ours)
-    assert_no_worse(ours, truth, truth, torch.float32)
-
-
-def is_deferred(logits: Tensor) -> bool:
-    """Return whether logits that have left a graph, or were in none, have no values yet."""
-    deferred = logits.deferred if isinstance(logits, TracedLogits) else logits
-    return isinstance(deferred, DeferredLogits) and not deferred.is_computed
-
-
-def run(
-    model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None
-) -> dict[str, Tensor | None]:
-    """Loss and gradients of `call`, which is `model` compiled, or of `model`."""
-    model.zero_grad()
-    loss = (model if call is None else call)(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
 
 
 @pytest.mark.parametrize(
@@ -248,271 +217,6 @@ def test_a_head_that_is_compiled_on_its_own(when: str) -> None:
     torch.testing.assert_close(logits, revert_patch(model)(**batch).logits)
 
 
-GRAPH = pytest.mark.skipif(not TRACES_LOGITS, reason="needs torch 2.11: TRACES_LOGITS")
-
-
-class Counted:
-    """A compiled function, and the products in each graph that has run."""
-
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self.graphs, self.ran = Graphs("aot_eager"), set()
-        self.call = torch.compile(function, backend=self.backend, fullgraph=True, **options)
-
-    def backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        run_graph, number = self.graphs(graph, inputs), len(self.graphs.linears)
-
-        def run_and_note(*args: Any) -> Any:
-            self.ran.add(number)  # where a float turns out to be a constant, it compiles twice
-            return run_graph(*args)
-
-        return run_and_note
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    @property
-    def count(self) -> int:
-        return len(self.ran)
-
-
-@GRAPH
-@pytest.mark.parametrize(
-    "model_type",
-    slow_but(["gemma2"], ["llama", "gemma2", "gemma3_text", "qwen3", "cohere", "granite"]),
-)
-def test_loss_and_backbone_are_one_graph(model_type: str) -> None:
-    model, uncompiled = make_model(model_type), make_model(model_type)
-    compiled = Counted(model)
-    for seed, ignored in enumerate(IGNORED):
-        batch = batch_of(model, seed, ignored)
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-        assert patch_status(model).fused
-    assert compiled.count == 1, "compiled again for another number of ignored labels"
-    layers = sum(type(module) is nn.Linear for module in model.modules())
-    assert set(compiled.graphs.linears) == {layers - 1}, "the graph has a product of the head"
-    logits = compiled(**batch).logits
-    assert is_deferred(logits)
-    with torch.no_grad():
-        torch.testing.assert_close(logits + 0, uncompiled(**batch).logits + 0)
-
-
-@GRAPH
-@pytest.mark.slow
-def test_one_graph_serves_every_length() -> None:
-    model, uncompiled = make_model(), make_model()
-    compiled = Counted(model, dynamic=True)
-    for length in (9, 12, 17):
-        batch = tiny_batch(model, length=length, ignored=0.3)
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-    assert compiled.count == 1
-
-
-@GRAPH
-@pytest.mark.parametrize(
-    "options",
-    slow_but(
-        [],
-        [
-            {"label_smoothing": 0.1, "z_loss": 1e-3},
-            {"reduction": "sum"},
-            {"chunk_mib": 0.01},
-            {"loss_average": "sequence"},
-        ],
-    ),
-)
-def test_options_reach_the_loss_of_a_graph(options: dict[str, Any]) -> None:
-    model, uncompiled = (apply_patch(make_model(patch=False), **options) for _ in range(2))
-    batch = batch_of(model)
-    compiled = Counted(model)
-    assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-    assert patch_status(model).fused
-
-
-@GRAPH
-@pytest.mark.parametrize("kind", slow_but(["packed"], ["items", "weights", "packed"]))
-def test_arguments_of_a_loss_reach_it_in_a_graph(kind: str) -> None:
-    model, uncompiled = make_model(), make_model()
-    batch: dict[str, Any] = dict(batch_of(model))
-    rows, length = batch["labels"].shape
-    if kind == "items":
-        batch["num_items_in_batch"] = torch.tensor(37)
-    elif kind == "weights":
-        batch["loss_weights"] = torch.rand(rows, length, dtype=torch.float64)
-    else:
-        batch["position_ids"] = torch.arange(length).remainder(5).expand(rows, length)
-    compiled = Counted(model)
-    for _ in range(2):
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-    assert compiled.count == 1
-    assert patch_status(model).fused
-    if kind == "items":
-        batch["num_items_in_batch"] = torch.tensor(11)
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-        assert compiled.count == 1, "compiled again for another number of items"
-
-
-@GRAPH
-@pytest.mark.slow
-def test_accumulated_steps_are_one_graph() -> None:
-    model, uncompiled = make_model(), make_model()
-    compiled = Counted(model)
-    for call in (compiled, uncompiled):
-        for seed in range(3):
-            batch = batch_of(model, seed)
-            call(**batch, num_items_in_batch=torch.tensor(40)).loss.backward()
-    ours, truth = ({n: p.grad for n, p in m.named_parameters()} for m in (model, uncompiled))
-    assert_same_step(ours, truth)
-    assert compiled.count == 1
-
-
-@GRAPH
-def test_lora_trains_in_one_graph() -> None:
-    peft = pytest.importorskip("peft")
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        models.append(apply_patch(peft.get_peft_model(make_model(patch=False), config)))
-    model, uncompiled = models
-    compiled = Counted(model)
-    batch = batch_of(model)
-    ours, truth = run(model, batch, compiled), run(uncompiled, batch)
-    assert sum(value is not None for value in ours.values()) > 10
-    assert_same_step(ours, truth)
-    assert compiled.count == 1
-    assert patch_status(model).fused
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    logits = model(**batch).logits.float()
-    labels = batch["labels"][:, 1:].reshape(-1)
-    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels)
-
-
-def loss_and_values(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(**batch)
-    return outputs.loss + outputs.logits.logsumexp(-1).mean()
-
-
-def written_logits(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(**batch)
-    copy, part = outputs.logits * 1.0, outputs.logits[:, :2]
-    part.mul_(2.0)
-    return outputs.loss + outputs.logits.square().mean() + copy.mean()
-
-
-def sizes_alone(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(**batch)
-    logits = outputs.logits
-    return outputs.loss * logits.shape[-1] * logits.dim() / logits.element_size()
-
-
-def values_behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(**batch)
-    torch._dynamo.graph_break()
-    return outputs.loss + outputs.logits.logsumexp(-1).mean()
-
-
-@GRAPH
-@pytest.mark.parametrize(
-    ("of_user", "products", "fullgraph"),
-    slow_but(
-        [(own_loss, 0, True), (values_behind_a_break, 1, False)],
-        [
-            (own_loss, 0, True),
-            (loss_and_values, 1, True),
-            (written_logits, 2, True),
-            (sizes_alone, 0, True),
-            (values_behind_a_break, 1, False),
-        ],
-    ),
-)
-def test_logits_within_a_graph_are_those_of_eager(
-    of_user: Callable[..., Tensor], products: int, fullgraph: bool
-) -> None:
-    """Nobody reads them: no product; somebody reads them: the values of an uncompiled call."""
-    model, uncompiled = make_model("gemma2"), make_model("gemma2")
-    batch, graphs = batch_of(model), Graphs()
-    compiled = torch.compile(partial(of_user, model), backend=graphs, fullgraph=fullgraph)
-    results = []
-    for each, call in ((model, compiled), (uncompiled, partial(of_user, uncompiled))):
-        loss = call(batch)
-        loss.backward()
-        gradients = {name: p.grad for name, p in each.named_parameters()}
-        results.append({"loss": loss.detach(), **gradients})
-    assert_same_step(*results)
-    layers = sum(type(module) is nn.Linear for module in model.modules())
-    assert sum(graphs.linears) == layers - 1 + products
-    assert patch_status(model).fused
-
-
-@GRAPH
-@pytest.mark.slow
-def test_ordinary_logits_are_one_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    model, uncompiled = make_model(), make_model()
-    compiled = Counted(model)
-    for seed, ignored in enumerate(IGNORED):
-        batch = batch_of(model, seed, ignored)
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-        assert not patch_status(model).fused
-    assert compiled.count == 1
-    assert not is_deferred(compiled(**batch).logits)
-
-
-@GRAPH
-def test_evaluation_is_one_graph() -> None:
-    model, uncompiled = make_model().eval(), make_model().eval()
-    compiled, batch = Counted(model), batch_of(model)
-    with torch.no_grad():
-        ours, expected = compiled(**batch), uncompiled(**batch)
-    torch.testing.assert_close(ours.loss, expected.loss)
-    assert is_deferred(ours.logits)
-    torch.testing.assert_close(ours.logits + 0, expected.logits + 0)
-    assert not ours.logits.requires_grad
-
-
-@GRAPH
-def test_a_layer_as_wide_as_the_vocabulary_is_not_the_head() -> None:
-    models = []
-    for _ in range(2):
-        config = tiny_model(ROWS["llama"]).config
-        config.intermediate_size = config.vocab_size
-        torch.manual_seed(0)
-        models.append(apply_patch(LlamaForCausalLM(config).double(), layers=False))
-    model, uncompiled = models
-    batch = batch_of(model)
-    assert_same_step(run(model, batch, Counted(model)), run(uncompiled, batch))
-    assert patch_status(model).fused
-
-
-@GRAPH
-@pytest.mark.slow
-def test_inductor_trains_as_uncompiled() -> None:
-    model, uncompiled = make_model("gemma2").float(), make_model("gemma2").float()
-    batch = batch_of(model)
-    ours = run(model, batch, torch.compile(model, fullgraph=True))
-    truth = step(make_model("gemma2", patch=False), batch)
-    truth, eager, ours = joined(truth, run(uncompiled, batch), ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
-
-
-@GRAPH
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's first one is
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_inductor_trains_as_eager_on_gpus(mode: str) -> None:
-    device = torch.device("cuda")
-    model, eager = (make_model("gemma2", patch=p).to(device, torch.bfloat16) for p in (True, False))
-    batch = {name: value.to(device) for name, value in batch_of(model).items()}
-    truth = step(make_model("gemma2", patch=False).to(device), batch)
-    compiled = torch.compile(model, fullgraph=True, mode=mode)
-    for _ in range(3):  # CUDA graphs are recorded in the second call
-        ours = run(model, batch, compiled)
-    assert patch_status(model).fused
-    assert_no_worse(ours, run(eager, batch), truth, torch.bfloat16)
-
-
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     file = f"file://{tmp_path}/group"
@@ -577,16 +281,3 @@ def test_models_whose_loss_dynamo_does_not_ask_for_break_the_graph(model_type: s
     truth = run(models[1], batch)
     assert patch_status(models[0]).fused is patch_status(models[1]).fused
     assert_same_step(ours, truth)
-
-
-@GRAPH
-@pytest.mark.slow
-def test_what_dynamo_does_not_ask_for_is_nan() -> None:
-    model, batch = make_model(), batch_of(make_model())
-
-    def loss() -> Tensor:
-        logits = model(**batch).logits
-        criterion = nn.CrossEntropyLoss()
-        return criterion(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
-
-    assert torch.compile(loss, backend="eager", fullgraph=True)().isnan()

@@ -1,0 +1,94 @@
+"""torch.compile around a patched model's call: logits that are read within the graph, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from compiled_graphs import MARKS, Graphs
+from compiled_models import GRAPH, assert_same_step, batch_of, make_model
+from slow_cases import slow_but
+from tiny_models import Batch
+from torch import Tensor, nn
+
+from liger_patch import patch_status
+
+pytestmark = MARKS
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**batch).logits.float()
+    labels = batch["labels"][:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels)
+
+
+def loss_and_values(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    return outputs.loss + outputs.logits.logsumexp(-1).mean()
+
+
+def written_logits(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    copy, part = outputs.logits * 1.0, outputs.logits[:, :2]
+    part.mul_(2.0)
+    return outputs.loss + outputs.logits.square().mean() + copy.mean()
+
+
+def sizes_alone(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    logits = outputs.logits
+    return outputs.loss * logits.shape[-1] * logits.dim() / logits.element_size()
+
+
+def values_behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    torch._dynamo.graph_break()
+    return outputs.loss + outputs.logits.logsumexp(-1).mean()
+
+
+@GRAPH
+@pytest.mark.parametrize(
+    ("of_user", "products", "fullgraph"),
+    slow_but(
+        [(own_loss, 0, True), (values_behind_a_break, 1, False)],
+        [
+            (own_loss, 0, True),
+            (loss_and_values, 1, True),
+            (written_logits, 2, True),
+            (sizes_alone, 0, True),
+            (values_behind_a_break, 1, False),
+        ],
+    ),
+)
+def test_logits_within_a_graph_are_those_of_eager(
+    of_user: Callable[..., Tensor], products: int, fullgraph: bool
+) -> None:
+    """Nobody reads them: no product; somebody reads them: the values of an uncompiled call."""
+    model, uncompiled = make_model("gemma2"), make_model("gemma2")
+    batch, graphs = batch_of(model), Graphs()
+    compiled = torch.compile(partial(of_user, model), backend=graphs, fullgraph=fullgraph)
+    results = []
+    for each, call in ((model, compiled), (uncompiled, partial(of_user, uncompiled))):
+        loss = call(batch)
+        loss.backward()
+        gradients = {name: p.grad for name, p in each.named_parameters()}
+        results.append({"loss": loss.detach(), **gradients})
+    assert_same_step(*results)
+    layers = sum(type(module) is nn.Linear for module in model.modules())
+    assert sum(graphs.linears) == layers - 1 + products
+    assert patch_status(model).fused
+
+
+@GRAPH
+@pytest.mark.slow
+def test_what_dynamo_does_not_ask_for_is_nan() -> None:
+    model, batch = make_model(), batch_of(make_model())
+
+    def loss() -> Tensor:
+        logits = model(**batch).logits
+        criterion = nn.CrossEntropyLoss()
+        return criterion(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
+
+    assert torch.compile(loss, backend="eager", fullgraph=True)().isnan()
