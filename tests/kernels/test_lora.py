@@ -21,20 +21,13 @@ from lora_checks import (
     results,
     trainable,
 )
+from lora_inputs import HIDDEN, SHAPES
 from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 
-HIDDEN = 40
-SHAPES = {
-    "batch": (5, 7, HIDDEN),
-    "row": (HIDDEN,),
-    "three": (2, 3, 5, HIDDEN),
-    "none": (0, HIDDEN),
-    "none of a batch": (2, 0, HIDDEN),
-}
 # (O, R, whether it has a bias) of each projection
 PROJECTIONS = {
     "one": ((56, 16, False),),

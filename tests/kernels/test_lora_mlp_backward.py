@@ -1,0 +1,185 @@
+"""The backward pass of a feed-forward layer with LoRA adapters: what is kept, checkpoints,
+and what is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from lora_checks import ADAPTERS, EVERYTHING, our_mlp, results, trainable
+from lora_inputs import SIZE, mlp_inputs
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_patch.kernels.lora import mlp
+from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
+
+
+def test_what_is_kept(device: torch.device) -> None:
+    """x, gate and up of the base, thin products, and A of gate and up as one matrix."""
+    leaves, parts = trainable(*mlp_inputs(device, "float16"))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = lora_mlp(leaves["x"], *parts)
+    given = {each.data_ptr() for each in leaves.values()}
+    others = sorted(tuple(t.shape) for t in saved if t.data_ptr() not in given)
+    assert others == [(8 + 20, 40), (35, 8 + 20), (35, SIZE), (35, SIZE)]
+    y.sum().backward()
+    assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
+
+
+def test_gate_and_up_are_freed_before_the_products_of_dx(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under checkpoints: else the graph holds them."""
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    of_activation, of_input = mlp.activate_backward, mlp.input_gradient
+
+    def activate_backward(da: Tensor, ds: Tensor, gate: Tensor, up: Tensor, *others: Any) -> Any:
+        held.extend(map(weakref.ref, (gate, up)))
+        return of_activation(da, ds, gate, up, *others)
+
+    def input_gradient(*arguments: Any) -> Tensor:
+        alive.extend(each() is not None for each in held)
+        return of_input(*arguments)
+
+    monkeypatch.setattr(mlp, "activate_backward", activate_backward)
+    monkeypatch.setattr(mlp, "input_gradient", input_gradient)
+    leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
+    y = checkpoint(lambda x: lora_mlp(x, *parts), leaves["x"], use_reentrant=False)
+    y.sum().backward()
+    assert alive == [False, False]  # of down, nothing is held yet
+
+
+def test_two_backward_passes_are_the_same(device: torch.device) -> None:
+    """The first writes over none of what is kept, nor over the upstream gradient."""
+    leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
+    y = lora_mlp(leaves["x"], *parts)
+    dy = torch.randn_like(y)
+    before = dy.clone()
+    runs = [
+        torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=keep)
+        for keep in (True, False)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    assert torch.equal(dy, before)
+
+
+def test_a_backward_pass_under_autocast_computes_in_the_dtype_of_the_forward_pass(
+    device: torch.device,
+) -> None:
+    leaves, parts = trainable(*mlp_inputs(device, "float32"))
+    asked = [each for each in leaves.values() if each.requires_grad]
+    y = lora_mlp(leaves["x"], *parts).sum()
+    expected = torch.autograd.grad(y, asked, retain_graph=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        gradients = torch.autograd.grad(y, asked)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointing_leaves_out_the_last_product(
+    dropout: float, reentrant: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
+    x, parts = mlp_inputs(device, "float16", dropout=dropout)
+    products: list[Any] = []
+    read = LoraProjection.dense
+
+    def counted(self: LoraProjection, dtype: torch.dtype) -> Tensor:
+        products.append(self)
+        return read(self, dtype)
+
+    monkeypatch.setattr(LoraProjection, "dense", counted)
+
+    def way(checkpoints: bool) -> Any:
+        def call(x: Tensor, parts: Any) -> tuple[Tensor]:
+            torch.manual_seed(7)
+            if checkpoints:
+                return (checkpoint(lora_mlp, x, *parts, use_reentrant=reentrant),)
+            return (lora_mlp(x, *parts),)
+
+        return call
+
+    expected = results(way(False), x, parts, wanted="x")
+    assert len(products) == 3 + 3  # forward, and dx of each
+    products.clear()
+    ours = results(way(True), x, parts, wanted="x")
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    assert len(products) == 3 + (3 if reentrant else 2) + 3
+
+
+def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
+    """As in a model's first layer, whose x takes no gradient."""
+    leaves, parts = trainable(*mlp_inputs(device, "float16"), r"\d\.[ab]")
+    adapters = [each for each in leaves.values() if each.requires_grad]
+    expected = torch.autograd.grad(lora_mlp(leaves["x"], *parts).sum(), adapters)
+    y = checkpoint(lora_mlp, leaves["x"], *parts, use_reentrant=False)
+    ours = torch.autograd.grad(y.sum(), adapters)
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("wanted", ["x", r"0\.b", r"2\.a", r"2\.b", EVERYTHING])
+def test_a_second_derivative_is_refused(wanted: str, device: torch.device) -> None:
+    leaves, parts = trainable(*mlp_inputs(device, "float32"), wanted)
+    y = lora_mlp(leaves["x"], *parts).sum()
+    asked = [each for each in leaves.values() if each.requires_grad]
+    with pytest.raises(RuntimeError, match="lora_mlp has no second derivative"):
+        torch.autograd.grad(y, asked, create_graph=True)
+
+
+def test_no_gradients_are_recorded_without_grad(device: torch.device) -> None:
+    leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
+    with torch.no_grad():
+        y = lora_mlp(leaves["x"], *parts)
+    assert not y.requires_grad
+    assert torch.equal(y, lora_mlp(leaves["x"], *parts))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.b", "2.weight", "2.a", "2.b"])
+def test_a_change_in_place_before_the_backward_pass_is_an_error(
+    name: str, device: torch.device
+) -> None:
+    leaves, parts = trainable(*mlp_inputs(device, "float32"))
+    y = lora_mlp(leaves["x"], *parts).sum()
+    with torch.no_grad():
+        leaves[name].mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|was changed in place between"):
+        y.backward()
+
+
+@pytest.mark.gpu
+def test_bytes_kept_per_token() -> None:
+    """x, gate and up, the thin products, and y itself, in bf16."""
+    tokens, hidden_size, size = 4096, 1024, 4096
+    x, parts = mlp_inputs("cuda", "bfloat16", (tokens, hidden_size), "equal", size)
+    leaves, parts = trainable(x, parts)
+    del x
+    lora_mlp(leaves["x"], *parts).sum().backward()  # whatever is allocated once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = lora_mlp(leaves["x"], *parts)
+    kept = torch.cuda.memory_allocated() - before
+    thin = 2 * 3 * 16
+    # x is there in any case; the allocator rounds each tensor up to 2 MiB at most
+    assert kept <= tokens * (4 * size + thin + 2 * hidden_size) + 3 * 2**21
+    assert y.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant: bool) -> None:
+    x, parts = mlp_inputs("cuda", "autocast", (300, 512), size=1024)
+
+    def checkpointed(x: Tensor, parts: Any) -> tuple[Tensor]:
+        return (checkpoint(lora_mlp, x, *parts, use_reentrant=reentrant),)
+
+    how = {"autocast": True, "wanted": "x" if reentrant else ADAPTERS}
+    runs = [results(layer, x, parts, **how) for layer in (checkpointed, our_mlp("silu"))]
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
