@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +18,9 @@ import sharded_head
 import torch
 from gloo_group import join, leave
 from log_probs_ways import check_log_probs
+from odds_cases import SERVED, STATISTICS, in_float32
 from sharded_head import GATHER, assert_same_bits, bounds, collectives, hold, log_probs, loss
-from three_ways import OPTIONS, chunk_mib, eager_cross_entropy, filled, linear_inputs
+from three_ways import chunk_mib, eager_cross_entropy, filled, linear_inputs
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import linear
@@ -29,15 +30,6 @@ from liger_patch.kernels.head.sharded_odds import ShardedOddsForm
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.vocab_shard import VocabShard
 
-SERVED = {name: how for name, how in OPTIONS.items() if "label_smoothing" not in how}
-EVERYTHING: dict[str, Any] = {
-    "softcap": 5.0,
-    "logit_scale": 0.5,
-    "z_loss": 1e-2,
-    "class_weight": True,
-    "token_weight": True,
-}
-STATISTICS = ("entropy", "lse", "is_top1")
 device, dtype = torch.device("cpu"), torch.float32
 
 
@@ -73,7 +65,7 @@ def rows_mib(rows: int, vocab_size: int = 131) -> float:
 
 def check_options() -> None:
     inputs, labels = linear_inputs(dtype, device)
-    for options in (*SERVED.values(), EVERYTHING):
+    for options in SERVED.values():
         hold(inputs, labels, chunk_mib=rows_mib(5), **filled(options, len(labels), 131, device))
 
 
@@ -81,7 +73,7 @@ def check_adapters() -> None:
     for rank in (8, 24):
         inputs, labels = linear_inputs(dtype, device, rank=rank)
         hold(inputs, labels, chunk_mib=rows_mib(5))
-        options = filled(EVERYTHING, len(labels), 131, device)
+        options = filled(SERVED["everything"], len(labels), 131, device)
         hold(inputs, labels, frozen=("weight",), **options)
 
 
@@ -132,16 +124,9 @@ def check_nan_and_inf() -> None:
     assert losses.isposinf().equal(labels == 130)
 
 
-def _in_float32(hidden_states: Tensor, weight: Tensor, *, low_rank=None, **how: Any) -> Any:
-    if how.get("chunk_mib"):
-        how["chunk_mib"] *= 2  # as many rows
-    low_rank = low_rank and tuple(each.float() for each in low_rank)
-    return log_probs(hidden_states.float(), weight.float(), low_rank=low_rank, **how)
-
-
 def check_statistics() -> None:
-    """Of bf16 inputs, see ``bf16_odds`` of test_odds."""
-    operator: Callable[..., Any] = _in_float32 if device.type == "cpu" else log_probs
+    """Of bf16 inputs, see ``in_float32``."""
+    operator = partial(in_float32, log_probs) if device.type == "cpu" else log_probs
     bf16 = torch.bfloat16
     budget = chunk_mib(5, -(-131 // dist.get_world_size()), bf16)
     how: dict[str, Any] = {"operator": operator, "outputs": STATISTICS}
