@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import operator
 import pickle
 import warnings
 from collections.abc import Callable
@@ -14,57 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eager_logits import LLAMA, assert_same, outcome, outputs_of, unlike
+from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import call
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
-
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
-V = 131
-
-
-@functools.cache
-def unchanged_model(patch: bool) -> Any:
-    model = tiny_model(LLAMA)
-    return apply_patch(model, layers=False) if patch else model
-
-
-def outputs_of(patch: bool, **arguments: Any) -> Any:
-    model = unchanged_model(patch)
-    return call(model, tiny_batch(model), **arguments)
-
-
-@pytest.fixture
-def eager() -> Tensor:
-    return outputs_of(False).logits
-
-
-@pytest.fixture
-def deferred() -> DeferredLogits:
-    logits = outputs_of(True).logits
-    assert isinstance(logits, DeferredLogits)
-    assert not logits.is_computed
-    return logits
-
-
-def assert_same(ours: Any, expected: Any) -> None:
-    """The same values, shapes, dtypes and need of a gradient, in whatever they are nested."""
-    if isinstance(expected, Tensor):
-        assert isinstance(ours, Tensor)
-        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
-        assert ours.requires_grad == expected.requires_grad
-        assert torch.equal(torch.nan_to_num(ours), torch.nan_to_num(expected))
-    elif isinstance(expected, np.ndarray):
-        np.testing.assert_array_equal(ours, expected)
-    elif isinstance(expected, (tuple, list)):
-        assert len(ours) == len(expected)
-        for one, other in zip(ours, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert ours == expected
-
 
 METADATA: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda x: x.shape,
@@ -118,10 +72,6 @@ def to_file(x: Tensor) -> Tensor:
     torch.save(x.detach(), file)
     file.seek(0)
     return torch.load(file)
-
-
-def unlike(x: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, x.numel()).view(x.shape)
 
 
 READINGS: dict[str, Callable[[Tensor], Any]] = {
@@ -257,251 +207,6 @@ def test_a_reading_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str)
     assert_same(read(deferred), read(eager))
     assert_same(read(deferred), read(eager))  # now that they are computed
     assert_same(deferred + 0, eager + 0)
-
-
-MASK = torch.tensor([[True, False, True] * 3, [False, True, False] * 3])
-INDICES: dict[str, Any] = {
-    "int": 0,
-    "negative int": -1,
-    "ints": (1, 2),
-    "three ints": (1, 2, 3),
-    "numpy int": np.int64(1),
-    "slice": slice(1, None),
-    "slices": (slice(None), slice(1, -1)),
-    "three slices": (slice(None), slice(None, -1), slice(None)),
-    "slice of the vocabulary": (slice(None), slice(None), slice(0, 7)),
-    "one word": (slice(None), slice(None), 5),
-    "step": (slice(None), slice(None, None, 2)),
-    "step in the vocabulary": (slice(None), slice(None), slice(None, None, 3)),
-    "empty slice": (slice(None), slice(4, 4)),
-    "empty tuple": (),
-    "ellipsis": ...,
-    "ellipsis, last": (..., -1),
-    "ellipsis, slice": (..., slice(None, -1)),
-    "ellipsis, rows": (..., slice(None, -1), slice(None)),
-    "ellipsis, row": (..., 2, slice(None)),
-    "row, ellipsis": (1, ...),
-    "two ints, ellipsis": (1, 2, ...),
-    "three ints, ellipsis": (1, 2, 3, ...),
-    "three slices, ellipsis": (slice(None), slice(1, None), slice(0, 40), ...),
-    "row, ellipsis, all": (1, ..., slice(None)),
-    "two ints, ellipsis, all": (1, 2, ..., slice(None)),
-    "None": None,
-    "None, row": (None, 1),
-    "row, None": (1, None),
-    "slice, None": (slice(None), None),
-    "ellipsis, None": (..., None),
-    "bool": True,
-    "false": False,
-    "bool tensor": torch.tensor(True),
-    "mask of tokens": MASK,
-    "mask of sequences": torch.tensor([True, False]),
-    "mask, all": (MASK, slice(None)),
-    "mask, word": (MASK, 5),
-    "mask, ellipsis": (MASK, ...),
-    "mask of the vocabulary": (..., torch.arange(V) % 2 == 0),
-    "mask of all": torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0,
-    "mask of all, ellipsis": (torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0, ...),
-    "row, mask": (1, MASK[0]),
-    "empty mask": torch.zeros_like(MASK),
-    "indices": torch.tensor([1, 0, 1]),
-    "int32 indices": torch.tensor([1, 0, 1], dtype=torch.int32),
-    "uint8 mask": torch.tensor([1, 0, 1], dtype=torch.int64),
-    "negative indices": (slice(None), torch.tensor([-1, -2])),
-    "square of indices": torch.tensor([[1, 0], [0, 1]]),
-    "pairs of indices": (torch.tensor([0, 1]), torch.tensor([3, 4])),
-    "three of indices": (torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([5, 6])),
-    "indices apart": (torch.tensor([0, 1]), slice(None), torch.tensor([5, 6])),
-    "scalar index": torch.tensor(1),
-    "list": [1, 0],
-    "lists": ([0, 1], [3, 4]),
-    "array": np.array([1, 0]),
-    "range": range(2),
-    "last of each": (torch.arange(2), torch.tensor([5, 7])),
-}
-
-
-@pytest.mark.parametrize("name", INDICES)
-def test_an_index_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str) -> None:
-    index = INDICES[name]
-    ours, expected = outcome(lambda: deferred[index]), outcome(lambda: eager[index])
-    assert_same(ours, expected)
-    if isinstance(expected, Tensor):
-        assert_same(ours * 2, expected * 2)
-    assert_same(outcome(lambda: (deferred + 0)[index]), expected)
-
-
-@pytest.mark.parametrize("index", [5, (0, 99), (0, 0, V), (0, 0, 0, 0), "word", 1.5])
-def test_an_index_that_is_an_error_stays_one(deferred: DeferredLogits, index: Any) -> None:
-    with pytest.raises((IndexError, TypeError)):
-        deferred[index] + 0
-
-
-def outcome(function: Callable[[], Any]) -> Any:
-    """What it returns, or the kind of error that it raises."""
-    try:
-        return function()
-    except (IndexError, TypeError, RuntimeError, ValueError) as error:
-        return type(error)
-
-
-def write_by_mask(x: Tensor) -> None:
-    x[MASK] = 0
-
-
-def write_to_a_slice(x: Tensor) -> None:
-    x[:, 2:4].fill_(3.0)
-
-
-def write_to_a_view(x: Tensor) -> None:
-    x.view(-1, V)[4] += 1
-
-
-def write_words(x: Tensor) -> None:
-    x[..., :10] = float("-inf")
-
-
-def write_out(x: Tensor) -> None:
-    with torch.no_grad():
-        torch.add(x, 1, out=x)
-
-
-WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "by mask": write_by_mask,
-    "to a slice": write_to_a_slice,
-    "to a view": write_to_a_view,
-    "to words": write_words,
-    "add_": lambda x: x.add_(1),
-    "mul_": lambda x: x.mul_(3),
-    "+=": lambda x: operator.iadd(x, 1),
-    "*=": lambda x: operator.imul(x, 2),
-    "div_": lambda x: x.div_(2),
-    "tanh_": lambda x: x.tanh_(),
-    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0),
-    "copy_": lambda x: x.copy_(unlike(x)),
-    "zero_": lambda x: x.zero_(),
-    "data": lambda x: x.data.fill_(2.0),
-    "detached": lambda x: x.detach().fill_(2.0),
-    "functional": lambda x: nn.functional.relu_(x),
-}
-
-# what was derived from the logits before the write
-DERIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda x: x,
-    "slice": lambda x: x[:, 1:],
-    "view": lambda x: x.view(-1, V),
-    "slice of a view": lambda x: x.view(-1, V)[2:7],
-    "detached": lambda x: x.detach(),
-    "same dtype": lambda x: x.float(),
-    "product": lambda x: x * 2,
-    "cast": lambda x: x.bfloat16(),
-    "masked": lambda x: x[MASK],
-    "indexed": lambda x: x[torch.tensor([1, 0])],
-    "reshaped slice": lambda x: x[:, :-1].reshape(-1, V),
-    "contiguous slice": lambda x: x[:, :-1].contiguous(),
-    "contiguous": lambda x: x.contiguous(),
-    "product of a slice": lambda x: x[:, :-1] * 2,
-    "slice of a product": lambda x: (x * 2)[:, :-1],
-    "view of a product of a slice": lambda x: (x[:, 1:] / 2).view(-1, V),
-}
-
-
-@pytest.mark.parametrize("read_first", [False, True])
-@pytest.mark.parametrize("derivation", DERIVATIONS)
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen_where_eagers_is(
-    deferred: DeferredLogits, eager: Tensor, write: str, derivation: str, read_first: bool
-) -> None:
-    seen = []
-    for x in (deferred, eager):
-        logits = x.requires_grad_(x.requires_grad) if read_first else x
-        derived = DERIVATIONS[derivation](logits)
-        if read_first:
-            derived + 0
-        WRITES[write](logits)
-        seen.append((derived.detach() + 0, logits.detach() + 0))
-    assert_same(seen[0], seen[1])
-
-
-@pytest.mark.parametrize("derivation", DERIVATIONS)
-def test_a_write_to_what_was_derived_is_seen_where_eagers_is(
-    deferred: DeferredLogits, eager: Tensor, derivation: str
-) -> None:
-    seen = []
-    for x in (deferred, eager):
-        derived = DERIVATIONS[derivation](x)
-        derived.mul_(2)
-        seen.append((derived.detach() + 0, x.detach() + 0))
-    assert_same(seen[0], seen[1])
-
-
-@pytest.mark.parametrize("derivation", DERIVATIONS)
-def test_what_is_derived_after_a_write_has_it(
-    deferred: DeferredLogits, eager: Tensor, derivation: str
-) -> None:
-    seen = []
-    for x in (deferred, eager):
-        part = x[:, :5]
-        x.detach()[:, 1:3] = 7.0
-        derived = DERIVATIONS[derivation](x)
-        product_of_part = part * 2
-        x.detach()[:, 2:4] = 9.0
-        seen.append((derived.detach() + 0, product_of_part.detach() + 0, x.detach() + 0))
-    assert_same(seen[0], seen[1])
-
-
-OUTPUTS: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda outputs: outputs.logits,
-    "key": lambda outputs: outputs["logits"],
-    "position": lambda outputs: outputs[1],
-    "slice": lambda outputs: outputs[:2],
-    "to_tuple": lambda outputs: outputs.to_tuple()[:2],
-    "keys": lambda outputs: [name for name in outputs if name != "past_key_values"],
-    "values": lambda outputs: list(outputs.values())[:2],
-    "dict": lambda outputs: dict(outputs)["logits"],
-    "items": lambda outputs: [value for name, value in outputs.items() if name == "logits"],
-    "type": lambda outputs: type(outputs).__name__,
-    "get": lambda outputs: outputs.get("logits"),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_the_output_class_holds_the_logits(name: str) -> None:
-    ours, expected = OUTPUTS[name](outputs_of(True)), OUTPUTS[name](outputs_of(False))
-    assert_close_losses(ours, expected)
-
-
-def assert_close_losses(ours: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor) and expected.dim() == 0:
-        torch.testing.assert_close(ours, expected)
-    elif isinstance(expected, (tuple, list)):
-        for one, other in zip(ours, expected, strict=True):
-            assert_close_losses(one, other)
-    else:
-        assert_same(ours, expected)
-
-
-def test_a_tuple_of_outputs_holds_the_logits() -> None:
-    ours, expected = (outputs_of(patch, return_dict=False) for patch in (True, False))
-    assert type(ours) is tuple
-    assert not ours[1].is_computed
-    assert_close_losses(ours[:2], expected[:2])
-
-
-def test_other_outputs_are_eagers() -> None:
-    ours, expected = (outputs_of(patch, output_hidden_states=True) for patch in (True, False))
-    assert not ours.logits.is_computed
-    assert list(ours) == list(expected)
-    assert_same(ours.hidden_states, expected.hidden_states)
-
-
-def test_outputs_can_be_pickled_and_copied() -> None:
-    expected = outputs_of(False).logits.detach()
-    with torch.no_grad():
-        outputs = outputs_of(True)
-    for again in (pickle.loads(pickle.dumps(outputs)), copy.deepcopy(outputs)):
-        assert type(again.logits) is Tensor
-        assert torch.equal(again.logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Indexing deferred logits: every index gives what it gives of the eager logits, or its error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eager_logits import MASK, assert_same, outcome
+from tiny_models import VOCAB_SIZE as V
+from torch import Tensor
+
+from liger_patch.deferred.tensor import DeferredLogits
+
+INDICES: dict[str, Any] = {
+    "int": 0,
+    "negative int": -1,
+    "ints": (1, 2),
+    "three ints": (1, 2, 3),
+    "numpy int": np.int64(1),
+    "slice": slice(1, None),
+    "slices": (slice(None), slice(1, -1)),
+    "three slices": (slice(None), slice(None, -1), slice(None)),
+    "slice of the vocabulary": (slice(None), slice(None), slice(0, 7)),
+    "one word": (slice(None), slice(None), 5),
+    "step": (slice(None), slice(None, None, 2)),
+    "step in the vocabulary": (slice(None), slice(None), slice(None, None, 3)),
+    "empty slice": (slice(None), slice(4, 4)),
+    "empty tuple": (),
+    "ellipsis": ...,
+    "ellipsis, last": (..., -1),
+    "ellipsis, slice": (..., slice(None, -1)),
+    "ellipsis, rows": (..., slice(None, -1), slice(None)),
+    "ellipsis, row": (..., 2, slice(None)),
+    "row, ellipsis": (1, ...),
+    "two ints, ellipsis": (1, 2, ...),
+    "three ints, ellipsis": (1, 2, 3, ...),
+    "three slices, ellipsis": (slice(None), slice(1, None), slice(0, 40), ...),
+    "row, ellipsis, all": (1, ..., slice(None)),
+    "two ints, ellipsis, all": (1, 2, ..., slice(None)),
+    "None": None,
+    "None, row": (None, 1),
+    "row, None": (1, None),
+    "slice, None": (slice(None), None),
+    "ellipsis, None": (..., None),
+    "bool": True,
+    "false": False,
+    "bool tensor": torch.tensor(True),
+    "mask of tokens": MASK,
+    "mask of sequences": torch.tensor([True, False]),
+    "mask, all": (MASK, slice(None)),
+    "mask, word": (MASK, 5),
+    "mask, ellipsis": (MASK, ...),
+    "mask of the vocabulary": (..., torch.arange(V) % 2 == 0),
+    "mask of all": torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0,
+    "mask of all, ellipsis": (torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0, ...),
+    "row, mask": (1, MASK[0]),
+    "empty mask": torch.zeros_like(MASK),
+    "indices": torch.tensor([1, 0, 1]),
+    "int32 indices": torch.tensor([1, 0, 1], dtype=torch.int32),
+    "uint8 mask": torch.tensor([1, 0, 1], dtype=torch.int64),
+    "negative indices": (slice(None), torch.tensor([-1, -2])),
+    "square of indices": torch.tensor([[1, 0], [0, 1]]),
+    "pairs of indices": (torch.tensor([0, 1]), torch.tensor([3, 4])),
+    "three of indices": (torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([5, 6])),
+    "indices apart": (torch.tensor([0, 1]), slice(None), torch.tensor([5, 6])),
+    "scalar index": torch.tensor(1),
+    "list": [1, 0],
+    "lists": ([0, 1], [3, 4]),
+    "array": np.array([1, 0]),
+    "range": range(2),
+    "last of each": (torch.arange(2), torch.tensor([5, 7])),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str) -> None:
+    index = INDICES[name]
+    ours, expected = outcome(lambda: deferred[index]), outcome(lambda: eager[index])
+    assert_same(ours, expected)
+    if isinstance(expected, Tensor):
+        assert_same(ours * 2, expected * 2)
+    assert_same(outcome(lambda: (deferred + 0)[index]), expected)
+
+
+@pytest.mark.parametrize("index", [5, (0, 99), (0, 0, V), (0, 0, 0, 0), "word", 1.5])
+def test_an_index_that_is_an_error_stays_one(deferred: DeferredLogits, index: Any) -> None:
+    with pytest.raises((IndexError, TypeError)):
+        deferred[index] + 0
