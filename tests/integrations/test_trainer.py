@@ -1,125 +1,32 @@
-"""transformers.Trainer trains, evaluates, saves and resumes a patched model as an eager one."""
+"""transformers.Trainer trains, saves and resumes a patched model as an eager one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from exactness import assert_no_worse
+from offloaded_models import offloaded
 from slow_cases import slow_but
-from tiny_models import Batch, tiny_batch, tiny_model
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from trainers import QUIET, LargestTensor
-from training_step import Float64, Step, joined, tell_apart, widened
-
-from liger_patch import apply_patch, patch_status, registry
-from liger_patch.patch.forward import record_of
-from liger_patch.patch.offload import CheckpointOffload
-
-pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
+from tiny_models import Batch
+from trainer_runs import (
+    MODEL_TYPES,
+    assert_fused,
+    assert_same_training,
+    losses,
+    make_model,
+    make_samples,
+    make_trainer,
+    train,
 )
+from training_step import joined, widened
+from transformers import Trainer, TrainingArguments
 
-ROWS = {row.model_type: row for row in registry.available()}
-MODEL_TYPES = ["llama", "gemma2", "qwen3_moe", "gemma3"]  # plain, softcap, auxiliary loss, vision
-LENGTH = 9  # tokens of a sample
+from liger_patch import apply_patch
+
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
-
-
-def make_model(model_type: str = "llama") -> PreTrainedModel:
-    model = tiny_model(ROWS[model_type])
-    if hasattr(model.config, "output_router_logits"):
-        model.config.output_router_logits = True  # the auxiliary loss joins the loss
-    return model
-
-
-def make_samples(model: PreTrainedModel, count: int = 10) -> list[Batch]:
-    """Samples with different numbers of supervised tokens."""
-    batch = tiny_batch(model, batch=count, length=LENGTH)
-    return [{name: value[i] for name, value in batch.items()} for i in range(count)]
-
-
-class GradientsOfEachStep(TrainerCallback):
-    def __init__(self) -> None:
-        self.gradients: Step = {}
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        for name, parameter in kwargs["model"].named_parameters():
-            gradient = None if parameter.grad is None else parameter.grad.clone()
-            self.gradients[f"{state.global_step} {name}"] = gradient
-
-
-def make_trainer(
-    model: PreTrainedModel,
-    folder: Path,
-    *,
-    trainer_class: type[Trainer] = Trainer,
-    samples: list[Batch] | None = None,
-    callbacks: list[TrainerCallback] | None = None,
-    compute_metrics: Callable | None = None,
-    compute_loss_func: Callable | None = None,
-    preprocess_logits_for_metrics: Callable | None = None,
-    **arguments: Any,
-) -> Trainer:
-    """Plain SGD without clipping: a loss that is scaled wrongly trains wrongly."""
-    defaults = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        **QUIET,
-    }
-    samples = make_samples(model) if samples is None else samples
-    return trainer_class(
-        model=model,
-        args=TrainingArguments(str(folder), **{**defaults, **arguments}),
-        train_dataset=samples,
-        eval_dataset=samples,
-        callbacks=callbacks,
-        compute_metrics=compute_metrics,
-        compute_loss_func=compute_loss_func,
-        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-    )
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def train(model: PreTrainedModel, folder: Path, **options: Any) -> Step:
-    """The loss of each step and each gradient before each optimizer step."""
-    recorder = GradientsOfEachStep()
-    trainer = make_trainer(model, folder, callbacks=[recorder], **options)
-    with Float64() if model.dtype == torch.float64 else contextlib.nullcontext():
-        trainer.train()
-    assert trainer.state.global_step == len(losses(trainer)) > 1
-    return {"loss": torch.tensor(losses(trainer), dtype=torch.float64), **recorder.gradients}
-
-
-def assert_same_training(model_type: str, folder: Path, **options: Any) -> PreTrainedModel:
-    """Every loss and gradient, patched and eager in float64. Returns the patched model."""
-    truth = train(widened(make_model(model_type)), folder, **options)
-    model = apply_patch(widened(make_model(model_type)))
-    truth, ours = tell_apart(truth, train(model, folder, **options))
-    assert_no_worse(ours, truth, truth, torch.float32)
-    return model
-
-
-def assert_fused(model: PreTrainedModel) -> None:
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
 
 
 @pytest.mark.parametrize("gradient_accumulation_steps", slow_but([4], [1, 4]))
@@ -183,188 +90,6 @@ def test_tokens_are_counted_as_for_the_eager_model(
         assert len({int(count) for count in counts[1][2]}) > 1
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_training_and_loss_only_evaluation_hold_no_logits(
-    model_type: str, bf16: bool, tmp_path: Path
-) -> None:
-    largest = {}
-    for patch in (False, True):
-        model = make_model(model_type)
-        if patch:
-            apply_patch(model)
-        # wide batches: their logits are larger than any weight
-        sizes = {"per_device_train_batch_size": 10, "per_device_eval_batch_size": 10}
-        trainer = make_trainer(model, tmp_path, bf16=bf16, **sizes)
-        for part in (trainer.train, trainer.evaluate):
-            with LargestTensor() as seen:
-                part()
-            largest[patch, part.__name__] = seen.elements
-    logits = 10 * LENGTH * model.config.vocab_size
-    assert {name for name, elements in largest.items() if elements >= logits} == {
-        (False, "train"),
-        (False, "evaluate"),
-    }
-    assert_fused(model)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"bf16": True}, id="bf16"),
-        pytest.param({"bf16_full_eval": True}, id="bf16_full_eval"),
-        pytest.param({"eval_accumulation_steps": 1}, id="eval_accumulation_steps"),
-        pytest.param({"batch_eval_metrics": True}, id="batch_eval_metrics"),
-        pytest.param({"include_for_metrics": ["inputs", "loss"]}, id="include_for_metrics"),
-    ],
-)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_compute_metrics_gets_eagers_logits(
-    model_type: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    seen = {}
-    for patch in (False, True):
-        model = make_model(model_type)
-        if patch:
-            apply_patch(model, layers=False)
-        seen[patch] = []
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            compute_metrics=lambda p, compute_result=True, into=seen[patch]: (
-                into.append(p.predictions) or {}
-            ),
-            **options,
-        )
-        trainer.evaluate()
-    assert len(seen[True]) == len(seen[False]) > 0
-    for ours, eager in zip(seen[True], seen[False], strict=True):
-        assert isinstance(ours, type(eager))
-        assert np.array_equal(ours, eager)
-    assert_fused(model)
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_predict_gives_eagers_logits(labels: bool, tmp_path: Path) -> None:
-    predictions = []
-    for patch in (False, True):
-        model = make_model("gemma2")
-        samples = make_samples(model)
-        if not labels:
-            samples = [{k: v for k, v in sample.items() if k != "labels"} for sample in samples]
-        if patch:
-            apply_patch(model)
-        predictions.append(make_trainer(model, tmp_path).predict(samples))
-    eager, ours = predictions
-    assert isinstance(ours.predictions, np.ndarray)
-    assert np.array_equal(ours.predictions, eager.predictions)
-    if labels:
-        assert np.array_equal(ours.label_ids, eager.label_ids)
-        assert ours.metrics["test_loss"] == pytest.approx(eager.metrics["test_loss"], rel=1e-6)
-
-
-def test_preprocess_logits_for_metrics_gets_eagers_logits(tmp_path: Path) -> None:
-    metrics = []
-    for patch in (False, True):
-        model = make_model("gemma2")
-        if patch:
-            apply_patch(model)
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1) * (labels != 0),
-            compute_metrics=lambda prediction: {"sum": int(prediction.predictions.sum())},
-        )
-        metrics.append(trainer.evaluate())
-    assert metrics[1]["eval_sum"] == metrics[0]["eval_sum"] > 0
-
-
-def shifted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = logits[..., :-1, :].contiguous()
-    return cross_entropy(logits.view(-1, logits.shape[-1]), labels[..., 1:].reshape(-1))
-
-
-def cross_entropy_of_logits(model, inputs):
-    outputs = model(**inputs)
-    return shifted_cross_entropy(outputs.logits, inputs["labels"]), outputs
-
-
-def cross_entropy_of_a_call_without_labels(model, inputs):
-    labels = inputs.pop("labels")
-    outputs = model(**inputs)
-    return shifted_cross_entropy(outputs.logits, labels), outputs
-
-
-def log_softmax_of_logits(model, inputs):
-    outputs = model(**inputs)
-    labels = inputs["labels"][:, 1:]
-    scores = outputs.logits[:, :-1].float().log_softmax(-1)
-    scores = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return -(scores * (labels != -100)).mean(), outputs
-
-
-def models_loss_and_a_penalty_on_logits(model, inputs):
-    outputs = model(**inputs)
-    return outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean(), outputs
-
-
-def models_loss_and_metrics(model, inputs):
-    outputs = model(**inputs)
-    with torch.no_grad():
-        probabilities = outputs.logits.float().softmax(-1)
-        assert torch.isfinite(torch.special.entr(probabilities).sum())
-    return outputs.loss, outputs
-
-
-@pytest.mark.parametrize(
-    "loss_of",
-    [
-        cross_entropy_of_logits,
-        cross_entropy_of_a_call_without_labels,
-        log_softmax_of_logits,
-        models_loss_and_a_penalty_on_logits,
-        models_loss_and_metrics,
-    ],
-)
-@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
-def test_a_trainers_own_compute_loss_trains_as_eager(
-    model_type: str, loss_of: Callable, tmp_path: Path
-) -> None:
-    class OwnLoss(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            loss, outputs = loss_of(model, inputs)
-            return (loss, outputs) if return_outputs else loss
-
-    assert_same_training(model_type, tmp_path, trainer_class=OwnLoss)
-
-
-def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    assert type(outputs["logits"]) is Tensor  # a call without labels is not touched
-    logits = outputs["logits"][:, :-1].flatten(0, 1)
-    loss = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-    return loss / num_items_in_batch
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"label_smoothing_factor": 0.1}, id="label_smoothing_factor"),
-        pytest.param({"compute_loss_func": own_loss}, id="compute_loss_func"),
-    ],
-)
-@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
-def test_losses_outside_the_model_train_as_eager(
-    model_type: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    assert_same_training(model_type, tmp_path, gradient_accumulation_steps=2, **options)
-
-
-def test_evaluation_between_the_steps_leaves_training_alone(tmp_path: Path) -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 1, "compute_metrics": lambda _: {}}
-    assert_fused(assert_same_training("gemma2", tmp_path, **options))
-
-
 def test_a_model_patched_after_its_trainer_was_made_trains_as_eager(tmp_path: Path) -> None:
     class PatchesLate(Trainer):
         def train(self, *args, **kwargs):
@@ -407,17 +132,14 @@ def test_offloaded_checkpoints_train_bitwise_as_plain_ones(
     """Trainer enables checkpointing after the patch, and evaluates in between."""
     options = {"learning_rate": 1e-3, **checkpointing(use_reentrant)}
     results = []
-    for checkpoint_offload in (False, True):
-        model = apply_patch(make_model(), checkpoint_offload=checkpoint_offload)
-        record = record_of(model)
-        assert record is not None
-        if checkpoint_offload:
-            record.offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
+    for is_offloaded in (False, True):
+        model = apply_patch(make_model())
+        offload = offloaded(model) if is_offloaded else None
         results.append(train(model, tmp_path, **options))
-    assert str(record.offload).startswith("1 layer inputs")
-    plain, offloaded = results
-    assert plain.keys() == offloaded.keys()
-    assert all(torch.equal(offloaded[name], value) for name, value in plain.items())
+    assert str(offload).startswith("1 layer inputs")
+    plain, ours = results
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -476,52 +198,3 @@ def test_steps_without_a_label_leave_the_weights_alone(bf16: bool, tmp_path: Pat
     assert losses(trainer) == [0.0, 0.0, 0.0]
     assert trainer.evaluate()["eval_loss"] == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class KeepsOutputs(Trainer):
-    outputs: Any = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs["num_items_in_batch"] = num_items_in_batch
-        self.outputs = model(**inputs)
-        return (self.outputs.loss, self.outputs) if return_outputs else self.outputs.loss
-
-
-class ReadsLogits(TrainerCallback):
-    """Reads the last outputs' logits at one event."""
-
-    def __init__(self, event: str) -> None:
-        self.trainer: KeepsOutputs | None = None
-        self.sums: list[float] = []
-        setattr(self, event, self.read)
-
-    def read(self, args, state, control, **kwargs) -> None:
-        self.sums.append(self.trainer.outputs.logits.double().sum().item())
-
-
-def read_in_callback(event: str, model: PreTrainedModel, folder: Path) -> list[float]:
-    reader = ReadsLogits(event)
-    trainer = make_trainer(
-        model, folder, trainer_class=KeepsOutputs, callbacks=[reader], max_steps=1
-    )
-    reader.trainer = trainer
-    trainer.train()
-    return reader.sums
-
-
-def test_a_callback_before_the_optimizer_step_reads_eagers_logits(tmp_path: Path) -> None:
-    eager = read_in_callback("on_pre_optimizer_step", make_model(), tmp_path)
-    ours = read_in_callback("on_pre_optimizer_step", apply_patch(make_model()), tmp_path)
-    assert len(ours) == 1
-    assert ours == eager
-
-
-def test_a_callback_after_the_optimizer_step_is_told_how_to_read_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    eager = read_in_callback("on_step_end", make_model(), tmp_path)
-    with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
-        read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    ours = read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
-    assert ours == eager

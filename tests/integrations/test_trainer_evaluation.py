@@ -1,0 +1,124 @@
+"""transformers.Trainer evaluates and predicts with a patched model as with an eager one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_runs import (
+    LENGTH,
+    assert_fused,
+    assert_same_training,
+    make_model,
+    make_samples,
+    make_trainer,
+)
+from trainers import LargestTensor
+
+from liger_patch import apply_patch
+
+pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_training_and_loss_only_evaluation_hold_no_logits(
+    model_type: str, bf16: bool, tmp_path: Path
+) -> None:
+    largest = {}
+    for patch in (False, True):
+        model = make_model(model_type)
+        if patch:
+            apply_patch(model)
+        # wide batches: their logits are larger than any weight
+        sizes = {"per_device_train_batch_size": 10, "per_device_eval_batch_size": 10}
+        trainer = make_trainer(model, tmp_path, bf16=bf16, **sizes)
+        for part in (trainer.train, trainer.evaluate):
+            with LargestTensor() as seen:
+                part()
+            largest[patch, part.__name__] = seen.elements
+    logits = 10 * LENGTH * model.config.vocab_size
+    assert {name for name, elements in largest.items() if elements >= logits} == {
+        (False, "train"),
+        (False, "evaluate"),
+    }
+    assert_fused(model)
+
+
+def test_evaluation_between_the_steps_leaves_training_alone(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "compute_metrics": lambda _: {}}
+    assert_fused(assert_same_training("gemma2", tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"bf16": True}, id="bf16"),
+        pytest.param({"bf16_full_eval": True}, id="bf16_full_eval"),
+        pytest.param({"eval_accumulation_steps": 1}, id="eval_accumulation_steps"),
+        pytest.param({"batch_eval_metrics": True}, id="batch_eval_metrics"),
+        pytest.param({"include_for_metrics": ["inputs", "loss"]}, id="include_for_metrics"),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_compute_metrics_gets_eagers_logits(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    seen = {}
+    for patch in (False, True):
+        model = make_model(model_type)
+        if patch:
+            apply_patch(model, layers=False)
+        seen[patch] = []
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            compute_metrics=lambda p, compute_result=True, into=seen[patch]: (
+                into.append(p.predictions) or {}
+            ),
+            **options,
+        )
+        trainer.evaluate()
+    assert len(seen[True]) == len(seen[False]) > 0
+    for ours, eager in zip(seen[True], seen[False], strict=True):
+        assert isinstance(ours, type(eager))
+        assert np.array_equal(ours, eager)
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_predict_gives_eagers_logits(labels: bool, tmp_path: Path) -> None:
+    predictions = []
+    for patch in (False, True):
+        model = make_model("gemma2")
+        samples = make_samples(model)
+        if not labels:
+            samples = [{k: v for k, v in sample.items() if k != "labels"} for sample in samples]
+        if patch:
+            apply_patch(model)
+        predictions.append(make_trainer(model, tmp_path).predict(samples))
+    eager, ours = predictions
+    assert isinstance(ours.predictions, np.ndarray)
+    assert np.array_equal(ours.predictions, eager.predictions)
+    if labels:
+        assert np.array_equal(ours.label_ids, eager.label_ids)
+        assert ours.metrics["test_loss"] == pytest.approx(eager.metrics["test_loss"], rel=1e-6)
+
+
+def test_preprocess_logits_for_metrics_gets_eagers_logits(tmp_path: Path) -> None:
+    metrics = []
+    for patch in (False, True):
+        model = make_model("gemma2")
+        if patch:
+            apply_patch(model)
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1) * (labels != 0),
+            compute_metrics=lambda prediction: {"sum": int(prediction.predictions.sum())},
+        )
+        metrics.append(trainer.evaluate())
+    assert metrics[1]["eval_sum"] == metrics[0]["eval_sum"] > 0

@@ -1,0 +1,148 @@
+"""Losses of a trainer's own, and callbacks, read a patched model's logits as an eager one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_cases import slow_but
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from trainer_runs import assert_same_training, make_model, make_trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from liger_patch import apply_patch
+
+pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
+
+
+def shifted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits[..., :-1, :].contiguous()
+    return cross_entropy(logits.view(-1, logits.shape[-1]), labels[..., 1:].reshape(-1))
+
+
+def cross_entropy_of_logits(model, inputs):
+    outputs = model(**inputs)
+    return shifted_cross_entropy(outputs.logits, inputs["labels"]), outputs
+
+
+def cross_entropy_of_a_call_without_labels(model, inputs):
+    labels = inputs.pop("labels")
+    outputs = model(**inputs)
+    return shifted_cross_entropy(outputs.logits, labels), outputs
+
+
+def log_softmax_of_logits(model, inputs):
+    outputs = model(**inputs)
+    labels = inputs["labels"][:, 1:]
+    scores = outputs.logits[:, :-1].float().log_softmax(-1)
+    scores = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -(scores * (labels != -100)).mean(), outputs
+
+
+def models_loss_and_a_penalty_on_logits(model, inputs):
+    outputs = model(**inputs)
+    return outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean(), outputs
+
+
+def models_loss_and_metrics(model, inputs):
+    outputs = model(**inputs)
+    with torch.no_grad():
+        probabilities = outputs.logits.float().softmax(-1)
+        assert torch.isfinite(torch.special.entr(probabilities).sum())
+    return outputs.loss, outputs
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        cross_entropy_of_logits,
+        cross_entropy_of_a_call_without_labels,
+        log_softmax_of_logits,
+        models_loss_and_a_penalty_on_logits,
+        models_loss_and_metrics,
+    ],
+)
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
+def test_a_trainers_own_compute_loss_trains_as_eager(
+    model_type: str, loss_of: Callable, tmp_path: Path
+) -> None:
+    class OwnLoss(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = loss_of(model, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    assert_same_training(model_type, tmp_path, trainer_class=OwnLoss)
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    assert type(outputs["logits"]) is Tensor  # a call without labels is not touched
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    loss = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"label_smoothing_factor": 0.1}, id="label_smoothing_factor"),
+        pytest.param({"compute_loss_func": own_loss}, id="compute_loss_func"),
+    ],
+)
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
+def test_losses_outside_the_model_train_as_eager(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same_training(model_type, tmp_path, gradient_accumulation_steps=2, **options)
+
+
+class KeepsOutputs(Trainer):
+    outputs: Any = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["num_items_in_batch"] = num_items_in_batch
+        self.outputs = model(**inputs)
+        return (self.outputs.loss, self.outputs) if return_outputs else self.outputs.loss
+
+
+class ReadsLogits(TrainerCallback):
+    """Reads the last outputs' logits at one event."""
+
+    def __init__(self, event: str) -> None:
+        self.trainer: KeepsOutputs | None = None
+        self.sums: list[float] = []
+        setattr(self, event, self.read)
+
+    def read(self, args, state, control, **kwargs) -> None:
+        self.sums.append(self.trainer.outputs.logits.double().sum().item())
+
+
+def read_in_callback(event: str, model: PreTrainedModel, folder: Path) -> list[float]:
+    reader = ReadsLogits(event)
+    trainer = make_trainer(
+        model, folder, trainer_class=KeepsOutputs, callbacks=[reader], max_steps=1
+    )
+    reader.trainer = trainer
+    trainer.train()
+    return reader.sums
+
+
+def test_a_callback_before_the_optimizer_step_reads_eagers_logits(tmp_path: Path) -> None:
+    eager = read_in_callback("on_pre_optimizer_step", make_model(), tmp_path)
+    ours = read_in_callback("on_pre_optimizer_step", apply_patch(make_model()), tmp_path)
+    assert len(ours) == 1
+    assert ours == eager
+
+
+def test_a_callback_after_the_optimizer_step_is_told_how_to_read_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = read_in_callback("on_step_end", make_model(), tmp_path)
+    with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
+        read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    ours = read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
+    assert ours == eager
