@@ -1,0 +1,233 @@
+"""The comparison in the first call of an architecture without a row: when, and without a trace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compiled_graphs import MARKS, Graphs
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call, step
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.deferred.traced import TRACES_LOGITS
+from liger_patch.patch import forward, loss, untested
+
+pytestmark = pytest.mark.usefixtures("no_rows")
+
+
+class Counts(Tomorrow):
+    """Draws random numbers, and counts its forward passes in a buffer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        self.calls += 1
+        return super().loss_of(nn.functional.dropout(logits, 0.0), labels) * torch.rand(())
+
+
+def test_the_comparison_leaves_random_numbers_and_buffers_alone() -> None:
+    results = []
+    for ours in (False, True):
+        model = make_model(Counts)
+        batch = tiny_batch(model)
+        if ours:
+            apply_patch(model, layers=False)
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = [model(**batch).loss.item() for _ in range(2)]
+        results.append((losses, torch.rand(()).item(), model.calls.item()))
+    (eager, number, calls), (fused, *others) = results
+    assert others == [number, calls]
+    assert fused == pytest.approx(eager, rel=1e-6)
+    assert calls == 2
+
+
+def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next() -> None:
+    model = apply_patch(make_model(LooksAtTypes))
+    batch = tiny_batch(model)
+    assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
+    assert patch_status(model).architecture == "not tested"
+    with pytest.warns(UserWarning, match="its own loss is"):
+        call(model, batch)
+
+
+def test_an_evaluation_is_compared_too_and_the_first_training_step_says_so() -> None:
+    model, batch = apply_patch(make_model()), tiny_batch(make_model())
+    with torch.no_grad():
+        call(model, batch)
+    status = patch_status(model)
+    assert (status.fused, status.architecture) == (True, "not tested")
+    assert "verified" not in str(status)
+    with pytest.warns(UserWarning, match=NOTICE):
+        call(model, batch)
+    assert "verified: its own loss" in str(patch_status(model))
+    with torch.no_grad():
+        other = apply_patch(make_model(LooksAtTypes), layers=False)
+        with pytest.warns(UserWarning, match="its own loss is"):
+            ours = call(other, batch).loss
+        torch.testing.assert_close(ours, call(make_model(LooksAtTypes), batch).loss)
+
+
+def test_options_are_left_out_of_the_comparison() -> None:
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
+    model, known = make_model().double(), tiny_model(LLAMA).double()
+    batch = tiny_batch(model)
+    with pytest.warns(UserWarning, match=NOTICE):
+        expected = step(apply_patch(known, **options), batch)
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = step(apply_patch(model, **options), batch)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("why", ["group", "memory"])
+def test_where_losses_cannot_be_compared_the_slice_is(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    if why == "group":
+        monkeypatch.setattr(untested, "in_process_group", lambda: True)
+        monkeypatch.setattr(untested.distributed, "get_world_size", lambda: 2)
+    else:
+        monkeypatch.setattr(untested, "_loss_of", out_of_memory)
+    model = apply_patch(make_model())
+    batch = tiny_batch(model)
+    with pytest.warns(UserWarning, match=f"It compared loss and .*, but not its own loss.*{why}"):
+        call(model, batch)
+    call(model, batch)
+    assert patch_status(model).architecture == "verified"
+
+
+def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    with pytest.warns(UserWarning, match=NOTICE):
+        call(model, batch)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        call(other, batch)
+        assert patch_status(other).architecture == "verified"
+
+
+class TestCompiled:
+    pytestmark = MARKS
+
+    def test_the_comparison_breaks_the_graph_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[int] = []
+        compare = forward.compare_losses
+        monkeypatch.setattr(
+            forward, "compare_losses", lambda *each: (calls.append(1), compare(*each))
+        )
+        model = apply_patch(tiny_model(LLAMA), layers=False)
+        batch, graphs = tiny_batch(model), Graphs("eager")
+        compiled: Any = torch.compile(model, backend=graphs)
+        with pytest.warns(UserWarning, match=NOTICE):
+            compiled(**batch)
+        first, outputs = len(graphs.linears), [compiled(**batch) for _ in range(3)][-1]
+        assert calls == [1]
+        assert patch_status(model).fused
+        torch.testing.assert_close(outputs.loss, call(tiny_model(LLAMA), batch).loss)
+        torch._dynamo.reset()
+        again = Graphs("eager")
+        torch.compile(model, backend=again)(**batch)
+        assert len(again.linears) == (1 if TRACES_LOGITS else first - 1) < first
+
+
+def test_the_first_step_under_autocast_has_every_gradient() -> None:
+    """Autocast of torch 2.6 keeps casts of weights, also those that were made without gradients."""
+    model = apply_patch(tiny_model(LLAMA))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=NOTICE):
+        outputs = call(model, tiny_batch(model))
+    outputs.loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_an_argument_that_changes_in_a_call_is_left_to_it() -> None:
+    model = tiny_model(LLAMA)
+    arguments = tiny_batch(model)
+    caches = [transformers.DynamicCache() for _ in range(2)]
+    expected = model(**arguments, past_key_values=caches[0])
+    with pytest.warns(UserWarning, match="not its own loss, as an argument may change"):
+        ours = apply_patch(model)(**arguments, past_key_values=caches[1])
+    assert patch_status(model).fused
+    torch.testing.assert_close(ours.loss, expected.loss)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length()
+
+
+def test_a_comparison_of_gradients_that_does_not_fit_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def does_not_fit(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loss, "disagreement", does_not_fit)
+    model = apply_patch(tiny_model(LLAMA))
+    with pytest.warns(UserWarning, match="but no gradients, as memory was short: they agree"):
+        call(model, tiny_batch(model)).loss.backward()
+    assert patch_status(model).fused
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    with pytest.raises(torch.OutOfMemoryError):
+        call(apply_patch(tiny_model(LLAMA)), tiny_batch(model))
+
+
+class KeepsState(Tomorrow):
+    """Its loss depends on a counter and on a buffer that is set anew, and it writes to labels."""
+
+    calls = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("average", torch.ones(()))
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        self.calls, self.average = self.calls + 1, 0.5 * self.average
+        labels[:, 0] += 1
+        return super().loss_of(logits, labels) * self.calls + self.average
+
+
+def test_what_a_model_keeps_is_that_of_one_call() -> None:
+    eager = tiny_model(LLAMA)
+    eager.__class__ = KeepsState
+    eager.register_buffer("average", torch.ones(()))
+    model = apply_patch(copy.deepcopy(eager))
+    batches = [tiny_batch(eager) for _ in range(2)]
+    expected = call(eager, batches[0])
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = call(model, batches[1])
+    torch.testing.assert_close(ours.loss, expected.loss)
+    assert (model.calls, model.average) == (eager.calls, eager.average) == (1, 0.5)
+    torch.testing.assert_close(batches[1]["labels"], batches[0]["labels"])
+
+
+class Checkpointed(Tomorrow):
+    """Computes head and loss again in the backward pass."""
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        def loss_of(hidden_states: Tensor) -> Any:
+            return self.loss_of(self.lm_head(hidden_states), labels)
+
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        loss = torch.utils.checkpoint.checkpoint(loss_of, hidden_states, use_reentrant=False)
+        return CausalLMOutputWithPast(loss=loss)
+
+
+def test_a_checkpoint_around_head_and_loss_is_computed_again() -> None:
+    eager = tiny_model(LLAMA)
+    eager.__class__ = Checkpointed
+    model = apply_patch(copy.deepcopy(eager))
+    expected = step(eager, tiny_batch(eager))
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = step(model, tiny_batch(model))
+    torch.testing.assert_close(ours, expected)  # its gradients are those of the ordinary path
