@@ -31,6 +31,11 @@ def write_words(x: Tensor) -> None:
     x[..., :10] = float("-inf")
 
 
+@torch.no_grad()  # torch refuses out= of what records gradients
+def write_as_out(x: Tensor) -> None:
+    torch.add(unlike(x), 1, out=x)
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "by mask": write_by_mask,
     "to a slice": write_to_a_slice,
@@ -47,6 +52,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "zero_": lambda x: x.zero_(),
     "data": lambda x: x.data.fill_(2.0),
     "detached": lambda x: x.detach().fill_(2.0),
+    "out": write_as_out,
     "functional": lambda x: nn.functional.relu_(x),
 }
 
