@@ -57,6 +57,8 @@ QUICK_CONTENDERS = ("liger_patch, layers",)  # of every model that is traced qui
 NOT_ESTIMATED = {  # contenders, and why
     "bare products": "the lower bound: no model's step",
     "matmul-only bound": "the lower bound: no model's step",
+    "liger_patch, flex attention": "estimate knows SDPA and eager attention",
+    "liger_patch, layers, flex attention": "the same",
     "torch.compile": "Inductor decides what it keeps",
     "liger_patch, layers, compiled": "Inductor decides what it keeps",
     "TRL": "TRL's own chunked loss, with metrics",
