@@ -136,7 +136,7 @@ class LogProbsCall:
         check_loss_is_trls(record.settings)
         self.reads_logits = self.has_own_head and has_adapters_on_head(model)
         if flags.return_logits() is True:
-            record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+            record.note_logits_asked()
         elif self.left_to_trl is not None:
             record.fall_back(self.left_to_trl)
         else:
@@ -180,7 +180,7 @@ class LogProbsCall:
         if parts is None:
             self.left_to_trl = record.reason
             return None
-        record.fused, record.reason = True, None
+        record.note_fused()
         record.before_loss()
         flat = fused_log_probs(
             parts,

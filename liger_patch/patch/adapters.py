@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
 from liger_patch.patch.settings import PatchRecord
 
-DISABLED = "adapters are disabled"  # as ``plain_adapter`` says it
+DISABLED = "adapters are disabled"  # the reason that ``integrations.peft.plain_adapter`` gives
 
 
 def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
@@ -27,23 +27,24 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
         or any(known[name] is not each for name, each in configurations.items())
     ):
         record.adapters = configurations, dict(configurations)
-        record.checked_adapters = False
+        record.checked_dtypes = False
         replace_new_adapters(model)
 
 
 @contextmanager
 def warning_of_dtypes(model: PreTrainedModel, record: PatchRecord) -> Iterator[None]:
-    """Say once for the model's adapters, after a forward pass in training, which of their layers
-    ran PEFT's own forward for their dtypes' sake.
+    """Warn after the first forward pass in training, if layers of the model's adapters ran PEFT's
+    own forward because of a dtype that a setting would mend.
     """
-    is_settled = record.adapters is None or record.checked_adapters
-    if is_settled or not (model.training and torch.is_grad_enabled()):
+    is_done = record.adapters is None or record.checked_dtypes
+    if is_done or not (model.training and torch.is_grad_enabled()):
         yield
         return
     forget_calls(model)
     yield
     reasons = not_plain(model)
-    record.checked_adapters = DISABLED not in reasons  # of a reference pass, which trains nothing
+    # disabled adapters: the pass of a reference model, which says nothing of training
+    record.checked_dtypes = DISABLED not in reasons
     for reason, number in reasons.items():
         if isinstance(reason, OfDtypes):
             warnings.warn(

@@ -312,7 +312,7 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
             f"and no {LOSS_WEIGHTS}"
         )
     if flags.return_logits() is True:
-        record.fused, record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+        record.note_logits_asked()
         return
     record.fall_back(
         forward_pass.unfused or f"{name} computes a loss of its own that reads the logits"

@@ -150,7 +150,7 @@ class ForwardPass:
                 is_ordinary = bool(supervised.any())  # the host reads the labels, only here
         is_plain = type(logits) in PLAIN
         if is_ordinary:
-            self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+            self.record.note_logits_asked()
         elif not is_plain:
             self._leave_to_transformers(type(logits).__name__)
         if is_ordinary or not is_plain:
@@ -233,7 +233,7 @@ class ForwardPass:
                 return NotImplemented
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
-            self.record.fused, self.record.reason = True, None
+            self.record.note_fused()
         loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
         # autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
@@ -268,7 +268,7 @@ class ForwardPass:
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         parts = self.fusable(logits, labels, vocab_size, **options)
         if parts is not None:
-            self.record.fused, self.record.reason = True, None
+            self.record.note_fused()
             return self._fused_loss(cast(Deferred, logits), parts, labels, **options)
         if isinstance(logits, DistributedLogits):
             loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
@@ -284,7 +284,7 @@ class ForwardPass:
         record has the reason.
         """
         if flags.return_logits():
-            self.record.fused, self.record.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
+            self.record.note_logits_asked()
             return None
         if self.unfused is not None:
             self.record.fall_back(self.unfused)

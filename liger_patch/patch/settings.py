@@ -17,7 +17,7 @@ CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction", "loss_average")  # of L
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The options of ``apply_patch``.
+    """The options of ``apply_patch`` that concern the loss.
 
     Attributes:
         label_smoothing: in [0, 1].
@@ -61,52 +61,59 @@ class LossSettings:
 
 
 class OtherCall(Protocol):
-    """A way to call a patched model that a library has added to it, by replacing ``forward``."""
+    """A second way to call a patched model, which a library has added by replacing ``forward``.
+
+    TRL's is the only one: see ``integrations.trl_head.LogProbsCall``.
+    """
 
     @property
     def otherwise(self) -> str:
-        """Return what liger_patch does where it cannot fuse, for messages."""
+        """Return what liger_patch does where it cannot fuse: the verb of its warning."""
         ...
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with these arguments is one."""
+        """Return whether a call with these arguments is one of this second kind."""
         ...
 
     def given_back(self, model: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a reverted model gets for the ``forward`` that the library gave it."""
+        """Return the instance's ``forward`` after ``revert_patch``, from that of the library."""
         ...
 
     def __call__(
         self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Return the output of such a call; ``forward``: of the model, for other calls."""
+        """Return the output of such a call; ``forward``: what the other calls run."""
         ...
 
 
 @dataclass
 class PatchRecord:
-    """What has been decided for one patched model, at its last forward pass.
+    """The options and the state of one patched model.
 
     Attributes:
-        settings: the options of ``apply_patch``.
+        settings: the options of ``apply_patch`` that concern the loss.
         fused: whether the last loss was fused; None before the first.
-        reason: why the last loss was not fused.
+        reason: why the last loss was not fused; None if it was.
         warned: the reasons that have been warned of.
         tested: whether the architecture has a row in the registry. Without one, ``patch.untested``
             compares its first calls with the ordinary path.
         architecture: the model's class and model type, for messages.
-        compared: what is compared for such a model; None before its first call with labels.
+        compared: for an architecture without a row, what its first calls compare, in words; None
+            before the first call with labels.
         verified: whether the fused operator was compared at a training step: for
             LIGER_PATCH_VERIFY, and for architectures without a row.
-        distrusted: what these comparisons found wrong; the model is not fused any more.
-        replaced_forward: what the model's instance had as its own ``forward`` when it was patched
-            (hooks of accelerate).
-        passes_through: whether that only calls the model's own forward, which is then called
-            without it.
-        other_call: takes other calls than those with labels.
-        layers: as ``apply_patch`` was given them.
-        adapters: the model's ``peft_config`` whose layers are on kernels, and a copy of that time.
-        checked_adapters: whether it has been said which of these layers stay PEFT's for a dtype.
+        distrusted: what one of these comparisons found wrong, in words: from then on, the model is
+            not fused. None where nothing was wrong.
+        replaced_forward: the ``forward`` that the instance itself had when it was patched (hooks of
+            accelerate, TRL's head); None where it had none.
+        passes_through: whether ``replaced_forward`` only calls the model's own forward, so that
+            calls may leave it out.
+        other_call: the second way to call the model, None where there is only one.
+        layers: the argument ``layers`` of ``apply_patch``.
+        adapters: the model's ``peft_config`` for which its LoRA layers were put on kernels, and a
+            copy of it from that time, which shows what has been added since.
+        checked_dtypes: whether the dtypes of these adapters have been looked at, and warned of
+            where they make layers run PEFT's own forward.
         offload: holds checkpoints on the host, None where they stay on the device.
         traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
@@ -125,7 +132,7 @@ class PatchRecord:
     other_call: OtherCall | None = None
     layers: bool | frozenset[str] = False
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
-    checked_adapters: bool = False
+    checked_dtypes: bool = False
     offload: CheckpointOffload | None = None
     traced_loss_function: Callable[..., Any] | None = None
 
@@ -151,6 +158,14 @@ class PatchRecord:
         """Give back device memory that a fused loss can use."""
         if self.offload is not None:
             self.offload.before_loss()
+
+    def note_fused(self) -> None:
+        """Note that the loss is fused."""
+        self.fused, self.reason = True, None
+
+    def note_logits_asked(self) -> None:
+        """Note that LIGER_PATCH_RETURN_LOGITS=1 asks for real logits: no warning."""
+        self.fused, self.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
 
     def fall_back(self, reason: str) -> None:
         """Warn once that a loss is not fused, and why; an error where fusing was demanded."""
