@@ -22,7 +22,7 @@ from torch import Tensor
 from liger_patch.apply import transformers_model
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels, why_sequences_are_split
-from liger_patch.patch.weights import LOSS_WEIGHTS, WEIGHT_BITS, sum_of_weights
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, WEIGHT_BITS, sum_of_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer as TransformersTrainer

@@ -37,7 +37,7 @@ from liger_patch.integrations.trl_head import (
     trls_head,
 )
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.weights import LOSS_WEIGHTS, WEIGHT_BITS
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, WEIGHT_BITS
 
 Model = TypeVar("Model", bound=nn.Module)
 

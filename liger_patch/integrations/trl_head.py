@@ -28,7 +28,7 @@ from liger_patch.patch import flags
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
-from liger_patch.patch.weights import take_weights, weights_of_targets
+from liger_patch.patch.token_weights import take_weights, weights_of_targets
 
 SUPPORTED = "trl 1.15 and 1.16"
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,13 +30,13 @@ from liger_patch.patch.fallback import why_not_deferred, why_not_followed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
-    NUM_SEQUENCES,
     sequence_starts,
+    take_num_sequences,
     within_sequences,
 )
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, take_weights
 from liger_patch.patch.untested import TrialRecord, compare_losses
-from liger_patch.patch.weights import LOSS_WEIGHTS, take_weights
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
@@ -46,8 +45,8 @@ _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary(
 
 
 @dataclass(frozen=True)
-class OwnArguments:
-    """The arguments of a call that are of this package and not of the model."""
+class PatchArguments:
+    """The arguments of a call that this package adds, and the model's forward does not get."""
 
     num_sequences: Tensor | int | None = None
     loss_weights: Tensor | None = None  # (B, T)
@@ -79,11 +78,12 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return other_call(self, inner, args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
-        own = OwnArguments(_taken_number(record, kwargs), take_weights(kwargs))
+        number = take_num_sequences(kwargs, record.settings.loss_average)
+        added = PatchArguments(number, take_weights(kwargs))
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
             return inner(*args, **kwargs)
-        return _forward_with_loss(self, record, inner, args, kwargs, named, own)
+        return _forward_with_loss(self, record, inner, args, kwargs, named, added)
 
     def with_checkpoints(self, record, args, kwargs):
         if record.offload is None or not _keeps_checkpoints():
@@ -127,9 +127,9 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
-    """Return whether a class gives its logits to ``self.loss_function``, by what a graph of
-    torch.compile can record. Of nn.CrossEntropyLoss and torch.nn.functional, Dynamo does not ask
-    ``__torch_function__`` in every case.
+    """Return whether a class gives its logits to ``self.loss_function``, in a way that a graph of
+    torch.compile can record: for nn.CrossEntropyLoss and functions of torch.nn.functional, Dynamo
+    does not ask ``__torch_function__`` in every case.
     """
     code = getattr(inspect.unwrap(original.forward), "__code__", None)
     names = () if code is None else code.co_names
@@ -137,7 +137,7 @@ def _gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
 
 
 def _keeps_checkpoints() -> bool:
-    """Return whether a forward pass keeps saved tensors that hooks of this package can see."""
+    """Return whether hooks of this package see the tensors that this forward pass saves."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return why_not_followed() is None
@@ -153,35 +153,6 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
     return False
 
 
-def _taken_number(record: PatchRecord, kwargs: dict[str, Any]) -> Tensor | int | None:
-    """Remove the number of sequences in a whole step from the model's arguments, and return it."""
-    number = kwargs.pop(NUM_SEQUENCES, None)
-    if number is not None and record.settings.loss_average != "sequence":
-        raise ValueError(
-            f"{NUM_SEQUENCES} is for means of sequences, but apply_patch was given "
-            f"loss_average={record.settings.loss_average!r}"
-        )
-    if isinstance(number, Tensor):
-        # mixed precision would round one that is floating point
-        is_whole = not (number.is_floating_point() or number.is_complex())
-        if number.numel() != 1 or not is_whole or number.dtype == torch.bool:
-            raise ValueError(
-                f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
-                f"{tuple(number.shape)}"
-            )
-        # of another device, the host would have to wait for it; 0 is a step without a label
-        known = number.device.type == "cpu" and not torch.compiler.is_compiling()
-        if known and number < 0:
-            raise ValueError(f"{NUM_SEQUENCES} must not be negative, got {number!r}")
-        return number
-    if number is None:
-        return None
-    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
-    if not is_whole or number <= 0:
-        raise ValueError(f"{NUM_SEQUENCES} must be a tensor or a whole number > 0, got {number!r}")
-    return int(number)
-
-
 def _forward_with_loss(
     model: PreTrainedModel,
     record: PatchRecord,
@@ -189,10 +160,10 @@ def _forward_with_loss(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],
-    own: OwnArguments,
+    added: PatchArguments,
 ) -> Any:
     """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
-    if own.loss_weights is not None and record.settings.loss_average != "token":
+    if added.loss_weights is not None and record.settings.loss_average != "token":
         raise ValueError(
             f"{LOSS_WEIGHTS} weigh tokens, but apply_patch was given "
             f"loss_average={record.settings.loss_average!r}"
@@ -200,14 +171,14 @@ def _forward_with_loss(
     if _is_to_be_compared(model, record, named["labels"]):
 
         def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(model, trial, inner, args, kwargs, {}, None, OwnArguments())
+            return _deferred_forward(model, trial, inner, args, kwargs, {}, None, PatchArguments())
 
         compare_losses(model, record, inner, fused, args, kwargs)
     starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
-    if _says_where_sequences_begin(record, labels, own) and not is_plain:
+    if _needs_sequence_starts(record, labels, added) and not is_plain:
         starts = sequence_starts(labels.shape, named)
     ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     # models that are not tested may not shift their labels: see causal_lm_loss
@@ -220,7 +191,7 @@ def _forward_with_loss(
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    return _deferred_forward(model, record, inner, args, kwargs, named, starts, own)
+    return _deferred_forward(model, record, inner, args, kwargs, named, starts, added)
 
 
 def _deferred_forward(
@@ -231,7 +202,7 @@ def _deferred_forward(
     kwargs: dict[str, Any],
     named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
     starts: Tensor | None,  # (B, T)
-    own: OwnArguments,
+    added: PatchArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with _one_at_a_time(model):  # before its loss function is read
@@ -239,10 +210,10 @@ def _deferred_forward(
         in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
         with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
             forward_pass.starts = starts
-            forward_pass.num_sequences = own.num_sequences
-            forward_pass.loss_weights = own.loss_weights
+            forward_pass.num_sequences = added.num_sequences
+            forward_pass.loss_weights = added.loss_weights
             if is_transformers_loss:
-                stack.enter_context(_loss_function(model, forward_pass.causal_lm_loss))
+                stack.enter_context(_replaced_loss_function(model, forward_pass.causal_lm_loss))
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             outputs = inner(*args, **kwargs)
@@ -252,13 +223,13 @@ def _deferred_forward(
 
 
 def _is_settled(record: PatchRecord) -> bool:
-    """Return whether nothing is to be compared any more."""
+    """Return whether the comparisons with the ordinary path are over, or none was asked for."""
     return record.verified or (record.tested and not flags.verify())
 
 
 def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: object) -> bool:
-    """Return whether this is the first call with labels of a model without a row in the registry,
-    and one whose logits would be deferred.
+    """Return whether a model without a row in the registry is called with labels for the first
+    time, and its logits would be deferred.
     """
     if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
@@ -267,9 +238,9 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     return why_not_deferred(model, model.get_output_embeddings()) is None
 
 
-def _says_where_sequences_begin(record: PatchRecord, labels: object, own: OwnArguments) -> bool:
-    """Return whether arguments of the call may say so, and the loss depends on it."""
-    is_ordinary = record.is_ordinary and own.loss_weights is None
+def _needs_sequence_starts(record: PatchRecord, labels: object, added: PatchArguments) -> bool:
+    """Return whether the loss depends on where the sequences of packed rows begin."""
+    is_ordinary = record.is_ordinary and added.loss_weights is None
     if not isinstance(labels, Tensor) or is_ordinary:
         return False
     return record.tested or labels.dim() == 2
@@ -286,8 +257,11 @@ def _one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
 def deferring(
     model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
 ) -> Iterator[ForwardPass]:
-    """Defer the logits of a patched model within this context, where they can be and where no
-    environment variable says otherwise; ``in_graph``: also within a graph of torch.compile.
+    """Defer the logits of a patched model within this context, unless something prevents it or
+    LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
+
+    Args:
+        in_graph: whether logits may stay deferred within a graph of torch.compile.
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not_deferred(model, head)
@@ -302,7 +276,11 @@ def deferring(
 
 
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:
-    """Record that the model has computed a loss of its own on real logits."""
+    """Record that the model has computed its loss by its own code, on real logits.
+
+    Raises:
+        ValueError: options or weights were asked for, which that loss does not know.
+    """
     name = type(model).__name__
     if record.settings.changes_loss or forward_pass.loss_weights is not None:
         options = forward_pass.unreached or record.settings.changed or LOSS_WEIGHTS
@@ -320,7 +298,9 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
 
 
 @contextmanager
-def _loss_function(model: PreTrainedModel, loss_function: Callable[..., Any]) -> Iterator[None]:
+def _replaced_loss_function(
+    model: PreTrainedModel, loss_function: Callable[..., Any]
+) -> Iterator[None]:
     """Set ``model.loss_function``, a property of Transformers, within this context."""
     record = record_of(model)
     if torch.compiler.is_dynamo_compiling() and record is not None:

@@ -33,9 +33,9 @@ from liger_patch.patch.packing import (
     within_sequences,
 )
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
 from liger_patch.patch.untested import SLICE, TrialRecord
 from liger_patch.patch.verify import disagreement, loss_rounding
-from liger_patch.patch.weights import LOSS_WEIGHTS, weights_of_targets
 
 Deferred = DeferredLogits | TracedLogits
 PLAIN = (Tensor, nn.Parameter, DeferredLogits, TracedLogits, DistributedLogits)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,17 +14,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 IGNORE_INDEX = -100  # of Transformers' and TRL's collators
-NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: of all calls of a step
+NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: in all calls of a step
 
 
 def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor | None:
     """Return (B, T) bool, True at the first token of each sequence, for labels of this shape; None
     where no argument says that rows hold several.
 
-    A sequence begins where position ids, which rise elsewhere in the row, do not rise from one
-    token to the next, of those that an attention mask (B, T) keeps; where ``seq_idx`` (B, T)
-    changes; and at ``cu_seq_lens_q`` (sequences + 1,), which count along all rows. Position ids
-    (4, B, T) hold those of the text first; other forms of them say nothing.
+    A sequence begins:
+
+    - where position ids do not rise from one token to the next. Tokens that an attention mask
+      (B, T) leaves out are skipped. A row whose position ids never rise says nothing;
+    - where ``seq_idx`` (B, T) changes;
+    - at ``cu_seq_lens_q`` (sequences + 1,), which count along all rows.
+
+    Position ids are (B, T), or (4, B, T) with those of the text first. Other shapes say nothing.
 
     Raises:
         ValueError: ``seq_idx`` or ``cu_seq_lens_q`` of another form.
@@ -57,7 +62,9 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
 
 
 def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
-    """Return (B, T) labels without those that the last token of another sequence would predict."""
+    """Return (B, T) labels without the first of each sequence behind another in its row: the last
+    token of that other sequence would predict it.
+    """
     if starts is None:
         return labels
     behind_another = starts.to(labels.device, copy=True)
@@ -98,6 +105,40 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     return sequence_weights(starts, targets != IGNORE_INDEX)[1]
 
 
+def take_num_sequences(arguments: dict[str, Any], loss_average: str) -> Tensor | int | None:
+    """Remove the number of sequences in a whole step from the arguments of a call, and return it;
+    None without.
+
+    Raises:
+        ValueError: it is no whole number, or ``loss_average`` is not "sequence".
+    """
+    number = arguments.pop(NUM_SEQUENCES, None)
+    if number is not None and loss_average != "sequence":
+        raise ValueError(
+            f"{NUM_SEQUENCES} is for means of sequences, but apply_patch was given "
+            f"loss_average={loss_average!r}"
+        )
+    if isinstance(number, Tensor):
+        # mixed precision would round one that is floating point
+        is_whole = not (number.is_floating_point() or number.is_complex())
+        if number.numel() != 1 or not is_whole or number.dtype == torch.bool:
+            raise ValueError(
+                f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
+                f"{tuple(number.shape)}"
+            )
+        # on a GPU, the host would have to wait for the number; 0 is a step without a label
+        known = number.device.type == "cpu" and not torch.compiler.is_compiling()
+        if known and number < 0:
+            raise ValueError(f"{NUM_SEQUENCES} must not be negative, got {number!r}")
+        return number
+    if number is None:
+        return None
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not is_whole or number <= 0:
+        raise ValueError(f"{NUM_SEQUENCES} must be a tensor or a whole number > 0, got {number!r}")
+    return int(number)
+
+
 def why_sequences_are_split() -> str | None:
     """Return which parallelism of accelerate gives each process a part of each sequence, or None.
 
@@ -114,8 +155,8 @@ def why_sequences_are_split() -> str | None:
 
 
 def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
-    """Return (B, T), where position ids do not rise from one token that the mask keeps to the next;
-    None where they say nothing. Those of a row that never rise say nothing either.
+    """Return (B, T) bool, True where position ids do not rise from the last kept token to this one;
+    None where position ids or mask have another shape. See ``sequence_starts``.
     """
     if not isinstance(positions, Tensor):
         return None

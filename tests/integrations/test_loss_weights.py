@@ -28,7 +28,7 @@ from weighted_samples import (
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.integrations.loss_weights import WeightedCollator
-from liger_patch.patch.weights import WEIGHT_BITS
+from liger_patch.patch.token_weights import WEIGHT_BITS
 
 COLLATORS = {
     "flattening": lambda: DataCollatorWithFlattening(),
