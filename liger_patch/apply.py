@@ -1,4 +1,4 @@
-"""Patch one model, take it back, and say what is patched."""
+"""Patch one model, undo that, and say what is patched: the public functions."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def apply_patch(
     checkpoint_offload: bool | float = False,
     strict: bool = False,
 ) -> Model:
-    """Make this one model compute its loss without holding its logits; change nothing else.
+    """Make this one model compute its loss without holding its logits, and its layers on kernels.
 
-    A call with labels runs the model's own forward; its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed lazily. Where position ids that restart, ``cu_seq_lens_q``
-    or ``seq_idx`` say that rows hold several sequences, no token predicts the first of the next
-    one. ``loss_weights`` (B, T) beside labels (B, T) weigh each token's loss: the mean is then the
-    weighted mean. But for ``layers``, a call without labels is not touched. Patching a patched
-    model again replaces all options.
+    A call with labels runs the model's own forward. Its loss comes from ``linear_cross_entropy``,
+    and ``outputs.logits`` are computed lazily. A call without labels differs in ``layers`` only.
+
+    - Packed rows: where position ids that restart, ``cu_seq_lens_q`` or ``seq_idx`` say that rows
+      hold several sequences, no token predicts the first token of the next sequence.
+    - ``loss_weights`` (B, T), an argument beside labels (B, T), weighs each token's loss: the mean
+      is then the weighted mean.
+    - Patching a patched model again replaces all options.
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in
@@ -67,7 +69,7 @@ def apply_patch(
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
             some of "rms_norm", "rotary", "gated" and "lora". These run in calls without labels too.
-            LoRA adapters may come later: the next call finds them.
+            LoRA adapters may be added later: the next call finds them.
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
             pinned host memory: True for as much of it as the system has available, or GiB that this
             process may take at most. What does not fit stays on the GPU, with one warning.
@@ -84,14 +86,7 @@ def apply_patch(
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
-    if not isinstance(checkpoint_offload, bool) and not (
-        isinstance(checkpoint_offload, Real)
-        and 0 < checkpoint_offload <= sys.float_info.max  # an int may be too large for a float
-    ):
-        raise ValueError(
-            "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
-            f"{checkpoint_offload!r}"
-        )
+    _check_offload(checkpoint_offload)
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
@@ -100,24 +95,7 @@ def apply_patch(
     target = transformers_model(model)
     record = record_of(target)
     row = registry.find(target) if strict or flags.strict() else registry.row_of(target)
-    if names and row is not None and not row.layers and layers is not True:
-        raise ValueError(
-            f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
-            "layers=False"
-        )
-    before = frozenset(name for name, count in count_layers(target).items() if count)
-    replace_layers(target, row, names)
-    counts = count_layers(target)
-    lacking = [n for n in sorted(names - {"lora"}) if not counts[n]]  # adapters may come later
-    if lacking and layers is not True:
-        restore_layers(target, names - before)
-        begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"
-        raise ValueError(
-            f"layers={layers!r}, but {type(target).__name__} has no {' and no '.join(lacking)} "
-            f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
-            "hook of accelerate. A gated layer must be one whose activation is silu or gelu"
-        )
-    restore_layers(target, frozenset(LAYERS) - names)
+    _choose_layers(target, row, layers, names)
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
         record.verified, record.compared, record.distrusted = False, None, None
@@ -140,9 +118,52 @@ def apply_patch(
     return model
 
 
+def _check_offload(checkpoint_offload: bool | float) -> None:
+    if isinstance(checkpoint_offload, bool):
+        return
+    most = sys.float_info.max  # an int may be too large for a float
+    if not (isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload <= most):
+        raise ValueError(
+            "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
+            f"{checkpoint_offload!r}"
+        )
+
+
+def _choose_layers(
+    model: PreTrainedModel,
+    row: registry.Architecture | None,
+    layers: bool | Collection[str],  # as apply_patch was given them
+    names: frozenset[str],  # the same, as names
+) -> None:
+    """Put the layers of these names on kernels, and give all other layers their own class back.
+
+    Raises:
+        ValueError: ``layers`` names a kind that the model does not have, and nothing has changed.
+    """
+    is_explicit = layers is not True
+    if names and row is not None and not row.layers and is_explicit:
+        raise ValueError(
+            f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
+            "layers=False"
+        )
+    before = frozenset(name for name, count in count_layers(model).items() if count)
+    replace_layers(model, row, names)
+    counts = count_layers(model)
+    lacking = [n for n in sorted(names - {"lora"}) if not counts[n]]  # adapters may come later
+    if lacking and is_explicit:
+        restore_layers(model, names - before)
+        begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"
+        raise ValueError(
+            f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
+            f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
+            "hook of accelerate. A gated layer must be one whose activation is silu or gelu"
+        )
+    restore_layers(model, frozenset(LAYERS) - names)
+
+
 def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
     host_gib, before = None if isinstance(wanted, bool) else float(wanted), record.offload
-    # one that was refused memory asks for no more: a new one does
+    # after the system has refused memory, an offload asks for no more: a new one asks again
     if before is not None and (wanted is False or before.host_gib != host_gib or before.has_failed):
         before.free()
         record.offload = None
@@ -184,7 +205,8 @@ def revert_patch(model: Model) -> Model:
     delattr(target, RECORD)
     if record.replaced_forward is not None:
         if leads_to_patch(vars(target).get("forward"), patched_class(original)):
-            # accelerate has wrapped the patched forward since, which leads to nothing now
+            # accelerate has wrapped the patched class's forward since: without the patch, that
+            # wrapper would call nothing
             del target.forward
             vars(target).pop("_original_forward", None)
         if record.other_call is not None:
@@ -200,8 +222,8 @@ class PatchStatus:
     Attributes:
         patched: whether the model is patched.
         fused: whether its last loss was fused; None before the first call with labels.
-        reason: why not, None where it was.
-        rows: (what, value) of the table.
+        reason: why its last loss was not fused; None if it was, or before the first call.
+        rows: (name, value) of each line of the table.
         architecture: "tested"; or, without a row in the registry, "not tested", "verified" once a
             training step was compared, or "differs" where that found a difference.
     """
@@ -227,20 +249,15 @@ def patch_status(model: nn.Module) -> PatchStatus:
     record = record_of(target)
     rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
     if record is None:
-        known = "tested" if registry.row_of(target) is not None else "not tested"
-        return PatchStatus(False, None, None, (*rows, ("patched", "no")), known)
-    known = _known(record)
-    rows.append(("architecture", known + (f": {record.compared}" if known == "verified" else "")))
+        architecture = "tested" if registry.row_of(target) is not None else "not tested"
+        return PatchStatus(False, None, None, (*rows, ("patched", "no")), architecture)
+    architecture = _architecture_status(record)
+    compared = f": {record.compared}" if architecture == "verified" else ""
+    rows.append(("architecture", architecture + compared))
     head = target.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    described = class_name(head)
-    if not isinstance(weight, Tensor):  # a method, where torch.ao has quantised the head
+    if not isinstance(weight, Tensor):  # a method, where torch.ao has quantized the head
         weight = None
-    if weight is not None:
-        shape = tuple(weight.shape)
-        if not weight.is_floating_point():  # quantised: packed in a shape of its own
-            shape = (getattr(head, "out_features", "?"), getattr(head, "in_features", "?"))
-        described += f" {shape} {weight.dtype} {weight.device}"
     other = record.other_call
     verdict = {
         None: "no call with labels yet",
@@ -257,7 +274,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
         (
             *rows,
             ("patched", "yes"),
-            ("head", described),
+            ("head", _described_head(head, weight)),
             ("last loss", verdict[record.fused]),
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
@@ -270,12 +287,22 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ),
             ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
         ),
-        known,
+        architecture,
     )
 
 
-def _known(record: PatchRecord) -> str:
-    """Return what is known of a patched model's architecture: see ``PatchStatus``."""
+def _described_head(head: nn.Module | None, weight: Tensor | None) -> str:
+    """Return the class of the head, and the shape (V, H), dtype and device of its weight."""
+    if weight is None:
+        return class_name(head)
+    shape = tuple(weight.shape)
+    if not weight.is_floating_point():  # quantized: packed in a shape of its own
+        shape = (getattr(head, "out_features", "?"), getattr(head, "in_features", "?"))
+    return f"{class_name(head)} {shape} {weight.dtype} {weight.device}"
+
+
+def _architecture_status(record: PatchRecord) -> str:
+    """Return ``PatchStatus.architecture`` of a patched model."""
     if record.tested:
         return "tested"
     if record.distrusted is not None:
