@@ -1,7 +1,7 @@
-"""One saved tensor of a checkpointed layer: on the device, on the host, or on its way.
+"""One saved tensor of a checkpointed layer: on the device, on the host, or being copied.
 
-Copies run on a stream of their own, so that they overlap with kernels of the model. The process
-waits for none.
+Copies run on a stream of their own, so that they overlap with kernels of the model. The host never
+waits for a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ PIECE_BYTES = 16 * 2**20  # of pinned memory: PyTorch rounds its sizes up to a p
 
 
 class Kept:
-    """A saved tensor as it is, and the check that PyTorch leaves out where there are hooks."""
+    """A saved tensor that stays where it is, with the check for writes in place that PyTorch leaves
+    out under hooks of saved tensors.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -38,9 +40,10 @@ def _modified(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class Lane:
-    """A side stream of one device, and the pinned memory to which only this stream copies.
+    """A side stream of one device, and the pinned memory that only this stream reads and writes.
 
-    So copies in and out of a piece of memory have an order, and it can be used again at once.
+    All copies to and from a piece of memory run in the order of this stream, so a piece can be used
+    again at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +54,7 @@ class Lane:
         self.made = 0
 
     def pieces(self, count: int) -> list[Tensor] | None:
-        """Return pieces of memory, None where there are too few and no more can be had."""
+        """Return pieces of pinned memory; None if the system refuses more."""
         pieces: list[Tensor] = []
         try:
             while len(pieces) < count:
@@ -79,14 +82,15 @@ class Lane:
 
 
 class LayerInput:
-    """A saved tensor: on the device; once it is sent and a later one is too, on the host alone.
+    """A saved tensor. Once it and a later input have been sent, it is on the host alone.
 
-    Device memory is that of the stream on which the model computes (``compute``): this stream
-    waits for a copy before any reference to its memory is dropped.
+    Its device memory belongs to the stream on which the model computes (``compute``). So that
+    stream waits for a copy before the last reference to the memory is dropped.
 
     Args:
-        lane: of the tensor's device.
-        before: the one that was saved before this one, and is needed after it.
+        tensor: the input of a layer.
+        lane: that of the tensor's device.
+        before: the input that was saved before this one. The backward pass needs it after this one.
     """
 
     copied: Any = None  # event behind the copy to the host
@@ -108,11 +112,11 @@ class LayerInput:
 
     @property
     def earlier(self) -> LayerInput | None:
-        """The one before, as long as a graph needs it."""
+        """The input that was saved before this one, as long as a graph needs it."""
         return None if self.before is None else self.before()
 
     def send(self, pieces: Collection[Tensor]) -> None:
-        """Start to copy the tensor to the host, beside what the stream does since it was saved."""
+        """Start to copy the tensor to the host, in parallel to what the model computes now."""
         lane, source = self.lane, self.source
         assert source is not None
         self.pieces = pieces
@@ -143,7 +147,7 @@ class LayerInput:
         return tensor
 
     def fetch(self) -> None:
-        """Start to copy the tensor back, behind what the model's stream does now."""
+        """Start to copy the tensor back, once the model's stream has done its present work."""
         if self.source is not None or self.fetched is not None:
             return
         lane = self.lane

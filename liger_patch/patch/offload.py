@@ -6,13 +6,14 @@ kinds (``use_reentrant``), so ``torch.autograd.graph.saved_tensors_hooks`` aroun
 sees them. What runs inside is hidden from these hooks. Nothing else of a checkpoint changes: not
 its random state, nor autocast, nor the order of operations.
 
-An input is copied once the next one is saved: nothing else tells that it is not the last, which the
-backward pass needs first and which is never copied. So a copy overlaps with the next layer.
+An input is copied when the next one is saved: only then is it known that it is not the last one.
+The last input is never copied, because the backward pass needs it first. So a copy overlaps with
+the next layer.
 
-Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves them
-once the layer has run), one during the loss, and two in the backward pass, where the next one
-arrives while a layer runs. Inputs that do not fit the host stay too: they are those of the last
-layers, which the backward pass frees first.
+Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves an
+input once its layer has run), one during the loss, and two in the backward pass, where the next one
+arrives while a layer runs. Inputs that the host has no memory for stay on the device too. They are
+those of the last layers, which the backward pass frees first.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class CheckpointOffload:
     """The offloaded checkpoints of one patched model. A copy of it starts anew.
 
     Args:
-        device_types: whose tensors are offloaded.
-        min_bytes: of a tensor that is offloaded.
-        host_gib: of host memory, at most; None for what the system has available.
+        device_types: the types of the devices whose tensors are offloaded.
+        min_bytes: the least bytes of a tensor that is offloaded.
+        host_gib: the most GiB of host memory; None for what the system has available.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CheckpointOffload:
         self.host_gib = host_gib
         self._lanes: dict[torch.device, Lane] = {}
         self._most_pinned = math.inf  # bytes: less than that once pinning has failed
-        self._running: _ForwardPass | None = None
+        self._running: _Checkpoints | None = None
         self._status = "on, no eager training step yet"
         self._warned: set[str] = set()
 
@@ -67,31 +68,31 @@ class CheckpointOffload:
     @contextmanager
     def forward_pass(self, model: nn.Module) -> Iterator[None]:
         """Offload what this forward pass of the model checkpoints."""
-        self._running = forward_pass = _ForwardPass(self)
+        self._running = checkpoints = _Checkpoints(self)
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         try:
             for module in _checkpointing_modules(model):
                 function = vars(module)[FUNCTION]
                 if not isinstance(function, _OffloadingCheckpoint):  # the model calls itself
                     replaced.append((module, function))
-                    setattr(module, FUNCTION, _OffloadingCheckpoint(function, forward_pass))
+                    setattr(module, FUNCTION, _OffloadingCheckpoint(function, checkpoints))
             yield
         finally:
             self._running = None
             for module, function in replaced:
                 setattr(module, FUNCTION, function)
         if model.training:
-            self._status = str(forward_pass)
-            if forward_pass.reason is None:
-                if forward_pass.kept:
-                    stay = f"{forward_pass.stay} of {forward_pass.saved} layer inputs on the GPU"
-                    self._warn("host memory", f"keeps {stay}: {forward_pass.shortage}")
-            elif not self.host_bytes:  # not where only some rows are short
-                self._warn(forward_pass.reason, f"offloads no checkpoint: {forward_pass.reason}")
+            self._status = str(checkpoints)
+            if checkpoints.reason is None:
+                if checkpoints.kept:
+                    stay = f"{checkpoints.stay} of {checkpoints.saved} layer inputs on the GPU"
+                    self._warn("host memory", f"keeps {stay}: {checkpoints.shortage}")
+            elif not self.host_bytes:  # else only the rows of this step are too short
+                self._warn(checkpoints.reason, f"offloads no checkpoint: {checkpoints.reason}")
 
     def before_loss(self) -> None:
-        """Drop what has been copied of this forward pass: no more layers come, and a fused loss
-        takes memory.
+        """Free the device memory of inputs that have been copied to the host: all layers have run,
+        and the fused loss needs memory.
         """
         if self._running is not None:
             self._running.drop_copied()
@@ -107,7 +108,7 @@ class CheckpointOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory, in use or ready for the next step."""
+        """Bytes of host memory that are allocated: in use, or free for the next inputs."""
         return PIECE_BYTES * sum(lane.made for lane in self._lanes.values())
 
     @property
@@ -117,7 +118,7 @@ class CheckpointOffload:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of it that hold layer inputs."""
+        """Bytes of host memory that hold layer inputs."""
         return self.host_bytes - PIECE_BYTES * sum(len(lane.free) for lane in self._lanes.values())
 
     def bound(self) -> float:
@@ -129,7 +130,7 @@ class CheckpointOffload:
         return min(most, self._most_pinned)
 
     def note_failure(self) -> float:
-        """Ask for no more memory than there is, and return its bytes."""
+        """Note that no more host memory can be pinned, and return the bytes that there are."""
         self._most_pinned = self.host_bytes
         return self._most_pinned
 
@@ -154,16 +155,16 @@ def _checkpointing_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _checkpointing_modules(child)
 
 
-class _ForwardPass:
-    """What one forward pass has checkpointed.
+class _Checkpoints:
+    """The layer inputs that one forward pass has checkpointed.
 
     Attributes:
-        calls: of checkpoint functions.
-        saved: how many inputs can be offloaded, the last one among them.
-        sent: how many were.
-        kept: the bytes of host memory that each of the others asked for, in vain.
-        last: the last one of each device.
-        elsewhere: the type of another device, on which the inputs of layers are.
+        calls: the number of calls of checkpoint functions.
+        saved: the number of inputs that can be offloaded, the last one among them.
+        sent: the number of inputs that were sent to the host.
+        kept: for each input that the host had no memory for, the bytes that it needed there.
+        last: the input that was saved last, on each device.
+        elsewhere: the type of a layer input's device, if nothing is offloaded from there.
     """
 
     def __init__(self, offload: CheckpointOffload) -> None:
@@ -185,12 +186,12 @@ class _ForwardPass:
 
     @property
     def stay(self) -> int:
-        """How many inputs stay on the device."""
+        """The number of inputs that stay on the device."""
         return self.saved - self.sent
 
     @property
     def shortage(self) -> str:
-        """Why some do that are not the last one."""
+        """Why more inputs than the last one stay on the device."""
         offload = self.offload
         asked = (offload.used_bytes + sum(self.kept)) / GIB
         bound = (self._bound or 0) / GIB
@@ -215,12 +216,12 @@ class _ForwardPass:
         return f"no layer saved a {types} tensor of at least {mib:g} MiB"
 
     def note_device(self, tensor: Tensor) -> None:
-        """Note that a layer's input is where nothing is offloaded."""
+        """Note the device of a layer's input, if nothing is offloaded from there."""
         if tensor.device.type not in self.offload.device_types:
             self.elsewhere = tensor.device.type
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can be rebuilt from its bytes, and is worth it."""
+        """Return whether a tensor can be rebuilt from its bytes, and is large enough to offload."""
         return (
             type(tensor) is Tensor
             and tensor.device.type in self.offload.device_types
@@ -235,7 +236,7 @@ class _ForwardPass:
         )
 
     def save(self, tensor: Tensor) -> LayerInput:
-        """Keep a tensor, which may be the last one, and start to copy the one before it."""
+        """Keep an input on the device: it may be the last. Start to copy the one before it."""
         before = self.last.get(tensor.device)
         earlier = None if before is None else before()
         if earlier is not None:
@@ -248,7 +249,9 @@ class _ForwardPass:
         return saved
 
     def drop_copied(self) -> None:
-        """Keep no input on the device but the last, and those that did not fit the host."""
+        """Free the device memory of all inputs but the last, and those that the host has no memory
+        for.
+        """
         for each in self.last.values():
             last = each()
             if last is not None and last.earlier is not None:
@@ -277,25 +280,25 @@ class _OffloadingCheckpoint:
     That is a decoder layer's hidden states. Other arguments are often shared by all layers.
     """
 
-    def __init__(self, function: Callable[..., Any], forward_pass: _ForwardPass) -> None:
+    def __init__(self, function: Callable[..., Any], checkpoints: _Checkpoints) -> None:
         self.function = function
-        self.forward_pass = forward_pass
+        self.checkpoints = checkpoints
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.function(*args, **kwargs)
-        forward_pass = self.forward_pass
-        forward_pass.calls += 1
+        checkpoints = self.checkpoints
+        checkpoints.calls += 1
         is_first = is_hidden_states = True
 
         def pack(tensor: Tensor) -> LayerInput | Kept:
             nonlocal is_first, is_hidden_states
-            if is_first and forward_pass.takes(tensor):
+            if is_first and checkpoints.takes(tensor):
                 is_first = False
-                return forward_pass.save(tensor.detach())
+                return checkpoints.save(tensor.detach())
             if is_hidden_states and tensor.is_floating_point():  # the first among the arguments
                 is_hidden_states = False
-                forward_pass.note_device(tensor)
+                checkpoints.note_device(tensor)
             return Kept(tensor)
 
         def unpack(packed: LayerInput | Kept) -> Tensor:

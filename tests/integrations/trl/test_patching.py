@@ -39,7 +39,7 @@ from trl_models import (
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.offload import CheckpointOffload, _ForwardPass
+from liger_patch.patch.offload import CheckpointOffload, _Checkpoints
 
 pytestmark = MARKS
 
@@ -146,9 +146,9 @@ def test_a_patched_model_keeps_its_offloaded_checkpoints(
 
 def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, dropped = [], []
-    drop = _ForwardPass.drop_copied
+    drop = _Checkpoints.drop_copied
     monkeypatch.setattr(
-        _ForwardPass, "drop_copied", lambda each: dropped.append(each.sent) or drop(each)
+        _Checkpoints, "drop_copied", lambda each: dropped.append(each.sent) or drop(each)
     )
     for device_types in ((), ("cpu",)):
         torch.manual_seed(0)
