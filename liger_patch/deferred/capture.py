@@ -33,16 +33,20 @@ MISSING = object()
 
 
 class _DeferLinear(TorchFunctionMode):
-    """Defer the products that give logits within the head's own forward: that with its own weight,
-    and those of adapters beside it.
+    """Defer the products that give logits within the head's own forward: the product with the
+    head's weight, and those of adapters on the head.
+
+    Args:
+        hold: what keeps a gathered weight until the backward pass; None where nothing frees it.
+        in_graph: whether the forward pass runs in a graph of torch.compile.
     """
 
     def __init__(self, head: Head, hold: Hold | None, *, in_graph: bool = False) -> None:
         super().__init__()
         self.head, self.hold, self.in_graph = head, hold, in_graph
-        # before engines put local tensors in their place
-        own = head.module._parameters
-        self.whole = own.get("weight"), own.get("bias")
+        # read now: during the head's forward, Transformers puts local tensors in their place
+        parameters = head.module._parameters
+        self.whole = parameters.get("weight"), parameters.get("bias")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -62,7 +66,7 @@ class _DeferLinear(TorchFunctionMode):
                     return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
-            if isinstance(logits, DeferredLogits):  # PEFT's, of what a quantised layer returns
+            if isinstance(logits, DeferredLogits):  # PEFT clones what a quantized layer returns
                 return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
 
@@ -73,11 +77,13 @@ class _DeferLinear(TorchFunctionMode):
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
-        if self.in_graph:  # all products of the model come here
+        if self.in_graph:  # then this mode sees all products of the model, not those of the head
             return weight is module.weight
         if weight.dim() == 2 and len(weight) == getattr(module, "out_features", None):
             return True
-        if is_partitioned(weight):  # to read PEFT's module.weight gathers that of its base
+        if is_partitioned(
+            weight
+        ):  # reading PEFT's ``module.weight`` would gather the base's weight
             return weight is module._parameters.get("weight")
         return weight is getattr(module, "weight", None)
 
@@ -115,15 +121,17 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 def deferring_head(
     model: nn.Module, module: nn.Module, owner: Owner, *, in_graph: bool = False
 ) -> Iterator[None]:
-    """Defer the products of the head with its weight, within this context.
+    """Make the head return deferred logits within this context.
 
-    Hooks of the head run as always, and so does what has replaced its ``forward``. A head that
-    computes in another way (a tensor subclass, an unknown quantised layer) returns its real logits.
+    The head's hooks run as always, and so does a ``forward`` that somebody has put on the head. A
+    head that does not multiply by a readable weight (a tensor subclass, an unknown quantized layer)
+    returns its real logits.
 
     Args:
-        module: the output embedding of the model.
+        model: the patched model.
+        module: its output embedding.
         owner: the forward pass.
-        in_graph: whether the logits may stay within a graph of torch.compile.
+        in_graph: whether logits may stay deferred within a graph of torch.compile.
     """
     head = Head(model, module, owner)
     if in_graph and torch.compiler.is_dynamo_compiling() and _is_traced(module):
@@ -132,14 +140,18 @@ def deferring_head(
         return
     with ExitStack() as stack:
         hold = None
-        if in_process_group() and not torch.compiler.is_compiling():  # then nothing is freed
+        # in a graph no weight is freed: ``why_weight_is_freed`` falls back there
+        if in_process_group() and not torch.compiler.is_compiling():
             hold = stack.enter_context(keeping_weight(module))
         for layer in _quantized_layers(module):
-            stack.enter_context(_forward(layer, _quantized_forward(layer, head)))
+            stack.enter_context(_replaced_forward(layer, _quantized_forward(layer, head)))
         if nn.functional.linear.__module__.startswith("deepspeed"):
             for layer in _linear_layers(module):
-                stack.enter_context(_forward(layer, functools.partial(_linear_forward, layer)))
-        # a head that torch.compile has wrapped: its own product is not computed here
+                stack.enter_context(
+                    _replaced_forward(layer, functools.partial(_linear_forward, layer))
+                )
+        # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
+        # product
         forward = module._modules.get("_orig_mod") or module.forward
 
         def deferring_forward(*args, **kwargs):
@@ -149,24 +161,27 @@ def deferring_head(
                 return forward(*args, **kwargs)  # a hook has cast or freed the weight since
             return logits
 
-        stack.enter_context(_forward(module, deferring_forward))
+        stack.enter_context(_replaced_forward(module, deferring_forward))
         yield
 
 
 def _is_traced(module: nn.Module) -> bool:
-    """Return whether a graph of torch.compile may hold this head's product: a plain layer's."""
+    """Return whether a graph of torch.compile can record this head's product: it is a plain
+    ``nn.Linear``.
+    """
     return TRACES_LOGITS and type(module).forward is FORWARD and not _quantized_layers(module)
 
 
 @contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of this one module for calls of this thread, within this context."""
     before = vars(module).get("forward", MISSING)
     original = module.forward
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
     def forward_of_thread(*args, **kwargs):
-        has_threads = thread is not None and not torch.compiler.is_compiling()  # Dynamo: none
+        # Dynamo cannot trace threads
+        has_threads = thread is not None and not torch.compiler.is_compiling()
         if has_threads and threading.get_ident() != thread:
             return original(*args, **kwargs)
         return forward(*args, **kwargs)
@@ -182,7 +197,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _linear_layers(head: nn.Module) -> list[nn.Linear]:
-    """Return the layers in a head, or the head itself, that call ``nn.functional.linear``."""
+    """Return the plain linear layers in a head; the head itself may be one."""
     layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
     return [m for m in layers if type(m).forward is FORWARD and "forward" not in vars(m)]
 
@@ -192,7 +207,9 @@ def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _quantized_layers(head: nn.Module) -> list[nn.Module]:
-    """Return the quantised layers in a head, or the head itself, whose own ``forward`` runs."""
+    """Return the quantized layers in a head that run their class's forward; the head itself may be
+    one.
+    """
     if "bitsandbytes" not in sys.modules:
         return []
     from liger_patch.integrations.bitsandbytes import is_quantized

@@ -1,5 +1,5 @@
-"""Heads under PyTorch's FSDP: units of modules, whose parameters are gathered for the forward and
-the backward pass of the unit. But for ``has_flat_units``, all of it is of FSDP2 (``fully_shard``).
+"""Heads under PyTorch's FSDP, which gathers the parameters of a unit of modules for the unit's
+forward and for its backward pass. All is about FSDP2 (``fully_shard``), except ``has_flat_units``.
 
 There is no public API for this: attributes of torch 2.6 to 2.13 are read.
 """
@@ -16,8 +16,8 @@ from liger_patch.deferred.stored import groups_of
 
 
 def resharding_units(head: nn.Module) -> list[Any]:
-    """Return the units in a head, or the head itself, that free their parameters after their
-    forward. The attribute is True where it cannot be read.
+    """Return the units in a head (it may be one itself) that free their parameters after their
+    forward. A unit whose setting cannot be read counts as one that does.
     """
     units: list[Any] = [m for m in head.modules() if _is_unit(m)]
     return [unit for unit in units if any(map(_reshards, groups_of(unit._get_fsdp_state())))]
@@ -39,8 +39,8 @@ def can_be_kept(unit: Any) -> bool:
 
 
 def free_what_was_kept(unit: Any) -> None:
-    """Free what a forward pass without a backward pass has left: the optimizer may have changed
-    the shards since.
+    """Free the parameters that ``without_resharding`` kept in a forward pass without a backward
+    pass: the optimizer may have changed the shards since.
     """
     if any(getattr(group, "is_unsharded", False) for group in groups_of(unit._get_fsdp_state())):
         unit.reshard()

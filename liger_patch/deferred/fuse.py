@@ -50,7 +50,7 @@ class _Term(NamedTuple):
     """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of.
 
     Attributes:
-        differentiable: False for what was made, or taken, without a gradient.
+        differentiable: False if the product, or a step after it, was made without gradients.
     """
 
     states: Tensor
@@ -127,13 +127,13 @@ def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
 
 
 def _terms(logits: DeferredLogits | TracedLogits, chain: list[Step]) -> list[_Term] | None:
-    """Return the products after these steps; None where they are no sum of products, or where the
-    sum has more digits than its products.
+    """Return the products after these steps; None where they are no sum of products, or where eager
+    adds the products in a wider dtype than their own.
     """
     call = logits.head_call
     terms = [
         _Term(
-            logits.rows,  # of the first product, the rows have been chosen already
+            logits.rows,  # the rows of the first product have been chosen already
             call.weight,
             call.bias,
             1.0,
@@ -165,23 +165,23 @@ def _terms(logits: DeferredLogits | TracedLogits, chain: list[Step]) -> list[_Te
 
 
 def _is_wider(step: Step, terms: list[_Term]) -> bool:
-    """Return whether the step's result has more digits than one of the products."""
+    """Return whether the dtype of the step's result is wider than that of one of the products."""
     narrowest = min(term.dtype.itemsize for term in terms)
     return step.dtype is not None and step.dtype.itemsize > narrowest
 
 
 def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
-    """Return the terms after a choice of rows, which the first has had."""
+    """Return the terms after a choice of rows. The first term's rows have been chosen already."""
     return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
 
 
 def _main_and_low_rank(
     terms: list[_Term],
 ) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
-    """Return the widest product with all biases, and the others as one of (..., R) and (V, R).
+    """Return the main product with all biases, and all others as one pair (..., R) and (V, R).
 
-    The states of the others are multiplied by their scale over that of the widest one. None for
-    what has no such form.
+    The main product is the quantized one, or the one with most features. The states of the others
+    are multiplied by their scale over that of the main one. None where this is not possible.
     """
     if len(terms) == 1:
         return terms[0], None

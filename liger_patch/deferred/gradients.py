@@ -1,6 +1,7 @@
 """The gradient of deferred logits: hooks on it, and ``torch.autograd.grad`` with respect to them.
 
-A fused loss leaves it out. A loss of values that were read has it.
+The backward pass of a fused loss does not compute this gradient. The backward pass of a loss that
+was computed from real logits does.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ NO_GRADIENT = (
     "Ask for it before their first use, or set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an "
     "ordinary loss"
 )
-# modules of engines: they set a hook on every output, and need no gradient of the logits itself
+# modules of engines whose hooks, set on every output, do not need the gradient itself
 ENGINE_MODULES = (
     "torch.distributed.",
     "torch.utils.module_tracker.",
     "deepspeed.",
     "liger_patch.deferred.zero3.",
 )
-# of these, hooks that prepare a unit for its backward pass, and take the gradient as a sign only
+# those of them whose hooks prepare a unit for its backward pass, and must run before it
 PREPARING_MODULES = ("torch.distributed.fsdp.", "liger_patch.deferred.zero3.")
 LEFT_OUT = "liger_patch: hooks of logits whose gradient is left out"  # of an autograd node
 
 
 def is_foreign(logits: Recordable) -> bool:
-    """Return whether another autograd function has returned these logits: its node is theirs."""
+    """Return whether another autograd function has returned these logits, so that their
+    ``grad_fn`` is no longer the node that recorded them.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return logits.grad_fn is not None and logits.grad_fn is not logits.recorded_by
 
@@ -53,22 +56,22 @@ def ancestry(logits: Recordable) -> list[Recordable]:
 
 
 class GradientHooks:
-    """The hooks on the gradient of some logits: of the deferred ones, or of their values.
+    """The hooks on the gradient of some deferred logits, and of their values once computed.
 
     Attributes:
         preparing: hooks with which an engine gathers weights before the backward pass of the head.
-        retained: the gradient so far, where ``retain_grad`` has asked for it.
+        retained: the sum of the gradients so far, where ``retain_grad`` has asked for it.
     """
 
     def __init__(self) -> None:
         self._hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._of_users: dict[int, str] = {}  # to the operation that has set it
+        self._of_users: dict[int, str] = {}  # id of a user's hook -> the operation that set it
         self.preparing: list[Callable] = []
         self.retained: Tensor | None = None
 
     @property
     def waiting(self) -> str | None:
-        """Return the operation that has set a hook of the user, which needs the gradient itself."""
+        """Return the operation that set a hook of the user, who wants the gradient; or None."""
         return next((name for key, name in self._of_users.items() if key in self._hooks), None)
 
     @property
@@ -96,7 +99,8 @@ class GradientHooks:
 
     def check_none_waits(self, *gradients: Any) -> None:
         """Raise RuntimeError in a backward pass that does not compute what a hook waits for."""
-        if self.waiting is not None and gradients != (None,):  # of a loss that has no part in it
+        # (None,): the loss has no part in this backward pass
+        if self.waiting is not None and gradients != (None,):
             raise RuntimeError(f"{self.waiting} of outputs.logits: {NO_GRADIENT}")
 
 
@@ -113,9 +117,7 @@ def _sum_up(hooks: GradientHooks, gradient: Tensor) -> None:
 
 
 def _is_of(prefixes: tuple[str, ...], hook: Callable) -> bool:
-    """Return whether a hook is of such a module: of an engine that sets one on every output (FSDP,
-    DeepSpeed, and the module tracker of FlopCounterMode).
-    """
+    """Return whether a hook is defined in a module whose name begins with one of these prefixes."""
     function = getattr(hook, "func", hook)
     inner = None
     if getattr(function, "__module__", None) == "torch.autograd.graph":  # a multi-grad hook
@@ -206,7 +208,7 @@ def autograd_grad(
     left_out = _left_out_of(outputs)
     if any(isinstance(each, Recordable) and each.hooks in left_out for each in inputs):
         raise RuntimeError(f"autograd.grad with respect to outputs.logits: {NO_GRADIENT}")
-    # where logits were read, what was computed from them has their values as its input
+    # the graph of what was computed from logits that were read begins at their values
     sources = [
         each.value if isinstance(each, Recordable) and each.value is not None else each
         for each in inputs

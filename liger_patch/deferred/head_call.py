@@ -1,6 +1,7 @@
-"""One product of the head, made in a forward pass and computed when its values are needed.
+"""One product of the head: recorded in the forward pass, computed when its values are needed.
 
-The states of its inputs are kept: where one has changed since, computing the product is an error.
+The record keeps the state of each input. If an input has changed since, computing the product is an
+error.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ class Head:
 
     @functools.cached_property
     def merged(self) -> tuple[tuple[list[str], tuple[str, ...]], ...]:
-        """Return PEFT's lists of the adapters that are merged into the weight, and what they held
-        at the first product: PEFT may unmerge adapters when the head is called, before that.
+        """Return PEFT's lists of the adapters that are merged into the head's weight, each with a
+        copy of what it held at the head's first product.
+
+        Not of what it held when the head was called: PEFT may unmerge adapters in between.
         """
         if "peft" not in sys.modules:
             return ()
@@ -76,12 +79,13 @@ class HeadCall:
     """One product of the head: its inputs, the state it was made in, and its owner.
 
     Attributes:
-        shape: (V, H) of the weight, which engines may free.
-        product: the real logits of hidden states, weight and bias; where the weight is quantised,
-            of hidden states alone.
-        stored: the parameters of the optimizer behind weight and bias.
-        states: of hidden states, weight and bias.
-        merged: see ``Head``.
+        shape: (V, H) of the weight, noted here because engines may free the weight.
+        product: computes the real logits from hidden states, weight and bias; where the weight is
+            quantized, from hidden states alone.
+        stored: the parameters behind weight and bias that the optimizer changes.
+        states: the states of hidden states, weight and bias when the product was made.
+        merged: ``Head.merged`` at that time.
+        owner: the forward pass.
     """
 
     hidden_states: Tensor
@@ -201,12 +205,13 @@ class HeadCall:
 
 
 class State(NamedTuple):
-    """The state of a tensor: two that differ say that it has changed.
+    """The state of a tensor at some time. If the state differs later, the tensor has changed.
 
     Attributes:
         version: PyTorch's count of writes in place; None for inference tensors.
-        steps: of optimizers that hold it: fused ones, and those of bitsandbytes, count no write.
-        address, dtype: change where ``tensor.data`` is set.
+        steps: the steps of optimizers that hold the tensor: fused optimizers, and those of
+            bitsandbytes, write without counting.
+        address, dtype: those of the data: they change when ``tensor.data`` is set.
     """
 
     version: int | None

@@ -1,5 +1,7 @@
-"""Logits that leave a graph of ``torch.compile``: ``DeferredLogits`` are made of their placeholder,
-and do all that it is asked for.
+"""Logits that leave a graph of ``torch.compile``.
+
+Within the graph they are a placeholder (``traced``). Where a placeholder leaves the graph,
+``DeferredLogits`` are made for it, and every later call on the placeholder goes to them.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ class Leaving(Protocol):
 
 
 class LeavesGraph:
-    """An attribute that torch.compile sets where the tensor leaves a graph, in no certain order;
-    within a graph, it is an attribute as any other.
+    """An attribute of a placeholder that notices when the placeholder leaves a graph.
+
+    torch.compile then sets the attributes of all placeholders again, in no certain order. Within a
+    graph this is an ordinary attribute.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -43,12 +47,12 @@ class PlaceholderLogits(Recordable):
     """The logits (..., V) of a graph, within it and outside.
 
     Attributes:
-        origin: the product of the head, the placeholder before the last step, and that step; the
-            first or the others are None.
+        origin: (product of the head, None, None) for the head's own logits; (None, placeholder
+            before the last step, that step) for all others.
         form: a plain tensor of the same shape, dtype and device.
-        value: the real logits where the graph has computed them.
-        deferred: outside of graphs, what these logits are.
-        waiting: outside of graphs, the placeholders that need ``deferred`` of this one.
+        value: the real logits if the graph has computed them.
+        deferred: the deferred logits that stand for this placeholder outside of graphs.
+        waiting: the placeholders that wait until this one has its ``deferred``.
     """
 
     origin: Any = LeavesGraph()  # (Leaving | None, PlaceholderLogits | None, Step | None)
@@ -59,7 +63,9 @@ class PlaceholderLogits(Recordable):
 
 
 def _leave_graph(logits: PlaceholderLogits) -> None:
-    """Make deferred logits of what has left a graph, if the ones before them have, too."""
+    """Make the deferred logits of a placeholder that has left a graph. If a placeholder that it was
+    computed from has none yet, wait for that one.
+    """
     known = vars(logits)
     if "origin" not in known:
         return
@@ -81,7 +87,7 @@ def _leave_graph(logits: PlaceholderLogits) -> None:
 
 
 def _refuse_gradient(logits: PlaceholderLogits) -> None:
-    """Let code that goes past ``__torch_function__`` meet an error in its backward pass."""
+    """Make the backward pass an error for code that goes past ``__torch_function__``."""
     if logits.deferred.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             logits.requires_grad_()
@@ -98,7 +104,11 @@ def _raise_unless_none(gradient: Tensor | None) -> None:
 
 
 def _after_step(parent: PlaceholderLogits, step: Step) -> DeferredLogits:
-    """Return deferred logits after a step that was recorded before any of them were read."""
+    """Return the parent's deferred logits after a step.
+
+    The step was recorded before any of these logits were read in the graph, so their values are
+    hidden while it is applied.
+    """
     if step.other is not None:
         step = step._replace(other=cast(PlaceholderLogits, step.other).deferred)
     read = [(each, each.value) for each in ancestry(parent.deferred)]

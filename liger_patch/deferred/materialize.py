@@ -1,8 +1,8 @@
 """Materialize deferred logits: compute the values that eager logits would have, lazily.
 
-A view (a slice, ``detach``) shares the memory of the logits before it, and so sees what is written
-to them. Other steps copy: eager would have copied before these logits were read or written to, so
-their values are computed from the head again.
+A view (a slice, ``detach``) shares the memory of the logits before it, so it sees what is written
+to them. All other steps make a copy. Eager would have made that copy at once, before anything was
+written to the logits: so its values are computed from the head again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def materialize(logits: Recordable) -> Tensor:
         with torch.inference_mode(logits.head_call.hidden_states.is_inference()):
             value = _compute(logits, lambda parent: parent.real_logits())
         logits.version_computed = 0 if value.is_inference() else value._version
-    if is_foreign(logits):  # or has become so, by ctx.mark_dirty, since they were computed
+    if is_foreign(logits):  # asked at each call: ctx.mark_dirty may have changed the answer
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             value = cast(Tensor, _Graft.apply(logits, value))
             logits.recorded_by = logits.grad_fn
@@ -45,7 +45,11 @@ class _Graft(torch.autograd.Function):
 
 
 def _compute(logits: Recordable, of_view: Callable[[Recordable], Tensor]) -> Tensor:
-    """Compute the values; ``of_view``: those of the logits whose memory they share."""
+    """Compute the values.
+
+    Args:
+        of_view: computes the values of the logits before the last step, if that step is a view.
+    """
     parent, step = logits.parent, logits.step
     if parent is None or step is None:
         result = logits.head_call.logits()
@@ -66,5 +70,5 @@ def _compute(logits: Recordable, of_view: Callable[[Recordable], Tensor]) -> Ten
 
 
 def _compute_untouched(logits: Recordable) -> Tensor:
-    """Compute the values from the head, without what was written to any since."""
+    """Compute the values from the head again, without what has been written to them since."""
     return _compute(logits, _compute_untouched)

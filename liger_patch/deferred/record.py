@@ -1,4 +1,4 @@
-"""What deferred logits record: the steps from the head on, as a chain of tensors."""
+"""What deferred logits record: the steps since the head, as a chain of tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Step(NamedTuple):
     Attributes:
         kind: "scale", "add", "tanh", "cast", "move", "rows", "detach", "clone" or "layout" (on
             the ranks of a group).
-        function: the operation, of ``arguments`` and then of real logits; for "rows" also of hidden
-            states, as it leaves the last dimension whole. "add" takes the real values of ``other``
-            behind them.
-        arguments: kept beside the function, as torch.compile cannot rebuild a closure.
+        function: the operation. It takes ``arguments``, then real logits, and for "add" the real
+            values of ``other``. That of "rows" leaves the last dimension whole, so it applies to
+            hidden states as well.
+        arguments: kept apart from the function, as torch.compile cannot rebuild a closure.
         factor: what "scale" multiplies by.
         other: what "add" adds.
-        grad_enabled: while it was recorded.
+        grad_enabled: whether gradients were enabled when the step was recorded.
         dtype: of its result.
     """
 
@@ -51,7 +51,7 @@ class Recordable(Tensor):
         recorded_by: the autograd node that recorded the step.
         hooks: on the gradient of these logits, a ``GradientHooks``.
         value: the real logits where they have been computed.
-        version_computed: of the value when it was computed.
+        version_computed: the version of ``value`` when it was computed.
         then: returns these logits after one more step.
         real_logits: returns the real logits, computed at the first call.
     """

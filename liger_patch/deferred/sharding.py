@@ -1,9 +1,9 @@
-"""Heads whose weight an engine frees before the loss: keep what was gathered for the head's call.
+"""Heads whose weight an engine frees before the loss: keep the weight gathered for the head's call.
 
-The head is the last layer of the forward pass and the first of the backward pass, so what was
-gathered for the one serves the other (FSDP2), or a copy of it stays for the loss (FSDP1), and the
-engine reduces its gradient as its own. No rank gathers anything for the loss: what a rank does with
-its batch changes nothing for the others.
+The head is the last layer of the forward pass and the first of the backward pass. So the weight
+that was gathered for its forward also serves its backward pass (FSDP2), or a copy of it stays for
+the loss (FSDP1). The engine reduces the weight's gradient as always. No rank gathers anything for
+the loss, so the ranks make the same collectives whatever each does with its batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from liger_patch.deferred.fully_sharded import (
 from liger_patch.deferred.stored import is_partitioned, note_stored
 from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_hooks
 
-Hold = Callable[[Tensor], Tensor]  # of a gathered parameter, what stays when it is freed
+Hold = Callable[
+    [Tensor], Tensor
+]  # from a gathered parameter to a tensor that stays when it is freed
 
 
 def why_weight_is_freed(head: nn.Module) -> str | None:
@@ -52,9 +54,11 @@ def why_weight_is_freed(head: nn.Module) -> str | None:
 
 @contextmanager
 def keeping_units(head: nn.Module | None) -> Iterator[None]:
-    """Keep the parameters of FSDP's units in a head from their forward within this context to the
-    backward pass: of every forward pass with gradients, with labels or without, fused or not. A
-    rank that decides otherwise for its own batch would make other collectives than the rest.
+    """Keep the parameters of FSDP's units in a head, from their forward within this context to the
+    backward pass.
+
+    This holds for every forward pass with gradients: with labels or without, fused or not. If it
+    depended on the batch of a rank, the ranks would make different collectives.
     """
     units = [] if head is None or why_weight_is_freed(head) is not None else resharding_units(head)
     with ExitStack() as stack:
@@ -70,12 +74,12 @@ def keeping_weight(head: nn.Module) -> Iterator[Hold]:
     """Give deferred logits a weight that stays until the backward pass, for a head that is called
     within this context and within ``keeping_units``.
 
-    Without gradients there is no backward pass that would free it: FSDP does so after the head's
-    call, and a copy stays for as long as the logits do. So it does with gradients under FSDP1,
-    which gathers the weight again before the backward pass.
+    Without gradients, FSDP frees the weight after the head's call: there, a copy stays for as long
+    as the logits do. Under FSDP1 a copy stays with gradients too, because FSDP1 gathers the weight
+    again for the backward pass.
 
     Yields:
-        what makes a gathered parameter of the head one that stays.
+        A function from a gathered parameter of the head to a tensor that stays.
     """
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         with calling_hooks_later(head):

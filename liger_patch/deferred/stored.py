@@ -1,7 +1,8 @@
-"""Tell which parameter the optimizer changes, where an engine shards it and gathers another tensor
-for the forward pass.
+"""Find the parameter that the optimizer changes behind a weight that an engine has gathered.
 
-There is no public API for this: attributes of torch 2.6 to 2.13 and of DeepSpeed are read.
+Engines shard a parameter, and gather another tensor from the shards for the forward pass. The small
+questions about engines that other modules share are here too. There is no public API for any of
+this: attributes of torch 2.6 to 2.13 and of DeepSpeed are read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-_stored: Any = WeakIdKeyDictionary()  # gathered weights -> parameters; None: the weight itself
+_stored: Any = WeakIdKeyDictionary()  # weight -> the parameter behind it; None: there is no other
 
 
 def in_process_group() -> bool:
@@ -44,7 +45,7 @@ def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
 
 
 def note_stored(weight: Tensor, parameter: Tensor | None) -> None:
-    """Note the parameter behind a weight; None for a copy, which nothing changes."""
+    """Note the parameter behind a weight; None for a copy, which no optimizer changes."""
     _stored[weight] = parameter
 
 

@@ -42,7 +42,7 @@ class DeferredLogits(Recordable):
 
     @classmethod
     def of_head(cls, call: HeadCall) -> DeferredLogits:
-        rows = call.hidden_states.contiguous()  # as the product is, whose views they stand for
+        rows = call.hidden_states.contiguous()  # the product is contiguous, and views of it follow
         device = call.weight.device
         return cls._make(call, rows, call.dtype, device, call.compute, call.tensors, None, None)
 
@@ -54,10 +54,14 @@ class DeferredLogits(Recordable):
         device: torch.device | None = None,
         into: type[DeferredLogits] | None = None,
     ) -> Tensor:
-        """Return these logits after one more operation, of the class ``into``, else of their own.
+        """Return these logits after one more operation.
 
-        It is recorded, or computed where these logits, or those that they were computed from, have
-        been read (and may have been written to).
+        The operation is recorded. It is computed instead if these logits, or any that they were
+        computed from, have been read: then somebody may have written to them.
+
+        Args:
+            dtype, device: of the result, where they differ.
+            into: the class of the result, where it differs.
         """
         # a detached tensor has no gradient that another autograd function could take part in
         is_settled = self._is_read if step.kind == "detach" else self._is_settled
@@ -125,8 +129,8 @@ class DeferredLogits(Recordable):
 
     @property
     def _is_settled(self) -> bool:
-        """Return whether these logits, or any that they were computed from, have been read (and may
-        have been written to) or are another autograd function's.
+        """Return whether these logits, or any that they were computed from, have been read (so that
+        somebody may have written to them), or were returned by another autograd function.
         """
         return self._is_read or any(is_foreign(node) for node in ancestry(self))
 
@@ -146,7 +150,7 @@ class DeferredLogits(Recordable):
 
     @property
     def is_outdated(self) -> bool:
-        """Return whether it is too late to compute them."""
+        """Return whether the values can no longer be computed."""
         if self.value is not None:
             return False
         if self.head_call.changed() is not None or self.head_call.freed():
@@ -159,7 +163,7 @@ class DeferredLogits(Recordable):
         return False
 
     def recorded_steps(self) -> list[Step] | None:
-        """Return the steps from the head on; None where they are not all that has happened."""
+        """Return the steps since the head; None where something else has happened to the logits."""
         if self._is_settled:
             return None
         self.head_call.check_unchanged()
@@ -255,8 +259,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
-    """Return a context within which saved tensors are kept as they are: none is offloaded, none is
-    counted by a checkpoint.
+    """Return a context within which no hooks see saved tensors: none is offloaded, and checkpoints
+    count none.
     """
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():  # and none may be set

@@ -1,9 +1,9 @@
 """Deferred logits within a graph of ``torch.compile``, which makes no tensor of its own class.
 
-There the logits are a placeholder: one nan, expanded, of a class whose ``__torch_function__``
-is traced. It records the steps that ``DeferredLogits`` record; any other operation computes the
-values as a part of the graph. A placeholder that nobody returns leaves nothing in the graph. For
-one that leaves it, see ``left_graph``.
+There the logits are a placeholder: one nan, expanded to their shape, of a class whose
+``__torch_function__`` is traced. It records the steps that ``DeferredLogits`` record. Any other
+operation computes the values as a part of the graph. A placeholder that the graph does not return
+costs nothing in the compiled graph. For a placeholder that it does return, see ``left_graph``.
 """
 
 # pyright: reportIncompatibleVariableOverride=false
@@ -32,7 +32,7 @@ _NEED_GRADIENTS = frozenset(
 
 
 class TracedCall(NamedTuple):
-    """One product of the head within a graph: what ``Head`` and ``HeadCall`` say of it."""
+    """One product of the head within a graph: the counterpart of ``Head`` and ``HeadCall``."""
 
     hidden_states: Tensor  # (..., H)
     weight: Tensor  # (V, H)
@@ -140,7 +140,7 @@ class TracedLogits(PlaceholderLogits):
         return call.grad_enabled and any(t is not None and t.requires_grad for t in tensors)
 
     def recorded_steps(self) -> list[Step] | None:
-        """Return the steps from the head on; None where they are not all that has happened."""
+        """Return the steps since the head; None where something else has happened to the logits."""
         if self.is_computed:
             return None
         if self.parent is None:
@@ -189,8 +189,8 @@ inlined_only(TracedLogits.__torch_function__.__func__)
 def _placeholder(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: tuple
 ) -> TracedLogits:
-    # nan: what goes past __torch_function__ gets no number that looks right. Dynamo itself does so
-    # for nn.CrossEntropyLoss(...) that is made within a graph, and for F.tanh and F.sigmoid
+    # nan: an operation that goes past __torch_function__ must not get a number that looks right.
+    # Dynamo does so for nn.CrossEntropyLoss(...) made within a graph, and for F.tanh and F.sigmoid
     form = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
     logits = form.as_subclass(TracedLogits)
     logits.form, logits.value = form, None

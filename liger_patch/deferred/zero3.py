@@ -20,8 +20,8 @@ from liger_patch.deferred.record import Recordable
 
 
 def has_known_hooks(head: nn.Module) -> bool:
-    """Return whether the engine's hooks on the head are those that ``calling_hooks_later`` knows:
-    before the engine is made, there are none.
+    """Return whether the engine's hooks on the head are those that ``calling_hooks_later`` knows.
+    Before the engine is made there are none, and the answer is False.
     """
     return all(hasattr(getattr(module, "pre_bwd_fn", None), "apply") for module in head.modules())
 
@@ -46,9 +46,9 @@ def gathered(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def calling_hooks_later(head: nn.Module) -> Iterator[None]:
-    """Within this context, let deferred logits pass the autograd functions that the engine applies
-    to what the modules of the head return. Their backward, which gathers the parameters, runs
-    before that of the loss.
+    """Within this context, do not apply the engine's autograd functions to deferred logits that
+    modules of the head return. Instead, what their backward does (it gathers the parameters) runs
+    before the backward of the loss.
     """
     with ExitStack() as stack:
         for module in head.modules():
@@ -60,7 +60,7 @@ def calling_hooks_later(head: nn.Module) -> Iterator[None]:
 
 
 class _Later:
-    """Stands for an autograd function of the engine."""
+    """Stands for an autograd function of the engine, and leaves deferred logits as they are."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
