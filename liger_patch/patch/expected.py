@@ -1,5 +1,7 @@
-"""Labels of a call, counted before the model runs: the fused loss needs their number on the host,
-which would else wait there until the device has come as far, and queue the backward pass only then.
+"""Count the supervised labels of a call before the model runs.
+
+The fused loss needs their number on the host. Without this, the host would wait at the loss until
+the device has run the whole forward pass, and only then launch the backward pass.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ class ExpectedLabels:
 
     Attributes:
         labels: (B, T) ``labels`` of the call, or its ``shift_labels``.
-        version: of their values.
-        ignore_index: of the loss.
-        shifted: whether they are what is predicted.
-        targets: (B T,) what is predicted.
+        version: PyTorch's count of writes to these labels.
+        ignore_index: that of the loss.
+        shifted: whether they are ``shift_labels``: each token predicts the label in its own place.
+        targets: (B T,) the label that each token predicts.
     """
 
     labels: Tensor
@@ -34,7 +36,9 @@ class ExpectedLabels:
     targets: Tensor
 
     def targets_of(self, labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor | None:
-        """Return what the labels that the loss is given predict, None where they are others."""
+        """Return (B T,) the label that each token predicts, if the loss is given these labels; None
+        for any others.
+        """
         if labels is not self.labels or labels._version != self.version:
             return None
         same = (ignore_index, shifted) == (self.ignore_index, self.shifted)
@@ -42,8 +46,10 @@ class ExpectedLabels:
 
 
 def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> ExpectedLabels | None:
-    """Start to count the labels among a call's arguments that are supervised; None where they are
-    not what a loss is usually given.
+    """Start to count the supervised labels among a call's arguments.
+
+    None where the loss may be given something else than (B, T) integer labels, or where a later
+    change of the labels would not be noticed.
     """
     shifted = arguments.get("shift_labels") is not None
     labels = arguments.get("shift_labels" if shifted else "labels")

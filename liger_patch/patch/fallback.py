@@ -1,4 +1,4 @@
-"""Why a forward pass computes its logits, as far as that is known before the head runs."""
+"""Why a forward pass computes its logits: the reasons that are known before the head runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_patch.deferred.stored import in_process_group
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
     """Return why the logits are computed by the head itself; None where they are deferred."""
-    reason = why_not_followed()
+    reason = why_transformed()
     if reason is not None:
         return reason
     if head is None:
@@ -30,8 +30,10 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
     return None
 
 
-def why_not_followed() -> str | None:
-    """Return why the operators of this package are left out of the forward pass, or None."""
+def why_transformed() -> str | None:
+    """Return what transforms or records the forward pass, so that this package's loss and hooks
+    cannot take part in it; None for an ordinary call.
+    """
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the forward pass"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]

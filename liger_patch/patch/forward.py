@@ -26,7 +26,7 @@ from liger_patch.kernels.backend import is_traced
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import expected_labels
-from liger_patch.patch.fallback import why_not_deferred, why_not_followed
+from liger_patch.patch.fallback import why_not_deferred, why_transformed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -140,7 +140,7 @@ def _keeps_checkpoints() -> bool:
     """Return whether hooks of this package see the tensors that this forward pass saves."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    return why_not_followed() is None
+    return why_transformed() is None
 
 
 def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedModel]) -> bool:
@@ -206,7 +206,7 @@ def _deferred_forward(
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with _one_at_a_time(model):  # before its loss function is read
-        is_transformers_loss = model.loss_function is ForCausalLMLoss and why_not_followed() is None
+        is_transformers_loss = model.loss_function is ForCausalLMLoss and why_transformed() is None
         in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
         with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
             forward_pass.starts = starts

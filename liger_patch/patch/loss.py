@@ -43,8 +43,10 @@ Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
 def _in_graph_of_logits(method: Method) -> Method:
-    """Decorate a loss: of logits that were deferred in a graph of torch.compile, and with
-    LIGER_PATCH_RETURN_LOGITS=1, it is a part of that graph; of any others, it runs between two.
+    """Decorate a method that computes a loss, so that torch.compile knows where it runs.
+
+    It becomes a part of the graph if the logits were deferred in that graph, and with
+    LIGER_PATCH_RETURN_LOGITS=1. For any other logits, it runs between two graphs.
     """
     between_graphs = runs_eagerly(method)
 
@@ -54,7 +56,9 @@ def _in_graph_of_logits(method: Method) -> Method:
         if in_graph and (isinstance(logits, TracedLogits) or flags.return_logits()):
             return method(self, logits, *args, **kwargs)
         if isinstance(logits, TracedLogits):
-            logits = logits.deferred  # the model breaks the graph behind its head
+            logits = (
+                logits.deferred
+            )  # they have left their graph: the model breaks it after the head
         return between_graphs(self, logits, *args, **kwargs)
 
     return cast(Method, inlined_only(compute))
@@ -65,18 +69,18 @@ class ForwardPass:
     """One forward pass of a patched model, from its labels to its loss.
 
     Attributes:
-        record: of the model.
+        record: that of the model.
         head: the output embedding.
         unfused: why the logits of this forward pass are not deferred, None where they are.
-        starts: (B, T) where sequences begin, None where each row is one.
-        num_sequences: of the whole step; None for those of this call.
-        loss_weights: (B, T) of the labels; None where all tokens weigh the same.
-        done: whether a loss was computed here.
+        starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
+        num_sequences: the number of sequences in the whole step; None to count those of this call.
+        loss_weights: (B, T) weights of the labels; None where all tokens weigh the same.
+        done: whether a method of this class has computed the loss.
         running: False once the forward pass has returned its outputs.
-        read_by: the operation that first needed the values of the logits.
-        unreached: the option that does not apply to a loss of the model's own.
-        loss_of_graph: a fused loss that a graph of torch.compile has computed.
-        expected: the labels that the loss will be given, None where they are not counted ahead.
+        read_by: the first operation that needed the values of the logits; None if none did.
+        unreached: the option that the model's own loss could not be given, None if none.
+        loss_of_graph: the fused loss that a graph of torch.compile has computed, None without.
+        expected: the labels of the call, counted before the model ran; None where they were not.
     """
 
     record: PatchRecord
@@ -98,8 +102,8 @@ class ForwardPass:
         return description(self.head)
 
     def note_read(self, operation: str) -> None:
-        """Note that the named operation needs the values of the logits, or their gradient: a loss
-        that is not computed yet is not fused.
+        """Note that the named operation needs the values of the logits, or their gradient. A loss
+        that comes later is then not fused.
         """
         self.read_by = self.read_by or operation
 
@@ -219,7 +223,7 @@ class ForwardPass:
             "class_weight": weight,
         }
         if self.running:
-            # the model's own loss: apply_patch's options are meant for it
+            # the model computes its own loss: the options of apply_patch are meant for this one
             settings = self.record.settings
             if settings.loss_average != "token":
                 self.unreached = f"loss_average={settings.loss_average!r}"
@@ -235,14 +239,14 @@ class ForwardPass:
             self.done = True
             self.record.note_fused()
         loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
-        # autocast computes cross entropy in float32
+        # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
     def _has_starts_of(self, labels: Tensor) -> bool:
         return self.starts is not None and self.starts.shape == labels.shape
 
     def _denominator(self, count: Tensor, num_tokens: Tensor | int | None) -> Tensor | int | None:
-        """Return what a sum of sequences' means is divided by; None for nothing."""
+        """Return what the sum of the sequences' means is divided by; None for a plain sum."""
         if self.num_sequences is not None:
             return self.num_sequences
         if num_tokens is not None:
@@ -280,8 +284,8 @@ class ForwardPass:
     def fusable(
         self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
     ) -> Parts | None:
-        """Return what logits are made of where the fused operators may be used; else None, and the
-        record has the reason.
+        """Return what the logits are made of, for the fused operators. If these cannot be used,
+        return None; the record then has the reason.
         """
         if flags.return_logits():
             self.record.note_logits_asked()
@@ -311,8 +315,10 @@ class ForwardPass:
         return parts
 
     def _trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
-        """Return whether the fused loss may be used. One training step is compared, with
-        LIGER_PATCH_VERIFY=1 or for an architecture without a row in the registry.
+        """Return whether the fused loss is to be trusted.
+
+        With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
+        training step compares it with the ordinary path.
         """
         record = self.record
         if isinstance(record, TrialRecord):
@@ -325,7 +331,7 @@ class ForwardPass:
             except torch.OutOfMemoryError:
                 if flags.verify() or is_distributed(parts.weight):
                     raise  # other ranks wait for this one
-                # nobody has asked for it, and the model may fit without
+                # no option has asked for the comparison, and without it the step may fit
                 own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
                 compared = f"{own}, but no gradients" if has_own else "nothing"
                 difference, record.compared = None, f"{compared}, as memory was short"

@@ -21,7 +21,7 @@ from liger_patch.patch.packing import (
 )
 
 LOSS_WEIGHTS = "loss_weights"  # an argument of ours, and a column of data sets
-WEIGHT_BITS = "loss_weight_bits"  # the same as int32: mixed precision rounds what is floating point
+WEIGHT_BITS = "loss_weight_bits"  # their bits as int32: mixed precision rounds floating-point ones
 
 
 def take_weights(arguments: dict[str, Any]) -> Tensor | None:

@@ -1,9 +1,9 @@
 """A model whose architecture has no row in the registry: compare its own loss with the fused one.
 
-The fused loss is that of the model's own code by construction: see docs/design.md. This comparison
-is there for what nobody has thought of. It runs once, at the first call with labels: the model's
-own forward and the patched one, without gradients, from the same random numbers. Gradients are
-compared on a slice, by ``patch.verify``, at the first training step.
+The fused loss is that of the model's own code by construction (see docs/design.md), so this
+comparison should always agree. It runs once, at the first call with labels: the model's own forward
+and the patched one, without gradients, from the same random numbers. ``patch.verify`` compares
+gradients on a slice, at the first training step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from liger_patch.patch.settings import PatchRecord
 
 ROUNDINGS = 32  # eps of float32 that are allowed: both losses are sums in float32
 PER_TOKEN = 4.0  # times the rounding error of one token's loss that the mean may be off
-SLICE = "loss and gradients of its first supervised tokens"  # by patch.verify
+SLICE = "loss and gradients of its first supervised tokens"  # what patch.verify compares
 SMALL = 1 << 20  # numbers of a buffer that is put back: a larger one is a weight
 
 
 @dataclass
 class TrialRecord(PatchRecord):
-    """The record of a forward pass that is only compared: it warns of nothing.
+    """The record of a forward pass that is only run to be compared. It gives no warnings.
 
     Attributes:
-        rounding: how far the loss of a token may be off for the dtype of the logits, relative to
-            the mean.
+        rounding: the error of one token's loss that rounding the logits causes, relative to the
+            mean loss.
     """
 
     rounding: float = 0.0
@@ -60,8 +60,8 @@ def compare_losses(
 
     Args:
         own: runs the model's own forward.
-        fused: runs the patched one with the options that Transformers has, for a record.
-        args, kwargs: of the call, which are copied for each of both.
+        fused: runs the patched forward for a record, with the options of Transformers' loss only.
+        args, kwargs: those of the call. Each of the two forward passes gets a copy.
     """
 
     def run_own() -> Any:
@@ -80,7 +80,7 @@ def compare_losses(
     try:
         expected = _loss_of(model, run_own)
         if expected is None or not torch.isfinite(expected):
-            return  # no supervised token: the next call tells more
+            return  # no supervised token: compare the next call
         try:
             found = _loss_of(model, lambda: fused(trial, *_copied(args, kwargs)))
         except torch.OutOfMemoryError:

@@ -41,13 +41,16 @@ def disagreement(
 ) -> str | None:
     """Return what differs between the fused and ordinary loss and gradients of a slice, or None.
 
-    The truth is the ordinary computation in float32 (float64 for float32 inputs). The fused results
-    may be as far from it as EAGER_ERRORS times the ordinary computation in the model's own dtype
-    is, plus ROUNDINGS eps of the largest value. Takes the mean over the slice, whatever ``reduced``
-    says. Needs two copies of the head's weight in the wider dtype: where the vocabulary is
-    distributed, of this rank's rows. Then every rank must call this, and all return the same.
+    The truth is the ordinary computation in float32 (float64 for float32 inputs). The error of the
+    fused results may be EAGER_ERRORS times the error of the ordinary computation in the model's own
+    dtype, plus ROUNDINGS eps of the largest value.
+
+    The loss is the mean over the slice, whatever ``reduced`` (reduction and denominator) says. The
+    comparison needs two copies of the head's weight in the wider dtype. If the vocabulary is
+    distributed, these are of this rank's rows, every rank must call this function, and all ranks
+    get the same answer.
     """
-    # the kernels of the batch, not those of a slice that is small
+    # the kernels that the whole batch runs, not those of a small one
     hopper_kernels = is_worth_odds(len(labels)) or None
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
