@@ -43,7 +43,7 @@ class Adapter(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
-def is_lora_linear(module: nn.Module) -> bool:
+def runs_pefts_forward(module: nn.Module) -> bool:
     """Return True for a linear layer with LoRA adapters that runs PEFT's own forward."""
     forward = type(module).forward
     return (

@@ -123,7 +123,8 @@ ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that
     "apply_rotary_pos_emb_interleave": _rotate_pairs_to_halves,
     "apply_rotary_pos_emb_vision": _rotate_patches,
 }
-ATTENTIONS: dict[str, Callable[..., Any]] = {  # whose only function rotates in another way
+# attentions whose only rotary function does something else than ROTATIONS says
+ATTENTIONS: dict[str, Callable[..., Any]] = {
     "BeamAttention": _rotate_in_own_dtype,
     "Cohere2Attention": _rotate_neighbours,
     "Cohere2MoeAttention": _rotate_neighbours,
@@ -167,7 +168,7 @@ def attention_class(module: Any) -> Any:
         if own is None or not is_transformers(own) or not _agree(own, name, rotate):
             return None
     replacement: Any = rotary_attention(type(module))
-    replacement.forward.look_up()  # for torch.compile, whose calls do not look up
+    replacement.forward.look_up()  # once: compiled calls do not look up globals
     return replacement
 
 
@@ -193,7 +194,7 @@ def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bo
         for arguments in _trials(name, rotate):
             try:
                 expected = results(own, arguments)
-            except Exception:  # no attention gives it such tables
+            except Exception:  # this function does not take such tables
                 continue
             if not results_match(lambda e=expected: e, lambda a=arguments: results(rotate, a)):
                 return False
@@ -221,7 +222,7 @@ def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
             continue
         for width in (PROBED, PROBED // 2):
             table = angles[..., :width]
-            # the only forms that their models have
+            # the only tables that the models of these rotations have
             if rotate in (_rotate_neighbours, _rotate_neighbours_in_promoted_dtype):
                 table = table[..., ::2].repeat_interleave(2, -1)
             elif rotate is _rotate_pairs_to_halves:
@@ -239,16 +240,18 @@ def rotary_attention(original: Any) -> type[nn.Module]:
     """Derive the class of an attention whose forward calls the kernel for its rotary embedding."""
     module = original.forward.__globals__
     rotations = _rotations(original)
-    others = {name: _known(module[name], name, f) for name, f in rotations.items()}
+    others = {name: _rotates_or_falls_back(module[name], name, f) for name, f in rotations.items()}
     norms = set(rotations.values()) == {rotary} and rotates_its_norms(original.forward, rotations)
-    forward = _with_globals(original.forward, others, rotates_norms=norms)
+    forward = _forward_on_kernels(original.forward, others, rotates_norms=norms)
     return derived_class(original, rotary_attention, forward=forward, _liger_patch_layer="rotary")
 
 
-def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``rotate`` with the arguments that it takes, else ``own``."""
+def _rotates_or_falls_back(
+    own: Callable[..., Any], name: str, rotate: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
     with probing():
-        number = len(next(_trials(name, rotate)))  # of the arguments that are known here
+        number = len(next(_trials(name, rotate)))  # of arguments that ``rotate`` takes
     takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
 
     def rotated(*arguments: Any, **options: Any) -> Any:
@@ -264,13 +267,18 @@ def _known(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> Ca
     return rotated
 
 
-def _with_globals(function: Any, values: dict[str, Any], *, rotates_norms: bool) -> Any:
-    """Return a function of the same code, which has these values for the globals of these names.
+def _forward_on_kernels(function: Any, values: dict[str, Any], *, rotates_norms: bool) -> Any:
+    """Return the forward of an attention on kernels: the same code, with other globals.
 
-    Norms are left to these, where ``rotates_norms``, as long as they are called.
+    Each call looks up all globals in the function's module again. A global of ``values`` is used
+    unless the module's own function of that name has been replaced since. Around the call, the
+    projections of one input are computed together, and the norms of queries and keys are left to
+    the rotation.
 
-    Each call looks up all other globals in the function's module, and uses the function that it
-    finds there under a name of these if that was replaced since.
+    Args:
+        function: the attention's own forward.
+        values: the rotary functions of this package, by the names of the globals that they replace.
+        rotates_norms: whether these functions can compute the norms too.
     """
     module = function.__globals__
     own = {name: module[name] for name in values}

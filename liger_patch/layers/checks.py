@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-PRODUCT = nn.Linear.forward, nn.functional.linear  # as torch defines them: others replace them
+PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -51,7 +51,8 @@ def packs_saved_tensors() -> bool:
 
     Gradient checkpointing has such hooks, and so has offloading.
     """
-    if TOP_HOOKS is None or torch.compiler.is_dynamo_compiling():  # not is_compiling: of any thread
+    # not is_compiling(), which is true in all threads while one compiles
+    if TOP_HOOKS is None or torch.compiler.is_dynamo_compiling():
         return False
     return TOP_HOOKS(False) is not None
 

@@ -1,5 +1,7 @@
-"""What the kernels must know of the classes of gated feed-forward layers, by the names in the code
-of a class's forward. A probe (``mlp``) tests it before a layer is replaced.
+"""What the kernels must know of the classes of gated feed-forward layers.
+
+GATES has an entry for each form of forward. Its key is the set of names in the code of the class's
+forward. A probe (``mlp``) tests the entry before a layer is replaced.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ class Gate(NamedTuple):
     projections: tuple[str, ...] = ("gate_proj", "up_proj")  # the attributes of gate and up
     activation: str = "act_fn"
     down: str = "down_proj"
-    # the layer's result from act(gate) * up, where that is more than the product of ``down``
+    # the layer's result from act(gate) * up, if the layer does more there than multiply by ``down``
     result: Callable[[Any, Tensor], Tensor] | None = None
-    is_plain: Callable[[Any], bool] = _is_always_plain  # whether there is nothing but this now
+    # whether a call now computes exactly the formula above: no dropout, no scale, no sparse gate
+    is_plain: Callable[[Any], bool] = _is_always_plain
 
 
 def _two_products(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

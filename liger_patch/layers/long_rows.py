@@ -1,8 +1,9 @@
-"""Tell whether a feed-forward layer runs in slices, and what a norm is the norm of: of long rows,
-under gradient checkpointing.
+"""What saves memory for long rows under gradient checkpointing: whether a feed-forward layer runs
+in slices, and from which input a norm can be computed again.
 
-The answers must be the same when a layer is computed again, whatever other threads do: so nothing
-here asks ``torch.compiler.is_compiling``, which is true in all threads while one compiles.
+The answers must be the same when checkpointing computes a layer again, whatever other threads do.
+So nothing here asks ``torch.compiler.is_compiling``, which is true in all threads while one
+compiles.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def is_checkpointed() -> bool:
 
 
 def tokens_of_slice(x: Tensor, size: int) -> int | None:
-    """Return in slices of how many tokens a feed-forward layer of x (..., H) runs; None for all at
-    once: where a row is short, and where what the layer keeps is not computed again.
+    """Return the tokens of a slice, for a feed-forward layer of x (..., H). None for no slices: if
+    the row is short, or if checkpointing does not compute the layer again.
 
     Args:
         size: the intermediate size.
@@ -56,8 +57,8 @@ def tokens_of_slice(x: Tensor, size: int) -> int | None:
 
 
 def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
-    """Note on a norm's result what it is the norm of, where it is long, and the layer that runs is
-    computed again: a layer behind the norm need not keep both.
+    """Note on a norm's result the input that it was computed from, if the result is large and
+    checkpointing computes the layer again: a layer behind the norm then keeps only that input.
 
     Args:
         how: eps, offset and dtype of the norm.
@@ -71,7 +72,7 @@ def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
 
 
 def source_of(x: Tensor) -> NormInputs | None:
-    """Return what ``note_source`` has noted, None where x or its source has changed since."""
+    """Return what ``note_source`` has noted on x; None where x or that input has changed since."""
     noted = getattr(x, "_liger_patch_source", None)
     if noted is None:
         return None
@@ -80,7 +81,7 @@ def source_of(x: Tensor) -> NormInputs | None:
 
 
 def _is_in_graph() -> bool:
-    """Return whether this thread traces a graph, of which slices would make a large one, and sizes
-    that are compared would be guards.
+    """Return whether this thread traces a graph. Slices would make the graph large, and comparing
+    sizes would add guards.
     """
     return torch.compiler.is_dynamo_compiling() or in_tracing_mode()

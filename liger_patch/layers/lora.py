@@ -1,8 +1,8 @@
-"""The classes of PEFT's linear layers whose LoRA adapter runs within the product of its base.
+"""Derive the classes of PEFT's linear layers whose LoRA adapter runs within the base's product.
 
-What a layer does is asked at every call, as adapters are switched, merged and disabled between
-calls: anything but one plain adapter runs PEFT's own forward. Projections that one layer calls with
-the same input are computed together when it calls the first of them.
+Adapters can be switched, merged and disabled between calls. So each call decides anew: a layer with
+one plain adapter runs on kernels, any other layer runs PEFT's own forward. The projections of an
+attention that read the same input are computed together, when the first of them is called.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _running = threading.local()  # the Siblings of the attention that this thread r
 
 
 class Dtypes(NamedTuple):
-    """Those of one call: of the input, of the products, and whether these cast other operands."""
+    """The dtypes of one call of a layer."""
 
     x: torch.dtype
     product: torch.dtype
-    casts: bool
+    casts: bool  # whether autocast casts operands of another dtype
 
 
-# or why it was not asked what the layer is
+# the dtypes of each layer's last call; or why PEFT's own forward ran, whatever the adapter is
 _last_call: WeakKeyDictionary[nn.Module, Dtypes | str] = WeakKeyDictionary()
 
 
 class OfDtypes(str):
-    """Why a layer is not plain, where another dtype would mend it; ``advice`` says which."""
+    """The reason why a layer is not plain, if other dtypes would mend it; ``advice`` says which."""
 
     advice: str
 
@@ -65,12 +65,14 @@ class Plain(NamedTuple):
 
 
 def is_lora_linear(module: nn.Module) -> bool:
-    """Return True for a linear layer with LoRA adapters that runs PEFT's own forward, or ours."""
+    """Return True for a linear layer with LoRA adapters that runs PEFT's forward, or that of this
+    package.
+    """
     if "peft" not in sys.modules:
         return False
     from liger_patch.integrations import peft
 
-    return is_on_kernels(module) or peft.is_lora_linear(module)
+    return is_on_kernels(module) or peft.runs_pefts_forward(module)
 
 
 def lora_class(module: nn.Module) -> Any:
@@ -79,7 +81,7 @@ def lora_class(module: nn.Module) -> Any:
 
 
 def replace_new_adapters(model: PreTrainedModel) -> None:
-    """Put LoRA layers that PEFT has added to a patched model since on kernels."""
+    """Put the LoRA layers on kernels that PEFT has added since the model was patched."""
     head = model.get_output_embeddings()  # whose adapter is part of the loss
     for module in list(model.modules()):
         is_new = is_lora_linear(module) and not is_on_kernels(module)
@@ -112,9 +114,11 @@ def is_on_kernels(module: object) -> bool:
 
 
 def not_plain(model: nn.Module) -> Counter[str]:
-    """Return why layers with adapters run PEFT's own forward now, and how many do: for the dtypes
-    of their last call, or under autocast where they were not called yet. Plain LoRA layers that
-    are not on kernels are left out: ``apply_patch`` was told so, or the next call puts them there.
+    """Return each reason why layers with adapters run PEFT's own forward now, and how many do.
+
+    The answer is for the dtypes of each layer's last call. A layer that was not called yet counts
+    as if called under autocast. Plain LoRA layers that are not on kernels are not counted: either
+    ``apply_patch`` was told to leave them, or the next call puts them on kernels.
     """
     if "peft" not in sys.modules:
         return Counter()
@@ -211,10 +215,12 @@ def computed_together(attention: nn.Module) -> Iterator[None]:
 
 
 def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain | str:
-    """Return the layer's projection of an input like x, of another dtype; or why PEFT's own forward
-    must run.
+    """Return the layer's projection of an input like x, or why PEFT's own forward must run.
+
+    Args:
+        dtype: the dtype of that input, where it is not that of x.
     """
-    reason = _why_not_asked(layer, x)
+    reason = _why_pefts_own(layer, x)
     if reason is not None:
         _last_call[layer] = reason
         return reason
@@ -225,7 +231,8 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
     return _plain(layer, dtypes)
 
 
-def _why_not_asked(layer: Any, x: Tensor) -> str | None:
+def _why_pefts_own(layer: Any, x: Tensor) -> str | None:
+    """Return why PEFT's own forward must run for this call, whatever the layer's adapter is."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
@@ -237,7 +244,9 @@ def _why_not_asked(layer: Any, x: Tensor) -> str | None:
 
 
 def _own_dtypes(base: Any) -> Dtypes:
-    """Return those of a layer, quantised or not, under autocast to the dtype of its products."""
+    """Return the dtypes of a layer that was not called yet, as if autocast had the dtype of its
+    products.
+    """
     dtype = base.weight.dtype
     if not dtype.is_floating_point:
         dtype = getattr(base, "compute_dtype", None) or torch.bfloat16
@@ -245,10 +254,11 @@ def _own_dtypes(base: Any) -> Dtypes:
 
 
 def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
+    """Return the layer's projection for a call with these dtypes, or why the layer is not plain."""
     from liger_patch.integrations import peft
 
     base: Any = layer.base_layer
-    if has_hooks(base):  # before its weights are read: ZeRO-3 gathers them for whoever reads them
+    if has_hooks(base):  # asked before its weights are read: under ZeRO-3, reading gathers them
         return "hooks within the layer"
     adapter = peft.plain_adapter(layer)
     if isinstance(adapter, str):

@@ -172,12 +172,13 @@ def _activation(act: Any) -> str | None:
 
 
 def _keeps_tensors() -> bool:
-    """Return whether autograd keeps the tensors that are saved for the backward pass.
+    """Return whether autograd keeps the tensors that are saved for the backward pass, so that one
+    function for the whole layer pays.
 
-    Without a backward pass, one function has nothing to save, and under autocast it would cast the
-    weights in each call; autocast caches the weights of modules. Gradient checkpointing drops saved
-    tensors and computes them again. It stops at the last saved tensor: with modules that is before
-    the last product, with one function behind it.
+    - Without a backward pass it saves nothing, and under autocast it would cast the weights at each
+      call, where autocast caches the weights of modules.
+    - Gradient checkpointing drops saved tensors, and computes them again up to the last one. With
+      modules the last one is saved before the last product, with one function after it.
     """
     return torch.is_grad_enabled() and not packs_saved_tensors()
 
@@ -188,7 +189,7 @@ def _plain_weights(
     """Return the weights of gate, up and down if the layer only multiplies by them, else None.
 
     Args:
-        x: an input for which weights in 4 bits will do; None where none will.
+        x: the input, if weights in 4 bits are allowed; None if they are not.
     """
     modules = [getattr(layer, name) for name in projections]
     weights = [_plain_weight(module) for module in modules]
@@ -211,8 +212,8 @@ def _plain_weight(module: nn.Module) -> Any:
 
 
 def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
-    """Return the weight of a layer of bitsandbytes in 4 bits whose product with x is one of x and
-    the dequantised weight, else None.
+    """Return the weight of a bitsandbytes layer in 4 bits, if its forward multiplies x by the
+    dequantized weight and does nothing else; else None.
     """
     if "bitsandbytes" not in sys.modules or has_hooks(module):
         return None

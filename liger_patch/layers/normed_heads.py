@@ -91,12 +91,12 @@ def computed(value: Any) -> Any:
 
 
 def rotates_its_norms(forward: Callable[..., Any], rotations: Collection[str]) -> bool:
-    """Return whether the code of an attention's forward norms queries and keys, and rotates them
-    behind that in every call.
+    """Return whether the code of an attention's forward norms queries and keys, and then rotates
+    them in every call.
 
-    Else a cache or an attention function would be given norms that are not computed, and those of
-    other libraries take tensors alone: EXAONE 4 rotates in some layers only, T5Gemma 2 has a norm
-    behind the rotation.
+    If it did not always rotate them (EXAONE 4 does so in some layers only), or had a norm after the
+    rotation (T5Gemma 2), a cache or an attention function would be given uncomputed norms. Those of
+    other libraries take tensors only.
     """
     code = list(dis.get_instructions(forward))
     norms = [each.offset for each in code if each.argval in NAMES]
@@ -110,7 +110,7 @@ def rotates_its_norms(forward: Callable[..., Any], rotations: Collection[str]) -
 
 @contextmanager
 def norms_left_to_rotation(attention: nn.Module) -> Iterator[None]:
-    """Within this context the attention's norms are not computed, if its rotary embedding can."""
+    """Within this context, the attention's norms of queries and keys return ``UncomputedNorm``."""
     before = getattr(_running, "norms", ())
     _running.norms = _norms(attention)
     try:
@@ -120,10 +120,11 @@ def norms_left_to_rotation(attention: nn.Module) -> Iterator[None]:
 
 
 def _norms(attention: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the norms of queries and keys that are one call of a kernel; none within a trace.
+    """Return the norms of queries and keys, if both run on kernels without hooks; none within a
+    trace.
 
-    Modes that count operations make no difference: a checkpointed layer that runs within one may be
-    computed again without it, and must save the same tensors.
+    Modes that count operations do not change the answer: checkpointing may compute a layer within
+    such a mode and again without it, and both must save the same tensors.
     """
     if in_tracing_mode() or torch._C._is_tracing():
         return ()
@@ -142,7 +143,9 @@ def is_left_to_rotation(norm: nn.Module, x: Tensor, weight: Tensor | None) -> bo
 
 
 def rotated_norms(q: Any, k: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return both, normed and rotated; None unless both are uncomputed norms of one form."""
+    """Return queries and keys, normed and rotated. None unless both are uncomputed norms with equal
+    dtypes and options.
+    """
     if not type(q) is type(k) is UncomputedNorm:
         return None
     of_q, of_k = q.uncomputed(), k.uncomputed()
