@@ -27,15 +27,15 @@ class LayerWeight(ABC):
     """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time:
     a ``QuantizedWeight``.
 
-    It is the weight at the time when it was made: what moves or packs the layer later is not seen.
+    It is a snapshot: it does not see when the layer is moved or packed later.
 
     Attributes:
         stored: the layer's parameter, which holds the quantised numbers.
         shape: (V, H) of the dequantised weight.
         dtype: of the dequantised rows, and of the layer's product with them.
         device: of the quantised numbers and of the rows.
-        row_multiple: the number of rows that is a whole number of blocks. A slice that begins at a
-            multiple of it begins its own memory; every slice is exact.
+        row_multiple: the least number of rows that is a whole number of blocks. A slice that begins
+            at a multiple of it needs no block of the slice before. Any slice is exact.
         requires_grad: False, and of the rows too.
     """
 
@@ -194,7 +194,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Return whether it is one in 4 bits: its product rounds no activation."""
+    """Return whether this is a 4-bit linear layer of bitsandbytes: these round no activations."""
     return isinstance(module, Linear4bit)
 
 

@@ -1,12 +1,12 @@
 """The column ``loss_weights`` of a data set: a weight for the loss of each token, in Trainers.
 
-A weight must stay with its label while rows are cut, packed, padded and put together, by code that
-knows nothing of weights. So both travel as one whole number in the column ``labels``:
+A weight must stay with its label while other code, which does not know the column, cuts, packs,
+pads and batches the rows. So both are kept in one whole number of the column ``labels``:
 
     bits 0 to 30: the label; bit 31: 1; bits 32 to 62: the weight, a float32 that is not negative
 
-and are separated behind the collator. Labels that are ignored stay -100, and weigh nothing. What
-reaches the model is the weight's bits as int32: mixed precision would round a floating-point one.
+After the collator has run, they are separated again. Ignored labels stay -100, and weigh nothing.
+The model is given the bits of the weights as int32: mixed precision would round floats.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ LABEL_MASK = IS_JOINED - 1
 
 
 class WeightedTokens(TransformersTrainer):
-    """What a Trainer needs for data sets with a column ``loss_weights``; without, it changes
-    nothing. The denominator of a step's mean is the sum of the weights of its supervised tokens;
-    with a model class that takes no number of items, the passes of a step count the same.
+    """What a Trainer needs for data sets with a column ``loss_weights``. For other data sets it
+    changes nothing.
+
+    The mean of a step is divided by the sum of the weights of its supervised tokens. If the model's
+    class takes no ``num_items_in_batch``, the step is the mean of its forward passes' means.
     """
 
     @property
     def takes_loss_weights(self) -> bool:
-        """Return whether the column has a meaning."""
+        """Return whether this Trainer reads the column."""
         return True
 
     def get_train_dataloader(self) -> Any:
@@ -97,7 +99,8 @@ class WeightedTokens(TransformersTrainer):
         """Compute the loss; in an evaluation, the weighted mean over one batch."""
         if WEIGHT_BITS in inputs:
             self._check_weights_reach_the_loss()
-            if not isinstance(num_items_in_batch, float):  # of tokens, in an evaluation
+            # only ``get_batch_samples`` gives a float; in an evaluation it is a number of tokens
+            if not isinstance(num_items_in_batch, float):
                 num_items_in_batch = None
         trainers: Any = super()
         return trainers.compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -123,7 +126,9 @@ class WeightedTokens(TransformersTrainer):
 
 @dataclass
 class WeightedCollator:
-    """A collator whose batches have the weights of their labels, if the samples have weights."""
+    """A collator around another one. Its batches have the weights of their labels, if the samples
+    have weights.
+    """
 
     collator: Callable[[list[Any]], Any]
 
@@ -173,9 +178,15 @@ def joined(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "labels": codes.tolist()}
 
 
-def with_means_of_one(inputs: Mapping[str, Any], total: float | None) -> dict[str, Any]:
-    """Return the inputs of a loss that a trainer divides by a number of tokens itself, with weights
-    over the sum of a step's; with None, with a mean of 1 over this call's supervised tokens.
+def with_normalized_weights(inputs: Mapping[str, Any], total: float | None) -> dict[str, Any]:
+    """Return the inputs of a call with weights that already contain the division by their sum.
+
+    TRL's trainer divides the loss itself: by ``num_items_in_batch``, which is then 1, or by the
+    number of this call's supervised tokens.
+
+    Args:
+        total: the sum of the weights of the whole step: the new weights are divided by it. None:
+            the new weights have a mean of 1 over this call's supervised tokens.
     """
     if total is None:
         count = (next_labels(inputs["labels"], IGNORE_INDEX) != IGNORE_INDEX).sum()

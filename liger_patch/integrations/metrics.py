@@ -25,8 +25,8 @@ from torch import Tensor
 from liger_patch.deferred.fuse import fused_log_probs, parts_of
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.patch import flags
+from liger_patch.patch.packing import IGNORE_INDEX  # Trainer pads predictions with it too
 
-IGNORED = -100  # labels that are not supervised, and what Trainer pads predictions with
 STATISTICS = ("log_probs", "is_top1", "entropy")
 
 
@@ -35,10 +35,10 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
     the next token, whether it is the most likely one, entropy.
 
     Args:
-        logits: (B, T, V) of a patched model, or of any other, which then takes them as they are;
-            or what the model returns beside them, in a tuple that begins with them.
-        labels: (B, T), IGNORED where not supervised; each is predicted one token before. Or a tuple
-            that begins with them.
+        logits: (B, T, V) of any model: those of a patched model are not computed. Or a tuple of
+            what the model returns, with the logits in it.
+        labels: (B, T), IGNORE_INDEX where not supervised. The token before a label predicts it. Or
+            a tuple that begins with the labels.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -54,7 +54,7 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
             f"logits must have shape (B, T, V) beside labels (B, T), got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
-    shifted = torch.full_like(labels, IGNORED)
+    shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     parts = parts_of(logits) if isinstance(logits, DeferredLogits) else None
     if parts is None:
@@ -93,7 +93,7 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
             "predictions must be (B, T, 3): give Trainer preprocess_logits_for_metrics too, got "
             f"{values.shape}"
         )
-    supervised = labels[:, 1:] != IGNORED
+    supervised = labels[:, 1:] != IGNORE_INDEX
     log_probs, is_top1, entropy = (values[:, :-1][supervised].T).astype(np.float64)
     if not len(log_probs):
         return {}

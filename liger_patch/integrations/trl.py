@@ -27,7 +27,7 @@ from liger_patch.integrations.loss_weights import (
     WeightedTokens,
     joined,
     separated,
-    with_means_of_one,
+    with_normalized_weights,
 )
 from liger_patch.integrations.trl_adapters import adapters_on_head_allowed, without_refusal
 from liger_patch.integrations.trl_head import (
@@ -62,8 +62,8 @@ class SFTConfig(trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
 class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on the kernels of liger_patch.
 
-    Without the flag it is TRL's to the last call. Takes the arguments of ``trl.SFTTrainer``. With
-    the flag, a data set of tokens may have a column ``loss_weights``, one for each token.
+    Without the flag it behaves as ``trl.SFTTrainer``, whose arguments it takes. With the flag, a
+    data set of tokens may have a column ``loss_weights``: one weight for each token.
 
     Raises:
         ValueError: the flag is set, and ``apply_patch`` gave the model options that TRL's loss does
@@ -73,7 +73,7 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
         is_flagged = getattr(args, "use_liger_patch", False)
-        kept = taken_back(model) if is_flagged and not isinstance(model, str) else {}
+        kept = revert_for_trl(model) if is_flagged and not isinstance(model, str) else {}
         allowed = adapters_on_head_allowed(trl.SFTTrainer)  # pyright: ignore[reportPrivateImportUsage]
         with allowed if is_flagged else contextlib.nullcontext():
             super().__init__(model, args, *others, **named)
@@ -103,7 +103,7 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
             args: Any = self.args
             if args.loss_type != "nll":
                 raise ValueError(f'{LOSS_WEIGHTS} are for loss_type="nll", got {args.loss_type!r}')
-            inputs = with_means_of_one(inputs, num_items_in_batch)
+            inputs = with_normalized_weights(inputs, num_items_in_batch)
             num_items_in_batch = None if num_items_in_batch is None else 1.0
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -193,12 +193,13 @@ def apply_trl_patch(
 
 
 def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: Any) -> None:
-    """Let a model that TRL gives no fused head answer the same call, with these outputs, or with
-    None where its head cannot be fused.
+    """Let a model to which TRL adds no fused head answer ``model(..., fused_lm_head=True)``.
+
+    The call returns TRL's ``FusedCausalLMOutput``, or None where the model's head cannot be fused.
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one.
-        outputs: names of TRL's ``FusedCausalLMOutput``.
+        outputs: the fields of ``FusedCausalLMOutput`` to compute.
         options: of ``apply_patch``.
     """
     target = transformers_model(model)
@@ -208,8 +209,16 @@ def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: A
     record.other_call = LogProbsCall(1.0, False, outputs, same_gradient=False, has_own_head=False)
 
 
-def taken_back(model: Any) -> dict[str, Any]:
-    """Revert ``apply_patch`` before TRL adds its head to the model; return what to keep of it."""
+def revert_for_trl(model: Any) -> dict[str, Any]:
+    """Revert a patched model before TRL adds its head to it.
+
+    Returns:
+        The options of ``apply_trl_patch`` with which to patch it again; empty if it was not
+        patched.
+
+    Raises:
+        ValueError: the model was patched with options that change the loss, which is TRL's here.
+    """
     target = transformers_model(model)
     record = record_of(target)
     if record is None:

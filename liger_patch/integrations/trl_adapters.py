@@ -1,9 +1,9 @@
 """TRL: adapters on the head, which TRL's trainers refuse and its fused head would leave out.
 
-TRL's head multiplies by ``lm_head.weight``; of a layer with adapters that is the weight without
-them. The deferred logits of liger_patch hold the adapters too. So a trainer of this package takes
-such a model, and where its head cannot be fused, the logits of the model's own forward are read.
-Once it is reverted, calls of TRL's head are an error.
+TRL's head multiplies by ``lm_head.weight``, which does not contain the adapters. The deferred
+logits of liger_patch do. So a trainer of this package accepts such a model. If its head cannot be
+fused, the trainer reads the logits of the model's own forward. After ``revert_patch``, calls of
+TRL's head on such a model are an error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def adapters_on_head_allowed(trainer: type) -> Iterator[None]:
     may have loaded and wrapped itself. Within this context nothing is an instance there: for the
     whole constructor, precomputed references included. TRL's name is back when it returns or fails.
 
-    The name is the module's, so it is replaced for all threads. Constructors with the flag wait for
-    each other. But one without it, in another thread and of a trainer of the same module, does not
-    refuse adapters on its head meanwhile: make such trainers one after another.
+    The name belongs to the module, so it is replaced for all threads. Constructors with the flag
+    wait for each other. But a constructor without the flag, of the same trainer in another thread,
+    does not refuse adapters meanwhile: build such trainers one after another.
     """
     names = vars(sys.modules[trainer.__module__])
     if REFUSED not in names:

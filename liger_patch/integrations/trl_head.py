@@ -46,10 +46,10 @@ class TrlsHead(NamedTuple):
     """What TRL has made of a model's ``forward``.
 
     Attributes:
-        options: what it was asked for.
-        passes_through: whether other calls may leave it out. Its own way to the model's forward is
-            bound to the model that it was made for, which may have been copied since, or leads
-            through wrappers of an earlier patch.
+        options: the options of TRL's ``add_fused_lm_head``, by name.
+        passes_through: whether other calls may leave out TRL's wrapper. What the wrapper calls may
+            be wrong: the forward of the model that it was made for, which may have been copied
+            since, or wrappers of an earlier patch.
     """
 
     options: dict[str, Any]
@@ -94,10 +94,11 @@ class LogProbsCall:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
         same_gradient: see ``linear_log_probs``.
-        has_own_head: whether TRL has added a head to the model, which computes the rest.
-        left_to_trl: why a head could not be fused, where only a forward pass could tell: from then
-            on, TRL computes.
-        reads_logits: whether logits are read instead of TRL's head, which leaves adapters out.
+        has_own_head: whether TRL has added its own head to the model, for what cannot be fused.
+        left_to_trl: why a forward pass found that the head cannot be fused: all later calls are
+            left to TRL. None before that.
+        reads_logits: whether calls that cannot be fused read the model's logits, because TRL's head
+            would leave out the adapters on the head.
     """
 
     temperature: float
@@ -233,8 +234,8 @@ def _targets(own: dict[str, Any]) -> Tensor:
 
 
 def _weighted(output: Any, weights: Tensor | None, own: dict[str, Any]) -> Any:
-    """Return TRL's output with log-probabilities times the weights (B, T) of their labels, of which
-    TRL's trainer computes its loss; the output's own loss is left out.
+    """Return TRL's output with each log-probability multiplied by the weight (B, T) of its label.
+    TRL's trainer computes its loss from these. The output's own ``loss`` is None.
     """
     if weights is None:
         return output

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_patch.integrations.trl import patch_for_log_probs, taken_back
+from liger_patch.integrations.trl import patch_for_log_probs, revert_for_trl
 from liger_patch.patch import flags
+from liger_patch.patch.packing import IGNORE_INDEX
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL's, of all that is experimental
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 else:
     TransformersTrainer = object
 
-IGNORED = -100
 HELP = "Compute log-probabilities with liger_patch's kernels, without the logits."
 
 
@@ -64,7 +64,7 @@ class _WithoutLogits(ABC, TransformersTrainer):
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
         is_flagged = getattr(args, "use_liger_patch", False)
-        kept = taken_back(model) if is_flagged and not isinstance(model, str) else {}
+        kept = revert_for_trl(model) if is_flagged and not isinstance(model, str) else {}
         trls: Any = super()
         trls.__init__(model, args, *others, **named)
         if is_flagged and not self.is_encoder_decoder:
@@ -104,11 +104,11 @@ class _WithoutLogits(ABC, TransformersTrainer):
 
     @abstractmethod
     def _is_averaged(self) -> bool:
-        """Return whether an answer counts by the mean of its log-probabilities, not their sum."""
+        """Return whether an answer's log-probabilities are averaged, not summed."""
 
     @abstractmethod
     def _positions(self, tokens: int) -> int:
-        """Return of how many positions TRL averages the logits."""
+        """Return over how many positions TRL averages the logits."""
 
     @abstractmethod
     def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class ORPOTrainer(_WithoutLogits, orpo.ORPOTrainer):
         return tokens - 1
 
     def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-        return _mean_loss(log_probs, torch.where(mask == 1, ids, IGNORED))  # of prompts too
+        return _mean_loss(log_probs, torch.where(mask == 1, ids, IGNORE_INDEX))  # of prompts too
 
 
 class CPOTrainer(_WithoutLogits, cpo.CPOTrainer):
@@ -157,11 +157,11 @@ def _of_answers(
     averaged: bool,
 ) -> Tensor:
     """Return (2 B,), the sum or the mean of each answer's log-probabilities."""
-    supervised = labels[:, 1:] != IGNORED
+    supervised = labels[:, 1:] != IGNORE_INDEX
     total = (log_probs * supervised).sum(-1)
     return total / supervised.sum(-1) if averaged else total
 
 
 def _mean_loss(log_probs: Tensor, labels: Tensor) -> Tensor:
-    supervised = labels[:, 1:] != IGNORED
+    supervised = labels[:, 1:] != IGNORE_INDEX
     return -(log_probs * supervised).sum() / supervised.sum()

@@ -23,7 +23,7 @@ from trl.trainer.kto_trainer import KTOTrainer as TrlKTOTrainer
 from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
-from liger_patch.integrations.trl import apply_trl_patch, taken_back
+from liger_patch.integrations.trl import apply_trl_patch, revert_for_trl
 from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
 
 HELP = "Compute log-probabilities with liger_patch's kernels."
@@ -75,7 +75,7 @@ class RLOOConfig(TrlRLOOConfig):
 
 
 class _OnKernels:
-    """What all four trainers do with the flag. Without it they are TRL's to the last call.
+    """What all four trainers do with the flag. Without the flag they behave as TRL's.
 
     Raises:
         ValueError: the flag is set, and ``apply_patch`` gave a model options that TRL's losses do
@@ -91,11 +91,11 @@ class _OnKernels:
             construct(*arguments, **named)
             return
         self._options = {
-            name: taken_back(given[name])
+            name: revert_for_trl(given[name])
             for name in MODELS
             if given.get(name) is not None and not isinstance(given[name], str)
         }
-        # TRL casts the head's own product, which is not that of its adapters
+        # TRL goes on refusing adapters with this option, which casts the head's product, not theirs
         keeps_refusal = getattr(given["args"], "cast_lm_head_to_fp32", False)
         with contextlib.nullcontext() if keeps_refusal else adapters_on_head_allowed(trls):
             construct(*arguments, **named)
