@@ -77,11 +77,11 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from liger_patch.cli import report
     from liger_patch.cli.estimate import GIB, estimate, most_positions
-    from liger_patch.cli.model import Row, build, load_config
+    from liger_patch.cli.model import TrainingStep, build, load_config
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype
-    row = Row(
+    step = TrainingStep(
         batch=options.batch,
         length=options.length,
         dtype=dtype,
@@ -98,14 +98,14 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     )
     try:
         config = load_config(options.model)
-        estimates = estimate(config, row, int(options.reserve_gib * GIB))
+        estimates = estimate(config, step, int(options.reserve_gib * GIB))
     except ValueError as error:
         parser.error(str(error))
-    _, sizes = build(config, row)
+    _, sizes = build(config, step)
     if options.json:
-        print(report.as_json(options.model, row, sizes.parameters, estimates))
+        print(report.as_json(options.model, step, sizes.parameters, estimates))
     else:
-        title = report.title(options.model, row, sizes.parameters, most_positions(config))
+        title = report.title(options.model, step, sizes.parameters, most_positions(config))
         print(report.table(title, estimates))
     if options.plot:
         report.plot(options.plot, options.model, estimates)

@@ -1,4 +1,4 @@
-"""The ways to run a model that are compared, and what each makes of its layers and its head."""
+"""The ways to run a model that ``estimate`` compares: how each runs the layers and the head."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.cli.model import Row, Sizes
+from liger_patch.cli.model import Sizes, TrainingStep
 from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
-from liger_patch.kernels.head.inputs import default_chunk_mib
+from liger_patch.kernels.head.chunked import ALIGNED_V
+from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
 from liger_patch.registry import find
 
-MIB = 2**20
-ALIGNED_V = 64  # classes: rows of our logits start at multiples
 KERNELS = frozenset({"rms_norm", "rotary", "gated"})
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How a model is run.
+    """A way to run a model.
 
     Attributes:
-        name: in the report.
-        head: "logits", "liger" or "chunks": of whose loss.
-        layers: those on kernels, of KERNELS and "lora".
-        keeps_activation: whether feed-forward layers keep what their last product multiplies.
-        slices: whether those on kernels run in slices where a row is long, and keep no norms.
+        name: its name in the report.
+        head: which loss it has: "logits" (eager), "liger" (Liger-Kernel) or "chunks" (liger_patch).
+        layers: the layers that run on kernels, of KERNELS and "lora".
+        keeps_activation: whether feed-forward layers keep the input of their last product.
+        slices: whether, where a row is long, feed-forward layers on kernels run in slices and LoRA
+            projections keep a norm's input in place of its result.
     """
 
     name: str
@@ -50,19 +50,19 @@ OURS = Contender("liger_patch", "chunks", KERNELS | {"lora"})
 CONTENDERS = (EAGER, LIGER, OURS_HEAD, OURS)
 
 
-def chunk_bytes(weight: Tensor, row: Row, contender: Contender) -> int:
-    """Return the bytes that a head (V, H) holds beside gradients: a chunk of logits, and what a
-    sum in float32 of the head's gradient takes more than its result.
+def chunk_bytes(weight: Tensor, step: TrainingStep, contender: Contender) -> int:
+    """Return the bytes that a head (V, H) holds besides its gradients: a chunk of logits, and what
+    a float32 sum of the weight's gradient takes more than the gradient.
     """
     vocab_size, hidden_size = weight.shape
-    tokens, itemsize = row.batch * row.length, (row.autocast or row.dtype).itemsize
+    tokens, itemsize = step.batch * step.length, (step.autocast or step.dtype).itemsize
     if contender.head == "liger":  # chunks about as large as all hidden states
         rows = -(-tokens // -(-vocab_size // hidden_size))
         return min(1 << (rows - 1).bit_length(), tokens) * vocab_size * itemsize
     row_bytes = -(-vocab_size // ALIGNED_V) * ALIGNED_V * itemsize
-    budget = int((row.chunk_mib or default_chunk_mib(weight.requires_grad)) * MIB)
+    budget = int((step.chunk_mib or default_chunk_mib(weight.requires_grad)) * MIB)
     first = rows_before_count(tokens, row_bytes, budget)
-    supervised = max(1, round(tokens * row.supervised))
+    supervised = max(1, round(tokens * step.supervised))
     if first or not weight.requires_grad or weight.dtype.itemsize >= 4:
         return (first or chunk_rows(supervised, row_bytes, budget)) * row_bytes
     wide = 4 * weight.numel()
@@ -71,16 +71,17 @@ def chunk_bytes(weight: Tensor, row: Row, contender: Contender) -> int:
     return max(chunk + wide // 2, wide) if widens else chunk
 
 
-def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None:
+def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Sizes) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
         replace_layers(model, find(model), contender.layers & KERNELS)
-    on_kernels = "lora" in contender.layers and row.lora_rank
-    dtype = row.autocast or row.dtype
-    plain = row.autocast is not None or row.adapter_dtype == row.dtype
+    on_kernels = "lora" in contender.layers and step.lora_rank
+    dtype = step.autocast or step.dtype
+    plain = step.autocast is not None or step.adapter_dtype == step.dtype
     for module in list(model.modules()):
         if contender.keeps_activation and isinstance(getattr(module, "down_proj", None), nn.Module):
-            module.down_proj.register_forward_hook(_nothing)  # its product is a layer's own
+            # a layer with a hook on a projection is not one function, so it keeps the activation
+            module.down_proj.register_forward_hook(_nothing)
         if on_kernels and plain and _is_gated(module):
             quantized = set(map(id, sizes.quantized)) if contender.slices else None
             module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
@@ -88,7 +89,7 @@ def set_layers(model: Any, row: Row, contender: Contender, sizes: Sizes) -> None
             if on_kernels and plain:
                 module.forward = functools.partial(_lora_linear, module, dtype, contender.slices)
             elif module.base_layer in sizes.quantized:
-                module.forward = functools.partial(_lora_in_4_bits, module, row)
+                module.forward = functools.partial(_lora_in_4_bits, module, step)
 
 
 def _is_lora(module: nn.Module) -> bool:
@@ -134,11 +135,11 @@ def _lora_feed_forward(
     return LoraDown.apply(a, down.base_layer.weight, down_b, dtype)
 
 
-def _lora_in_4_bits(layer: Any, row: Row, x: Tensor) -> Tensor:
+def _lora_in_4_bits(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:
     """Run PEFT's forward of a bitsandbytes layer: without a cast of x under autocast."""
     result = layer.base_layer(x).clone()
     a, b = layer.lora_A["default"], layer.lora_B["default"]
-    if row.autocast is None:
+    if step.autocast is None:
         x = x.to(a.weight.dtype)
     added = b(a(x)) * 2.0
-    return result + (added.to(result.dtype) if row.autocast is None else added)
+    return result + (added.to(result.dtype) if step.autocast is None else added)

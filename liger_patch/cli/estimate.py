@@ -1,4 +1,4 @@
-"""Say where the memory of a training step goes, and how long a row a GPU can hold."""
+"""Estimate where the memory of a training step goes, and the longest sequence that fits a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
-from liger_patch.cli.model import Row, Sizes, build, described
+from liger_patch.cli.model import Sizes, TrainingStep, build, described
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
-from liger_patch.kernels.sliced import longest_at_once as longest_tokens_at_once
+from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
 from liger_patch.registry import row_of
@@ -23,8 +23,8 @@ from liger_patch.registry import row_of
 GIB = 2**30
 CARDS = (16, 24, 40, 48, 80, 141)  # GiB
 WORKSPACES = 64 * 2**20  # that cuBLAS holds on a Hopper GPU: two of 32 MiB
-BYTES_OF_A_TOKEN = 24  # its id, label and mask
-LONGEST = 2**24  # tokens: beyond, nothing is looked for
+BYTES_OF_A_TOKEN = 24  # of inputs: its id, label and mask
+LONGEST = 2**24  # tokens: longer sequences are not tried
 LEAST_PROBED = 1024  # tokens of a sequence
 PARTS = (
     "weights",
@@ -61,7 +61,7 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def estimate(config: Any, row: Row, reserve: int = GIB) -> list[Estimate]:
+def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estimate]:
     """Return what the step of each contender that can run the model takes.
 
     Args:
@@ -73,14 +73,14 @@ def estimate(config: Any, row: Row, reserve: int = GIB) -> list[Estimate]:
     """
     found = []
     with _explained(config, "can be built from its config"):
-        contenders = CONTENDERS if _is_supported(config, row) else [EAGER]
+        contenders = CONTENDERS if _is_supported(config, step) else [EAGER]
     for contender in contenders:
-        what = f"takes a step of {row.length} tokens, as {contender.name} runs it,"
+        what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
         with _explained(config, what):
-            trace, sizes = trace_step(config, row, contender)
+            trace, sizes = trace_step(config, step, contender)
         with _explained(config, "takes steps of several lengths"):
-            longest = longest_rows(config, row, contender, sizes, reserve)
-        found.append(Estimate(contender.name, parts_at_peak(trace, sizes, row), longest))
+            longest = longest_rows(config, step, contender, sizes, reserve)
+        found.append(Estimate(contender.name, parts_at_peak(trace, sizes, step), longest))
     return found
 
 
@@ -104,25 +104,25 @@ def most_positions(config: Any) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
-def _is_supported(config: Any, row: Row) -> bool:
-    model, _ = build(config, replace(row, lora_rank=None))
+def _is_supported(config: Any, step: TrainingStep) -> bool:
+    model, _ = build(config, replace(step, lora_rank=None))
     return row_of(model) is not None
 
 
-def parts_at_peak(trace: Trace, sizes: Sizes, row: Row) -> dict[str, int]:
+def parts_at_peak(trace: Trace, sizes: Sizes, step: TrainingStep) -> dict[str, int]:
     """Return what exists when most memory is in use, in bytes, in the order of PARTS."""
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     parts["weights"] = sizes.weights
     parts["optimizer states"] = sizes.optimizer
-    parts["inputs and workspaces"] = _beside(row)
+    parts["inputs and workspaces"] = _beside(step)
     _, event = trace.peak()
     for each in trace.alive(event):
         parts[_part(each, event)] += each.size
     return {name: size for name, size in parts.items() if size}
 
 
-def _beside(row: Row) -> int:
-    return WORKSPACES + BYTES_OF_A_TOKEN * row.batch * row.length
+def _beside(step: TrainingStep) -> int:
+    return WORKSPACES + BYTES_OF_A_TOKEN * step.batch * step.length
 
 
 def _part(each: Allocation, event: int) -> str:
@@ -142,19 +142,18 @@ def _part(each: Allocation, event: int) -> str:
 
 
 def longest_rows(
-    config: Any, row: Row, contender: Contender, sizes: Sizes, reserve: int
+    config: Any, step: TrainingStep, contender: Contender, sizes: Sizes, reserve: int
 ) -> dict[int, int]:
     """Return the tokens of the longest sequences that fit each of CARDS, by its GiB."""
-    growth = Growth.of(config, row, replace(contender, slices=False))
+    growth = Growth.of(config, step, replace(contender, slices=False))
     if growth is None:
         return {}
     ranges = [(0, LONGEST, growth)]
-    at_once = longest_at_once(config, row, contender)
+    at_once = longest_unsliced(config, step, contender)
     if at_once is not None:
-        sliced = Growth.of(config, row, contender, at_once + 1)
-        if (
-            sliced is not None
-        ):  # first: a row in slices may fit where a shorter one at once does not
+        sliced = Growth.of(config, step, contender, at_once + 1)
+        if sliced is not None:
+            # tried first: a row in slices may fit where a shorter one without slices does not
             ranges = [(at_once, LONGEST, sliced), (0, at_once, growth)]
     found = {}
     for card in CARDS:
@@ -163,7 +162,7 @@ def longest_rows(
             shortest = low
             while low < high:
                 middle = (low + high + 1) // 2
-                fits = each.peak(middle) + _beside(replace(row, length=middle)) <= room
+                fits = each.peak(middle) + _beside(replace(step, length=middle)) <= room
                 low, high = (middle, high) if fits else (low, middle - 1)
             found[card] = low
             if low > shortest:
@@ -171,26 +170,28 @@ def longest_rows(
     return found
 
 
-def longest_at_once(config: Any, row: Row, contender: Contender) -> int | None:
-    """Return the tokens of the longest sequences of which some feed-forward layer does not run in
-    slices, or some norm is kept; None where rows of any length are alike.
+def longest_unsliced(config: Any, step: TrainingStep, contender: Contender) -> int | None:
+    """Return the tokens of the longest sequences for which a feed-forward layer does not run in
+    slices, or a norm is kept. None where the length makes no such difference.
     """
     runs_slices = contender.slices and contender.head == "chunks" and contender.layers
-    if not (runs_slices and row.checkpointing) or TOP_HOOKS is None:
+    if not (runs_slices and step.checkpointing) or TOP_HOOKS is None:
         return None
-    model, _ = build(config, row)
+    model, _ = build(config, step)
     downs: list[Any] = [getattr(each, "down_proj", None) for each in model.modules()]
     shapes = [tuple(each.weight.shape) for each in downs if hasattr(each, "weight")]
     if not shapes or _has_table(model, most_positions(config)):
         return None
     hidden_size, size = (min(each) for each in zip(*shapes, strict=True))
-    at_once = longest_tokens_at_once(size, (row.autocast or row.dtype).itemsize)
-    keeps_norms = LONG_INPUT_BYTES // (hidden_size * row.dtype.itemsize)
-    return max(at_once, keeps_norms) // row.batch
+    at_once = longest_at_once(size, (step.autocast or step.dtype).itemsize)
+    keeps_norms = LONG_INPUT_BYTES // (hidden_size * step.dtype.itemsize)
+    return max(at_once, keeps_norms) // step.batch
 
 
 def _has_table(model: nn.Module, positions: int | None) -> bool:
-    """Return whether a model has a table of positions, and no row can be longer."""
+    """Return whether a model has a table with an entry for each position, so that no row can have
+    more tokens.
+    """
     rows = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     rows += [size for each in model.buffers() for size in each.shape]
     return positions is not None and any(size in (positions, positions + 2) for size in rows)
@@ -204,9 +205,13 @@ class Growth:
     """
 
     def __init__(
-        self, lengths: Sequence[int], traces: Sequence[Trace], row: Row, contender: Contender
+        self,
+        lengths: Sequence[int],
+        traces: Sequence[Trace],
+        step: TrainingStep,
+        contender: Contender,
     ) -> None:
-        self._row, self._contender = row, contender
+        self._step, self._contender = step, contender
         pieces = traces[0].allocations
         count = traces[0].events + 2
         self._births = torch.tensor([each.birth for each in pieces])
@@ -220,28 +225,29 @@ class Growth:
 
     @classmethod
     def of(
-        cls, config: Any, row: Row, contender: Contender, shortest: int | None = None
+        cls, config: Any, step: TrainingStep, contender: Contender, shortest: int | None = None
     ) -> Growth | None:
         """Trace the steps; None where they do not allocate the same pieces.
 
         Args:
             shortest: the tokens of the shortest sequences; None for what any model can take.
         """
-        # a multiple: sizes that the allocator rounds up would be no polynomials
+        # multiples of LEAST_PROBED: with others, the allocator rounds sizes up, and they are no
+        # polynomials of the length
         first = -(-(shortest or 1) // LEAST_PROBED) * LEAST_PROBED
         first = max(first, 2 * _window(config))
         positions = most_positions(config)
         if positions is not None and 4 * first > positions and not _window(config):
-            model, _ = build(config, row)
+            model, _ = build(config, step)
             if _has_table(model, positions):
                 first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
-        traces = [trace_step(config, replace(row, length=each), contender)[0] for each in lengths]
+        traces = [trace_step(config, replace(step, length=each), contender)[0] for each in lengths]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
             return None
-        growth = cls(lengths, traces, row, contender)
+        growth = cls(lengths, traces, step, contender)
         if growth._chunks:
-            model, _ = build(config, row)
+            model, _ = build(config, step)
             head = model.get_output_embeddings()
             growth._head = getattr(head, "base_layer", head).weight
         return growth
@@ -252,7 +258,7 @@ class Growth:
         sizes = powers @ self._factors
         if self._head is not None:
             sizes[self._chunks] = float(
-                chunk_bytes(self._head, replace(self._row, length=length), self._contender)
+                chunk_bytes(self._head, replace(self._step, length=length), self._contender)
             )
         changes = torch.zeros(self._count, dtype=torch.float64)
         changes.index_add_(0, self._births, sizes)

@@ -24,8 +24,8 @@ OPTIMIZERS = {  # bytes a trained weight, of those in float32 and of those in 16
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is trained on one device, and how.
+class TrainingStep:
+    """The training step to estimate: what is trained on one device, and how.
 
     Attributes:
         batch, length: sequences, and tokens of each.
@@ -106,21 +106,21 @@ def _model_class(config: Any) -> Any:
     )
 
 
-def build(config: Any, row: Row) -> tuple[Any, Sizes]:
+def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
     """Return a model in training mode on the meta device, with its adapters, and its sizes."""
     with torch.device("meta"):
         model = _model_class(config).from_config(
-            config, dtype=row.dtype, attn_implementation=row.attention
+            config, dtype=step.dtype, attn_implementation=step.attention
         )
         model.tie_weights()  # Transformers 5.0 has not yet
-        if row.bits == 4:
+        if step.bits == 4:
             _make_linear(model)
         head = model.get_output_embeddings()
         linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
-        if row.lora_rank is not None:
-            model = _with_adapters(model, row)
-    quantized = linear if row.bits == 4 else []
-    return model.train(), _sizes(model, row, quantized)
+        if step.lora_rank is not None:
+            model = _with_adapters(model, step)
+    quantized = linear if step.bits == 4 else []
+    return model.train(), _sizes(model, step, quantized)
 
 
 def _make_linear(model: nn.Module) -> None:
@@ -132,22 +132,22 @@ def _make_linear(model: nn.Module) -> None:
             model.set_submodule(name, linear)
 
 
-def _with_adapters(model: Any, row: Row) -> Any:
+def _with_adapters(model: Any, step: TrainingStep) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    assert row.lora_rank is not None
-    lora = LoraConfig(r=row.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    assert step.lora_rank is not None
+    lora = LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for each in model.parameters():
         if each.requires_grad:
-            each.data = each.data.to(row.adapter_dtype)
+            each.data = each.data.to(step.adapter_dtype)
     return model
 
 
-def _sizes(model: Any, row: Row, quantized: Sequence[nn.Linear]) -> Sizes:
+def _sizes(model: Any, step: TrainingStep, quantized: Sequence[nn.Linear]) -> Sizes:
     in_4_bits = {id(each.weight) for each in quantized}
-    bytes_in_4_bits = DOUBLE_QUANTIZED if row.double_quant else BITS_4
-    wide, narrow = OPTIMIZERS[row.optimizer]
+    bytes_in_4_bits = DOUBLE_QUANTIZED if step.double_quant else BITS_4
+    wide, narrow = OPTIMIZERS[step.optimizer]
     weights = trained = states = 0.0
     parameters = list(model.parameters())
     for each in parameters:

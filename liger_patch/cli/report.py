@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_patch.cli.estimate import CARDS, GIB, PARTS, Estimate
-from liger_patch.cli.model import Row
+from liger_patch.cli.model import TrainingStep
 
 WIDTH = 26  # characters of the first column
 
@@ -35,18 +35,18 @@ def _line(first: str, others: Sequence[str]) -> str:
     return f"{first:<32}" + "".join(f"{each:>{WIDTH}}" for each in others)
 
 
-def title(model: str, row: Row, parameters: int, most_positions: int | None) -> str:
+def title(model: str, step: TrainingStep, parameters: int, most_positions: int | None) -> str:
     """Return what was estimated, in a line, and how long the model's own positions are."""
-    words = [f"{model}: {parameters / 1e9:.2f} billion parameters", f"{row.batch} x {row.length}"]
+    words = [f"{model}: {parameters / 1e9:.2f} billion parameters", f"{step.batch} x {step.length}"]
     words.append(
-        _dtype(row.dtype) + (f", autocast to {_dtype(row.autocast)}" if row.autocast else "")
+        _dtype(step.dtype) + (f", autocast to {_dtype(step.autocast)}" if step.autocast else "")
     )
-    if row.lora_rank:
-        words.append(f"LoRA of rank {row.lora_rank}")
-    words += [f"{row.bits} bits"] if row.bits else []
-    words += ["checkpointing"] if row.checkpointing else []
-    words += ["offloaded by liger_patch"] if row.checkpoint_offload else []
-    words.append(f"optimizer {row.optimizer}")
+    if step.lora_rank:
+        words.append(f"LoRA of rank {step.lora_rank}")
+    words += [f"{step.bits} bits"] if step.bits else []
+    words += ["checkpointing"] if step.checkpointing else []
+    words += ["offloaded by liger_patch"] if step.checkpoint_offload else []
+    words.append(f"optimizer {step.optimizer}")
     line = ", ".join(words)
     return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
 
@@ -55,13 +55,13 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_json(model: str, row: Row, parameters: int, estimates: Sequence[Estimate]) -> str:
+def as_json(model: str, step: TrainingStep, parameters: int, estimates: Sequence[Estimate]) -> str:
     """Return the same as JSON; sizes in bytes."""
     settings = {
         name: _dtype(value) if name.endswith("dtype") or name == "autocast" else value
-        for name, value in asdict(row).items()
+        for name, value in asdict(step).items()
     }
-    settings["autocast"] = None if row.autocast is None else _dtype(row.autocast)
+    settings["autocast"] = None if step.autocast is None else _dtype(step.autocast)
     contenders = [
         {"name": e.name, "peak": e.peak, "parts": dict(e.parts), "longest": dict(e.longest)}
         for e in estimates

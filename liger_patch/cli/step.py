@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.cli.contenders import Contender, chunk_bytes, set_layers
-from liger_patch.cli.model import Row, Sizes, build
+from liger_patch.cli.model import Sizes, TrainingStep, build
 from liger_patch.cli.offload import offload_checkpoints
 from liger_patch.cli.operations import ChunkedHead, GpuOperations
 from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
@@ -21,23 +21,23 @@ from liger_patch.layers import mlp
 IS_AUTOCAST_ENABLED = torch.is_autocast_enabled
 
 
-def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Sizes]:
+def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[Trace, Sizes]:
     """Return what a step of a model allocates, and the sizes of its weights.
 
     Raises:
         ValueError: a model whose step needs the values of its tensors, or without kernels.
     """
-    model, sizes = build(config, row)
+    model, sizes = build(config, step)
     held = [*model.parameters(), *model.buffers()]
     quantized = [each.weight for each in sizes.quantized]
-    operations = GpuOperations(row.autocast, contender.slices)
+    operations = GpuOperations(step.autocast, contender.slices)
     memory = MemoryTrace(held, quantized)
     with torch.device("meta"):
-        ids = torch.empty(row.batch, row.length, dtype=torch.long)
+        ids = torch.empty(step.batch, step.length, dtype=torch.long)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    set_layers(inner, row, contender, sizes)
+    set_layers(inner, step, contender, sizes)
     with ExitStack() as stack:
-        if row.checkpointing:
+        if step.checkpointing:
             options = {
                 "use_reentrant": False,
                 "preserve_rng_state": False,
@@ -47,7 +47,7 @@ def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Size
             names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
             enable = next(getattr(inner, each) for each in names if hasattr(inner, each))
             enable(options)
-        if row.checkpoint_offload and contender.head == "chunks":
+        if step.checkpoint_offload and contender.head == "chunks":
             offload_checkpoints(inner)
         head = inner.get_output_embeddings()
         found: list[Tensor] = []
@@ -64,7 +64,7 @@ def trace_step(config: Any, row: Row, contender: Contender) -> tuple[Trace, Size
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss
             if loss is None:
-                loss = _head_loss(found.pop(), head, row, contender, memory)
+                loss = _head_loss(found.pop(), head, step, contender, memory)
             del out
         memory.start_backward()
         loss.backward()
@@ -87,11 +87,11 @@ def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:
 
 
 def _head_loss(
-    hidden: Tensor, head: Any, row: Row, contender: Contender, memory: MemoryTrace
+    hidden: Tensor, head: Any, step: TrainingStep, contender: Contender, memory: MemoryTrace
 ) -> Tensor:
     weight: Tensor = getattr(head, "base_layer", head).weight
-    chunk = chunk_bytes(weight, row, contender)
-    hidden = hidden.to(row.autocast or hidden.dtype)
+    chunk = chunk_bytes(weight, step, contender)
+    hidden = hidden.to(step.autocast or hidden.dtype)
     with memory.at(HEAD):
         return ChunkedHead.apply(hidden, weight, chunk, memory.naming)
 

@@ -26,7 +26,7 @@ from liger_patch.cli.contenders import (
     Contender,
 )
 from liger_patch.cli.estimate import WORKSPACES
-from liger_patch.cli.model import Row
+from liger_patch.cli.model import TrainingStep
 from liger_patch.cli.step import trace_step
 from liger_patch.layers import checks
 
@@ -86,7 +86,7 @@ def _measured() -> list[Any]:
 def _traced_mib(model_name: str, contender: Contender) -> float:
     (model,) = (each for each in MODELS if each.name == model_name)
     config = copy.deepcopy(model.config)
-    row = Row(
+    step = TrainingStep(
         batch=model.sequences,
         length=model.length,
         autocast=None,
@@ -97,8 +97,8 @@ def _traced_mib(model_name: str, contender: Contender) -> float:
     )
     if config.model_type == "gemma2":  # measured with SDPA, which left its softcap out
         config.attn_logit_softcapping = None
-        row = replace(row, attention="sdpa")
-    trace, _ = trace_step(config, row, contender)
+        step = replace(step, attention="sdpa")
+    trace, _ = trace_step(config, step, contender)
     return trace.peak()[0] / MIB
 
 
@@ -126,7 +126,7 @@ def _lora_steps() -> list[Any]:
 def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     setting = measured["model"]
     (model,) = (case.model for case in CASES if setting.startswith(f"{case.model.name}, "))
-    row = Row(
+    step = TrainingStep(
         batch=model.sequences,
         length=model.length,
         lora_rank=16,
@@ -136,7 +136,7 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
         checkpoint_offload=measured["contender"] == OFFLOADED,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, row, LORA_CONTENDERS[measured["contender"]])
+    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[measured["contender"]])
     traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
     # earlier settings of the process leave a workspace or two, and the allocator leaves less than a
@@ -155,7 +155,7 @@ def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
         pytest.skip("torch 2.6 runs no slices")
     setting = measured["model"]
     (model,) = (each for each in LONG_MODELS if setting.startswith(f"{each.name}, "))
-    row = Row(
+    step = TrainingStep(
         length=measured["timed"],
         lora_rank=16,
         bits=4 if "QLoRA" in setting else None,
@@ -164,7 +164,7 @@ def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
         checkpoint_offload=measured["contender"] == OFFLOADED,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, row, LORA_CONTENDERS[measured["contender"]])
+    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[measured["contender"]])
     traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
 

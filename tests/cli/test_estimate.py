@@ -22,7 +22,7 @@ from transformers import (
 from liger_patch.cli import estimate as estimates
 from liger_patch.cli import operations
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
-from liger_patch.cli.model import Row, build
+from liger_patch.cli.model import TrainingStep, build
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import MemoryTrace
 from liger_patch.kernels import sliced
@@ -31,7 +31,7 @@ from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 3, 512
-ROW = Row(length=TOKENS, autocast=None, optimizer="none")
+STEP = TrainingStep(length=TOKENS, autocast=None, optimizer="none")
 TINY: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": SIZE,
@@ -47,9 +47,9 @@ def config() -> LlamaConfig:
     return LlamaConfig(**TINY)
 
 
-def parts(config: Any, row: Row, contender: Any) -> dict[str, int]:
-    trace, sizes = trace_step(config, row, contender)
-    return estimates.parts_at_peak(trace, sizes, row)
+def parts(config: Any, step: TrainingStep, contender: Any) -> dict[str, int]:
+    trace, sizes = trace_step(config, step, contender)
+    return estimates.parts_at_peak(trace, sizes, step)
 
 
 def test_a_trace_counts_what_lives() -> None:
@@ -69,19 +69,19 @@ def test_a_trace_counts_what_lives() -> None:
 
 
 def test_weights_and_states_are_the_models_own(config: LlamaConfig) -> None:
-    model, sizes = build(config, ROW)
+    model, sizes = build(config, STEP)
     count = sum(each.numel() for each in model.parameters())
     assert sizes.parameters == count
     assert sizes.weights == pytest.approx(2 * count, abs=1024)  # buffers
-    assert build(config, replace(ROW, optimizer="adamw"))[1].optimizer == 4 * count
-    assert build(config, replace(ROW, optimizer="adamw-float32"))[1].optimizer == 8 * count
+    assert build(config, replace(STEP, optimizer="adamw"))[1].optimizer == 4 * count
+    assert build(config, replace(STEP, optimizer="adamw-float32"))[1].optimizer == 8 * count
     config.tie_word_embeddings = True
-    assert build(config, ROW)[1].parameters == count - VOCABULARY * HIDDEN
+    assert build(config, STEP)[1].parameters == count - VOCABULARY * HIDDEN
 
 
 def test_4_bits_leave_the_head_and_the_embeddings(config: LlamaConfig) -> None:
-    row = replace(ROW, lora_rank=4, bits=4)
-    model, sizes = build(config, row)
+    step = replace(STEP, lora_rank=4, bits=4)
+    model, sizes = build(config, step)
     linear = sum(each.weight.numel() for each in sizes.quantized)
     assert linear == LAYERS * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * SIZE)
     others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
@@ -92,16 +92,16 @@ def test_4_bits_leave_the_head_and_the_embeddings(config: LlamaConfig) -> None:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 def test_4_bits_count_the_transposed_layers_of_gpt_2() -> None:
     config = GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY)
-    row = replace(ROW, lora_rank=4, bits=4)
-    model, sizes = build(config, row)
+    step = replace(STEP, lora_rank=4, bits=4)
+    model, sizes = build(config, step)
     linear = sum(each.weight.numel() for each in sizes.quantized)
     assert linear == LAYERS * 12 * HIDDEN * HIDDEN  # c_attn 3, c_proj 1, feed-forward 4 and 4
     others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
     rest = sum(each.numel() * each.dtype.itemsize for each in others)
     assert sizes.weights == pytest.approx(0.5625 * linear + rest, abs=1024)
-    in_16_bits = build(config, replace(row, bits=None))[1]
+    in_16_bits = build(config, replace(step, bits=None))[1]
     assert in_16_bits.weights - sizes.weights == pytest.approx((2 - 0.5625) * linear, abs=1024)
-    assert len(estimates.estimate(config, row)) == 4
+    assert len(estimates.estimate(config, step)) == 4
 
 
 def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
@@ -114,27 +114,27 @@ def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
         vocab_size=VOCABULARY,
         max_position_embeddings=TOKENS,
     )
-    row = replace(ROW, length=TOKENS // 4)
-    found = estimates.estimate(config, row)
+    step = replace(STEP, length=TOKENS // 4)
+    found = estimates.estimate(config, step)
     assert all(each.longest[16] > TOKENS for each in found)
-    growth = estimates.Growth.of(config, row, EAGER)
+    growth = estimates.Growth.of(config, step, EAGER)
     assert growth is not None
-    trace, _ = trace_step(config, replace(row, length=300), EAGER)
+    trace, _ = trace_step(config, replace(step, length=300), EAGER)
     assert growth.peak(300) == pytest.approx(trace.peak()[0], rel=0.01)
     message = rf"a step of {2 * TOKENS} tokens, as eager runs it, on .* 'bert', with 512 positions"
     with pytest.raises(ValueError, match=message):
-        estimates.estimate(config, replace(row, length=2 * TOKENS))
+        estimates.estimate(config, replace(step, length=2 * TOKENS))
 
 
 def test_what_fails_in_the_models_own_code_is_one_clear_error() -> None:
     # ChameleonConfig() has no vocabulary_map
     message = "can be built from its config on the meta device.* 'chameleon'.*: AttributeError: "
     with pytest.raises(ValueError, match=message):
-        estimates.estimate(ChameleonConfig(), ROW)
+        estimates.estimate(ChameleonConfig(), STEP)
 
 
 def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> None:
-    found = parts(config, ROW, EAGER)
+    found = parts(config, STEP, EAGER)
     logits = TOKENS * VOCABULARY
     # in the backward pass: the log-softmax and two gradients, in float32
     assert found["logits and loss"] == pytest.approx(logits * 3 * 4, rel=0.01)
@@ -142,8 +142,8 @@ def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> N
 
 
 def test_ours_holds_a_chunk_of_logits(config: LlamaConfig) -> None:
-    row = replace(ROW, chunk_mib=4, length=4096)
-    trace, _ = trace_step(config, row, OURS_HEAD)
+    step = replace(STEP, chunk_mib=4, length=4096)
+    trace, _ = trace_step(config, step, OURS_HEAD)
     sizes = {each.purpose: each.size for each in trace.allocations if each.purpose}
     assert sizes == {
         "chunk of logits": pytest.approx(4 * 2**20, rel=0.3),
@@ -154,8 +154,8 @@ def test_ours_holds_a_chunk_of_logits(config: LlamaConfig) -> None:
 
 def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
     """docs/layers.md: a norm keeps its input, a feed-forward layer 2 H + 4 I bytes a token."""
-    rows = [replace(ROW, length=length, chunk_mib=0.05) for length in (TOKENS, 2 * TOKENS)]
-    kept = [parts(config, row, OURS)["kept by the layers"] for row in rows]
+    steps = [replace(STEP, length=length, chunk_mib=0.05) for length in (TOKENS, 2 * TOKENS)]
+    kept = [parts(config, step, OURS)["kept by the layers"] for step in steps]
     a_token = (kept[1] - kept[0]) / TOKENS
     # two residual inputs, two normed ones, attention's result, q (rotated), k and v, statistics
     attention = 2 * (HIDDEN * 6 + HIDDEN) + 4 * 4
@@ -164,17 +164,17 @@ def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
 
 
 def test_checkpointing_keeps_the_input_of_each_layer(config: LlamaConfig) -> None:
-    row = replace(ROW, checkpointing=True, length=16384)
-    found = parts(config, row, OURS)
+    step = replace(STEP, checkpointing=True, length=16384)
+    found = parts(config, step, OURS)
     assert found["kept by the layers"] == pytest.approx(LAYERS * 2 * 16384 * HIDDEN, rel=0.4)
-    offloaded = parts(config, replace(row, checkpoint_offload=True), OURS)
+    offloaded = parts(config, replace(step, checkpoint_offload=True), OURS)
     assert sum(offloaded.values()) < sum(found.values())
 
 
 def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) -> None:
-    row = replace(ROW, dtype=torch.float32)
-    plain, _ = trace_step(config, row, EAGER)
-    cast, _ = trace_step(config, replace(row, autocast=torch.bfloat16), EAGER)
+    step = replace(STEP, dtype=torch.float32)
+    plain, _ = trace_step(config, step, EAGER)
+    cast, _ = trace_step(config, replace(step, autocast=torch.bfloat16), EAGER)
     weights = 2 * LAYERS * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * SIZE)
     copies = [each for each in cast.allocations if each.size == 2 * HIDDEN * SIZE]
     assert sum(each.size for each in copies) >= weights // 2
@@ -186,11 +186,11 @@ def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) ->
 def test_growth_is_the_trace_at_any_length(
     config: LlamaConfig, contender: Any, checkpointing: bool
 ) -> None:
-    row = replace(ROW, checkpointing=checkpointing)
-    growth = estimates.Growth.of(config, row, contender)
+    step = replace(STEP, checkpointing=checkpointing)
+    growth = estimates.Growth.of(config, step, contender)
     assert growth is not None
     for length in (1536, 8192):
-        trace, _ = trace_step(config, replace(row, length=length), contender)
+        trace, _ = trace_step(config, replace(step, length=length), contender)
         assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
 
 
@@ -220,15 +220,15 @@ SETTINGS = {
 def test_growth_in_slices_is_the_trace_at_any_length(
     config: LlamaConfig, setting: dict[str, Any]
 ) -> None:
-    row = replace(ROW, checkpointing=True, chunk_mib=1, **setting)
-    at_once = estimates.longest_at_once(config, row, OURS)
+    step = replace(STEP, checkpointing=True, chunk_mib=1, **setting)
+    at_once = estimates.longest_unsliced(config, step, OURS)
     assert at_once == 1024
-    growth = estimates.Growth.of(config, row, OURS, at_once + 1)
+    growth = estimates.Growth.of(config, step, OURS, at_once + 1)
     assert growth is not None
     for length in (1025, 8192, 40000):
-        trace, _ = trace_step(config, replace(row, length=length), OURS)
+        trace, _ = trace_step(config, replace(step, length=length), OURS)
         assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
-    longer = estimates.Growth.of(config, row, replace(OURS, slices=False))
+    longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
     assert longer is not None
     assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * SIZE
 
@@ -237,10 +237,10 @@ def test_growth_in_slices_is_the_trace_at_any_length(
 def test_the_longest_row_in_slices_fits() -> None:
     """And longer batches too."""
     config = LlamaConfig(**TINY | {"hidden_size": 4 * HIDDEN, "intermediate_size": 16 * SIZE})
-    row, found = replace(ROW, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"]), []
-    _, sizes = build(config, row)
+    step, found = replace(STEP, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"]), []
+    _, sizes = build(config, step)
     for batch, slices in ((1, False), (1, True), (4, True)):
-        of_batch, contender = replace(row, batch=batch), replace(OURS, slices=slices)
+        of_batch, contender = replace(step, batch=batch), replace(OURS, slices=slices)
         longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16]
         trace, _ = trace_step(config, replace(of_batch, length=longest), contender)
         room = 16 * 2**30 - sizes.weights - 64 * 2**20 - 24 * batch * longest
@@ -251,11 +251,11 @@ def test_the_longest_row_in_slices_fits() -> None:
 
 
 def test_slices_where_a_layer_is_computed_again_alone(config: LlamaConfig) -> None:
-    row = replace(ROW, lora_rank=4)
-    assert estimates.longest_at_once(config, row, OURS) is None
-    row = replace(row, checkpointing=True)
-    assert estimates.longest_at_once(config, row, OURS_HEAD) is None
-    assert estimates.longest_at_once(config, row, EAGER) is None
+    step = replace(STEP, lora_rank=4)
+    assert estimates.longest_unsliced(config, step, OURS) is None
+    step = replace(step, checkpointing=True)
+    assert estimates.longest_unsliced(config, step, OURS_HEAD) is None
+    assert estimates.longest_unsliced(config, step, EAGER) is None
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -285,18 +285,18 @@ def test_sliced_layers_take_what_the_real_ones_do(slices: int, trains: bool) -> 
 
 
 def test_the_longest_row_fits_and_one_token_more_does_not(config: LlamaConfig) -> None:
-    (eager, *_), reserve = estimates.estimate(config, ROW, 0), 0
+    (eager, *_), reserve = estimates.estimate(config, STEP, 0), 0
     longest = eager.longest[16]
-    growth = estimates.Growth.of(config, ROW, EAGER)
+    growth = estimates.Growth.of(config, STEP, EAGER)
     assert growth is not None
-    _, sizes = build(config, ROW)
+    _, sizes = build(config, STEP)
     room = 16 * 2**30 - reserve - sizes.weights - 64 * 2**20
     assert growth.peak(longest) + 24 * longest <= room
     assert growth.peak(longest + 1) + 24 * (longest + 1) > room
 
 
 def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
-    found = {each.name: each for each in estimates.estimate(config, replace(ROW, chunk_mib=0.5))}
+    found = {each.name: each for each in estimates.estimate(config, replace(STEP, chunk_mib=0.5))}
     assert list(found) == ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
     assert found["liger_patch"].peak < found["Liger-Kernel"].peak < found["eager"].peak
     assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
@@ -306,19 +306,19 @@ def test_an_architecture_without_a_patch_has_eagers_estimate(
     config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimates, "row_of", lambda _: None)
-    assert [each.name for each in estimates.estimate(config, ROW)] == ["eager"]
+    assert [each.name for each in estimates.estimate(config, STEP)] == ["eager"]
 
 
 def test_other_layers_and_heads() -> None:
     """Layer norms, scaled logits."""
-    found = estimates.estimate(CohereConfig(**TINY), replace(ROW, length=64))
+    found = estimates.estimate(CohereConfig(**TINY), replace(STEP, length=64))
     assert [each.name for each in found][-1] == "liger_patch"
 
 
 def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) -> None:
     from liger_patch.layers import mlp
 
-    trace_step(config, ROW, OURS)
+    trace_step(config, STEP, OURS)
     gc.collect()
     assert mlp.gated_mlp is gated_mlp
     assert nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2.0
@@ -330,7 +330,7 @@ def test_a_model_with_experts() -> None:
     )
     if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
         with pytest.raises(ValueError, match="on the meta device, without values, got 'qwen3_moe'"):
-            estimates.estimate(config, replace(ROW, length=64))
+            estimates.estimate(config, replace(STEP, length=64))
     else:
-        found = estimates.estimate(config, replace(ROW, length=64))
+        found = estimates.estimate(config, replace(STEP, length=64))
         assert [each.name for each in found][-1] == "liger_patch"
