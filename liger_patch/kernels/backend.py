@@ -1,5 +1,6 @@
-"""What serves a tensor: Triton kernels or PyTorch operations, and in which dtype; and what
-autocast, autograd and torch.compile need of functions that launch kernels themselves.
+"""Questions that every operator asks: whether Triton kernels or PyTorch operations serve a tensor,
+and in which dtype. Also what autocast, autograd and torch.compile need of functions that launch
+kernels.
 """
 
 import functools
@@ -121,7 +122,7 @@ def check_backward(name: str, *upstream: Tensor | None, advice: str = LOSS_ADVIC
             f"{name} has no second derivative: backward with create_graph=True is not supported. "
             f"{advice}"
         )
-    if torch.compiler.is_compiling():  # which batches nothing, and traces no keys
+    if torch.compiler.is_compiling():  # it batches nothing, and cannot trace dispatch keys
         return
     if any(each is not None and torch._C._dispatch_keys(each).has(_BATCHED) for each in upstream):
         raise RuntimeError(
@@ -203,7 +204,7 @@ def define(
             on, ``mode="reduce-overhead"`` runs the operator between two.
     """
     file = function.__module__.rpartition(".")[2]
-    if _defined.get(name) == file:  # it is imported again, by the link at the root
+    if _defined.get(name) == file:  # imported a second time, through the link at the root
         return False
     _defined[name] = file
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -241,7 +242,7 @@ def is_compiled_here() -> bool:
 
 
 def _is_watched(arguments: tuple[object, ...]) -> bool:
-    """Return True if the operators that run are recorded, or run on no values."""
+    """Return True if something records the operators that run, or runs them without values."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return torch._C._is_tracing()
     # DTensor has rules for PyTorch's operations, of which the functions are made, and not for these

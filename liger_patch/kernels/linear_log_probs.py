@@ -1,15 +1,18 @@
 """Log-probabilities of labels under ``hidden_states @ weight.T``, without the (N, V) logits.
 
-What trainers of preferences and rewards need of a head: per token, with what else is known of its
-distribution (``head/statistics``). N: tokens, n: supervised tokens, H: hidden size, V: vocabulary.
-The chunks are those of ``head/chunked``.
+Trainers of preferences and rewards need these of a head, for each token, and the statistics of
+``head/statistics``. N: tokens, n: supervised tokens, H: hidden size, V: vocabulary. The chunks are
+those of ``head/chunked``.
 
-Gradients are computed in the forward pass, as if the upstream gradient of every log-probability
-were that of minus their mean, where that saves a product: with a frozen head each token's row is
-scaled in the backward pass, two products of 2 n H V operations in all; with a trainable head the
-sums over tokens are scaled where the upstream gradient is indeed the same for all tokens, three
-products. Where it is not, the backward pass computes them again with the gradient that came, and so
-it does for gradients of entropy and lse, for float16, and in a second backward pass over one graph.
+Where it saves a product, the forward pass computes gradients too, for an expected upstream
+gradient: that of minus the mean of the log-probabilities. The backward pass corrects them:
+
+- with a frozen head, it scales each token's row: two products of 2 n H V operations in all;
+- with a trainable head, the gradients are sums over tokens. If the upstream gradient is the same
+  for all tokens, it scales these sums: three products. If it is not, it computes the chunks again.
+
+It also computes them again for gradients of entropy and lse, for float16, and in a second backward
+pass over one graph.
 """
 
 import math

@@ -1,20 +1,21 @@
 """Run a layer over slices of its tokens, and keep nothing but its input.
 
-For long rows under gradient checkpointing, which drops what a layer keeps and computes it again:
-within the layer at work, what a feed-forward layer keeps is most. Two functions:
+For long rows under gradient checkpointing. Checkpointing computes one decoder layer at a time
+again, and what its feed-forward layer then keeps is most of the memory. Two functions share the
+work:
 
     x -> link      keeps x, and computes every gradient, slice by slice
     link, x -> y   keeps nothing; the gradient of link is that of y
 
 ``link`` has the shape of y and no memory: it only leads the gradient of y to the first function.
-Non-reentrant checkpointing computes again as far as the last tensor that is kept, x: no product.
-The backward pass computes again what it needs, once. So there are as many matrix products as with
-ordinary checkpointing, but where something behind the layer keeps its input (the norm that Gemma
-puts there): then y is computed once more.
+Non-reentrant checkpointing computes again only up to the last tensor that is kept. That is x, so it
+computes no product. The backward pass computes again what it needs, once. So there are as many
+matrix products as with ordinary checkpointing. The exception: if something behind the layer keeps
+its own input (the norm that Gemma puts there), y is computed once more.
 
 N: tokens, H: features of x, O: of y, n: tokens of a slice. Extra memory, in bytes in 16 bits:
 forward y, 2 N O; backward dx, 2 N H; in both what a slice takes, and the weights as products take
-them, where they are cast or quantised: once for all slices. Gradients of parameters are summed over
+them, where they are cast or quantized: once for all slices. Gradients of parameters are summed over
 the slices in float32, and rounded once.
 """
 

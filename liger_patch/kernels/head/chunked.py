@@ -1,5 +1,5 @@
-"""The loop over chunks of the operators on a head: logits of a few tokens at a time, and what comes
-of them.
+"""The loop over chunks of tokens that all operators on a head share: their logits, and the losses
+and gradients from these.
 
 N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a chunk. Ignored tokens
 are dropped. For each chunk, where gradients are wanted:
@@ -67,14 +67,14 @@ class ChunkConfig:
     """The configuration of one call of an operator, for each pass through its chunks.
 
     Attributes:
-        labels: of the tokens.
-        options: of their losses.
+        labels: the labels of the tokens, those of supervised tokens first.
+        options: the options of the loss.
         wanted: the gradients that the backward pass returns.
         dtype: of the matrix products and the logits.
-        chunk_bytes: of logits held at once.
-        shard: where the vocabulary is distributed, this rank's part of it.
-        hopper_kernels: whether Hopper GPUs run their own kernels, or those of all others; None: as
-            the size of the batch says.
+        chunk_bytes: the bytes of logits held at once.
+        shard: this rank's part of a distributed vocabulary; None for a whole one.
+        hopper_kernels: True for the kernels of Hopper GPUs, False for those of all other GPUs, None
+            to choose by the size of the batch.
     """
 
     labels: CompactedLabels
@@ -177,15 +177,15 @@ def run_chunks(
     """Compute the losses of the supervised tokens, and the gradients of the sum of
     ``row_scale * losses``, chunk by chunk.
 
-    On Hopper the first chunk is launched before the count of supervised tokens is read: until the
-    host knows it, the device has work.
+    On Hopper the first chunk is launched before the host reads the count of supervised tokens, so
+    that the device has work while the host waits for the count.
 
     Args:
         row_scale: (N,) in the order of the compacted labels; (n,) once their count is read.
         wanted: the gradients of this pass.
         statistics: names of the fields of ``TokenStatistics`` that are asked for.
-        upstream: of log-probabilities, entropy and lse (n,): the gradients are theirs, and there
-            are no losses.
+        upstream: upstream gradients (n,) of log-probabilities, entropy and lse. The gradients are
+            then those of these three, and no losses are computed.
     """
     labels, weight, vocab_size = config.labels, inputs.weight, inputs.weight.shape[0]
     alignment = ALIGNED_V if serves_triton_device(labels.labels) else 1
@@ -247,8 +247,9 @@ def _form(
     statistics: Collection[str],
     upstream: UpstreamGradients | None,
 ) -> tuple["LogitsForm | OddsForm", HeadInputs]:
-    """Choose how losses and dlogits are computed; return it with the operands that it takes. Reads
-    nothing from the device. Every rank of a distributed vocabulary chooses the same.
+    """Choose the form that computes losses and dlogits; return it, and the operands that it takes.
+
+    Reads nothing from the device. Every rank of a distributed vocabulary chooses the same form.
     """
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}

@@ -22,9 +22,10 @@ SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run
 
 
 class OddsFactors(NamedTuple):
-    """What makes odds the gradient of the logits: ``factors[:, None] * odds``, and at the labels,
-    where odds are 0, ``label_gradients``; no part of it where a label is another shard's, outside
-    [0, V_r). Each of as many tokens as the odds.
+    """What turns the odds of some tokens into the gradient of their logits, (tokens,) each.
+
+    The gradient is ``factors[:, None] * odds``. The odds of the labels are 0: there it is
+    ``label_gradients``, unless the label is outside [0, V_r), in another shard of the vocabulary.
     """
 
     factors: Tensor  # float32
@@ -37,8 +38,9 @@ class OddsFactors(NamedTuple):
 
 
 class Gradients:
-    """Sums over chunks of dlogits. Memory is allocated when the first chunk is added: the device
-    has work by then.
+    """The gradients of a head's inputs, summed over chunks.
+
+    Memory is allocated when the first chunk is added, because by then the device has work to do.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Gradients:
         for product, (x, weight) in zip(self._products, operands.products(), strict=True):
             product.add(x, weight, dlogits, chunk)
         if self._wanted.bias:
-            # never odds: they are for heads without a bias
+            # dlogits are no odds here: those are for heads without a bias
             summed = dlogits.sum(0, dtype=accumulation_dtype(dlogits.dtype))
             self._dbias = summed if self._dbias is None else self._dbias.add_(summed)
 

@@ -1,5 +1,6 @@
-"""The unnormalized softmax ("odds") of a chunk, written by the product itself (``triton/odds``) on
-Hopper: the launches. ``odds_inputs`` says which inputs are served.
+"""Launch the odds kernels of Hopper on a chunk: a kernel that computes the matrix product of the
+logits writes their unnormalized softmax ("odds") instead (``triton/odds``). ``odds_inputs`` says
+which inputs are served.
 
 C: tokens of a chunk, N: of the batch, H: hidden size, V: vocabulary.
 """
@@ -21,7 +22,7 @@ from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, o
 
 TILE_ROWS, TILE_V, TILE_H = 128, 128, 64  # of a tile of odds, and of a step of its product
 # tiles of rows that share a tile of the weight: as many as keep about 4 MiB of the hidden states in
-# the L2 cache (measured: of 4096 columns, 4 are 7 % faster than 8)
+# the L2 cache (measured with a hidden size of 4096: 4 tiles are 7 % faster than 8)
 GROUPED_COLUMNS, MAX_GROUPED_TILES = 16384, 16
 TILES: dict[str, Any] = {
     "TILE_ROWS": TILE_ROWS,
@@ -32,8 +33,8 @@ TILES: dict[str, Any] = {
     "num_stages": 3,
 }
 PROGRAMS = 2  # on a processor: while one turns its tile into odds, the other multiplies
-# an adapter's tiles take shared memory too: those of a small rank what smaller parts leave; beside
-# those of a larger rank there is no room for a second program: more stages instead
+# an adapter's tiles take shared memory too. With a small rank, smaller parts leave enough of it.
+# With a larger rank there is no room for a second program, so the one program has more stages
 SMALL_RANK, WITH_SMALL_RANK = 16, {"PARTS": 4}
 WITH_LARGE_RANK, PROGRAMS_WITH_LARGE_RANK = {"num_stages": 5}, 1
 FINISHED: dict[str, Any] = {"BLOCK_ROWS": 8, "BLOCK_TILES": 256}

@@ -1,8 +1,10 @@
-"""What logits are a sum of: ``hidden_states @ weight.T + bias + low_rank @ low_rank_weight.T``.
+"""The inputs of a head, and their checks:
 
-N: tokens, H: hidden size, V: vocabulary, R: rank. The second product is that of a low-rank adapter
-(LoRA) on the head, whatever came before it: ``low_rank`` is (scale times) what its first factor
-gave, the columns of several adapters side by side.
+    logits = hidden_states @ weight.T + bias + low_rank @ low_rank_weight.T
+
+N: tokens, H: hidden size, V: vocabulary, R: rank. The second product is the one of low-rank
+adapters (LoRA) on the head. ``low_rank`` is the result of an adapter's first product, times its
+scale. Those of several adapters stand side by side, in columns.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.vocab_shard import VocabShard
 
 MIB = 2**20
-# Where the time over memory bends, measured on an H200: of a head that trains, each chunk's dweight
-# is read and written again, which at 512 MiB costs up to 8 % over 1 GiB; of a frozen one nothing is
+# Beyond these, more memory saves little time, measured on an H200. If the head trains, each chunk
+# reads and writes dweight again: at 512 MiB this costs up to 8 % over 1 GiB. A frozen head has none
 TRAINED_CHUNK_MIB = 512
 FROZEN_CHUNK_MIB = 256
 MAX_CHUNK_MIB = 2**40  # no device has so much
@@ -103,10 +105,13 @@ class Wanted(NamedTuple):
         return self.weight or self.bias or self.low_rank_weight
 
     def in_forward(self, dtype: torch.dtype, *, same_for_all: bool) -> bool:
-        """Return True if the gradients can be computed in the forward pass, for the backward pass
-        to scale: with ``same_for_all``, the upstream gradient is one for all tokens.
+        """Return True if the forward pass can compute the gradients, for the backward pass to
+        scale.
 
-        float16 would lose small gradients before a loss scale reaches them.
+        Not in float16, which would lose small gradients before a loss scale reaches them.
+
+        Args:
+            same_for_all: whether all tokens have the same upstream gradient.
         """
         if not any(self) or dtype == torch.float16:
             return False
@@ -124,7 +129,7 @@ class Wanted(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What a call takes from autograd and autocast.
+    """The state of autograd and autocast in which a call is made.
 
     Attributes:
         wanted: the gradients that the backward pass returns.

@@ -1,5 +1,5 @@
-"""Which tokens count, and by how much: labels are compacted to those of the supervised tokens, and
-weights become factors of their losses.
+"""Which tokens are supervised, and with which factors their losses count: the labels of supervised
+tokens are put first ("compacted"), and weights and denominators become factors of the losses.
 
 N: tokens, n: supervised tokens, V: vocabulary.
 """
@@ -19,14 +19,14 @@ AHEAD = "_liger_patch_compacted"  # attribute of labels: see compact_ahead
 
 
 class CompactedLabels:
-    """Compacted labels; the count may still be on the GPU.
+    """Labels with those of the supervised tokens first. Their count may still be on the GPU.
 
     Attributes:
-        labels: (N,) int64, those of the supervised tokens first; the rest means nothing.
-        rows: (N,) positions of the supervised tokens, ascending; the rest are positions too.
-        counts: (2,) tokens that are supervised, and those of them with a label outside [0, V).
-        means: (N,) float32 one over the number of supervised tokens, 1 for none; None where nothing
-            has computed it.
+        labels: (N,) int64, those of the supervised tokens first; the others have no meaning.
+        rows: (N,) the positions of the supervised tokens, ascending; the others are any positions.
+        counts: (2,) the number of supervised tokens, and of those with a label outside [0, V).
+        means: (N,) float32, 1 / the number of supervised tokens (1 where there are none); None if
+            no kernel has computed it.
         count: n; None before ``read_count``.
         supervised_rows: the first n of ``rows``; None where every token is supervised.
     """

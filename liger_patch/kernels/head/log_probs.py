@@ -24,8 +24,9 @@ class LogProbs(NamedTuple):
     Attributes:
         log_probs: of the label.
         entropy: of the distribution, in nats.
-        is_top1: whether the label is the most likely class, or the first of several. Where logits
-            are never written (bf16 on Hopper), of equal ones in a block of 128 classes none is.
+        is_top1: whether the label is the most likely class, or the first of several equal ones.
+            Where logits are never written (bf16 on Hopper), it is False for each of several equal
+            ones in a block of 128 classes.
         lse: log of the sum of the exponentials of the logits.
         mean_logits: over the vocabulary, after scale, softcap and temperature. No gradient.
         log_sum_sq_probs: log of the sum of the squared probabilities. No gradient.

@@ -1,8 +1,9 @@
 """A chunk's logits, materialized: how many tokens fit into memory, the products that write their
 logits, and the kernel that turns each row into its loss and, in place, into its gradient.
 
-``LogitsForm`` is the path without Hopper's kernels (``hopper``), and that of gradients of entropy
-and lse. C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary.
+``LogitsForm`` computes losses from logits: on all devices but Hopper, and where Hopper's odds
+kernels (``hopper.OddsForm``) do not serve, as for gradients of entropy and lse. C: tokens of a
+chunk, N: of the batch, n: of them supervised, V: vocabulary.
 """
 
 from collections.abc import Iterator
@@ -25,18 +26,20 @@ from liger_patch.kernels.options import LossOptions
 SLICE_BYTES = 64 * 2**20  # of a quantised weight at a time: 128 MiB are no faster
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
-NARROW_CHUNKS = 16  # up to so many, rounding a sum to 16 bits after each stays in eager's error
+NARROW_CHUNKS = 16  # with more, a sum rounded to 16 bits after each chunk exceeds eager's error
 
 
 class LogitsForm:
     """Computes losses and gradients of chunks of tokens from their logits.
 
     Attributes:
-        counts_on_device: whether the device finds where the supervised tokens end, so that a chunk
-            may run before the count is read, and whether losses alone take no (C, V) memory.
+        counts_on_device: whether the kernels read on the device where the supervised tokens end.
+            Then a chunk may run before the host knows their count, and losses without gradients
+            take no (C, V) memory.
         losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
         statistics: of the same tokens, None where not wanted.
-        odds: None: the memory of a chunk holds dlogits.
+        odds: None here, where the memory of a chunk holds dlogits. ``OddsForm``: the factors that
+            turn odds into dlogits.
     """
 
     counts_on_device = False
@@ -203,10 +206,10 @@ def chunks_of(size: int, tokens: int) -> list[tuple[int, int]]:
 
 def rows_before_count(tokens: int, row_bytes: int, budget_bytes: int) -> int:
     """Return the rows of a first chunk that runs before the count of supervised tokens is read; 0
-    for none.
+    where no chunk runs before that.
 
-    None where the chunks are many: then the wait is nothing, and with fewer tokens
-    ``summed_chunk_rows`` may need smaller ones.
+    That is so with many chunks: there the wait for the count is short, and the size of the chunks
+    depends on the count (``summed_chunk_rows``).
     """
     rows = chunk_rows(tokens, row_bytes, budget_bytes)
     return rows if tokens <= rows * NARROW_CHUNKS else 0

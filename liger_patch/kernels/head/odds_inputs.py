@@ -1,8 +1,9 @@
-"""Which heads are computed from odds (``hopper``), and in which memory their inputs lie.
+"""Which heads the odds kernels of Hopper serve (``hopper``), and how their inputs must lie in
+memory.
 
-All ranks of a distributed vocabulary have to choose the same form, because the forms make other
-collectives. So what may differ from rank to rank, where a tensor lies, decides nothing there: what
-does not fit is copied.
+The ranks of a distributed vocabulary must all choose the odds kernels, or none: the two paths make
+different collectives. The place of a tensor in memory may differ from rank to rank. So with a
+distributed vocabulary it decides nothing: tensors that the kernels cannot read in place are copied.
 """
 
 from collections.abc import Collection
@@ -16,18 +17,18 @@ from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.options import LossOptions
 
 STATISTICS = frozenset({"entropy", "lse", "is_top1"})
-MAX_RANK = 64  # of an adapter: tiles of more would not fit beside the stages in shared memory
-# tokens of a batch for which the device would wait for this form's launches. Measured on an H200
-# with nothing else to do, 512 tokens: of Llama-3-8B's head 3.2 ms with it and 3.0 without, of
-# Qwen3-0.6B's 2.0 and 1.4
+MAX_RANK = 64  # of an adapter: larger tiles would not fit in shared memory beside the stages
+# tokens of a batch: up to so many, the device would wait for the launches of the odds kernels.
+# Measured with 512 tokens on an idle H200: Llama-3-8B's head takes 3.2 ms with odds and 3.0
+# without, Qwen3-0.6B's 2.0 and 1.4
 SMALL_BATCH = 512
 
 
 def serves_odds(
     operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
 ) -> bool:
-    """Return True if this form serves such inputs, in rows that the tensor memory accelerator takes
-    as they lie; see ``suits_odds``.
+    """Return True if the odds kernels can read these inputs in place: ``suits_odds``, and the
+    tensor memory accelerator takes their rows as they lie.
     """
     return suits_odds(operands, options, statistics) and all(
         _fits_descriptor(each) for each in operands if isinstance(each, Tensor)
@@ -37,11 +38,11 @@ def serves_odds(
 def suits_odds(
     operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
 ) -> bool:
-    """Return True if odds serve such a head: bf16 on Hopper, a plain weight, without bias and label
-    smoothing, an adapter's rank of up to MAX_RANK, columns in multiples of 8; of the statistics,
-    those in STATISTICS. The answer is the same for every shard of a vocabulary.
+    """Return True if the odds kernels serve such a head, wherever its inputs lie in memory.
 
-    float16 could not hold odds, and other GPUs have the products and the rows' kernel.
+    That is: bf16 on Hopper; a plain weight; no bias and no label smoothing; of an adapter, a rank
+    up to MAX_RANK; hidden size and rank in multiples of 8; of the statistics, only those in
+    STATISTICS. The answer is the same for every shard of a vocabulary. float16 could not hold odds.
     """
     x, weight, bias, low_rank, _ = operands
     return (
@@ -58,8 +59,10 @@ def suits_odds(
 
 
 def is_worth_odds(tokens: int) -> bool:
-    """Return False for a small batch, which other kernels compute with fewer launches. Shards of a
-    vocabulary are not asked: their other form was not measured.
+    """Return False for a small batch, which the other kernels compute with fewer launches.
+
+    Shards of a vocabulary take the odds kernels for small batches too: there, the other kernels
+    were not measured.
     """
     return tokens > SMALL_BATCH
 

@@ -1,11 +1,12 @@
-"""Rows of one shard's logits: to the few numbers of each that other shards need, and to gradients.
+"""Rows of one shard's logits: reduced to the few numbers that other shards need, and turned into
+gradients.
 
     d_v  = z_v - highest
     dz_v = exp(d_v) (factor + entropy_factor (mean_distance - d_v)) - smooth w_v
 
-but at the label, where the gradient is a number computed apart: near p = 1, p - 1 would cancel. z:
-the logits of ``options``, ``highest`` the largest of the whole vocabulary, w: class weights, 1
-where there are none. In PyTorch operations here, some rows at a time as in ``pytorch``;
+except at the label, whose gradient is computed apart: near p = 1, p - 1 would cancel. z: the logits
+of ``options``, ``highest``: the largest z of the whole vocabulary, w: class weights, 1 where there
+are none. In PyTorch operations here, some rows at a time as in ``pytorch``;
 ``triton/vocab_shard`` has the kernels. C: rows, R: ranks, V_r: classes of the shard.
 """
 

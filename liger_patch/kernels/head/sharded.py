@@ -1,8 +1,9 @@
-"""Logits of a vocabulary that is distributed over the ranks of a group: each rank walks its own
-columns of a chunk, a few numbers of every row meet, and each rank turns its columns into gradients.
+"""Logits of a vocabulary that is distributed over the ranks of a group.
 
-One gather of at most 8 C numbers a chunk, added in the order of the ranks: each of them has the
-same bits. C: rows, R: ranks, V: vocabulary, V_r: its part on this rank.
+For each chunk, a rank reduces its own columns to a few numbers a row, the ranks gather these, and
+each rank turns its columns into gradients. The gather has at most 8 C numbers (see ``shard_rows``).
+Every rank adds them in the order of the ranks, so all ranks have the same bits. C: rows, R: ranks,
+V: vocabulary, V_r: its part on this rank.
 """
 
 import torch

@@ -1,11 +1,13 @@
-"""Odds of a vocabulary that is distributed over the ranks of a group, on Hopper: each rank writes
-those of its own classes, and a few numbers of every row meet. No logits are written.
+"""Odds of a vocabulary that is distributed over the ranks of a group, on Hopper.
 
-Once a call, the labels' logits are summed over the ranks: of each label, all but one give 0. Of a
-chunk, at most 6 C numbers of each rank are gathered, added in the order of the ranks: each of them
-has the same bits, and so finds the same overflow, which only the device knows of. That is why they
-are gathered a second time for every chunk, whether it is computed again or not: to ask the host
-would cost more. C: rows.
+Each rank writes the odds of its own classes, and the ranks gather a few numbers of every row. No
+logits are written.
+
+Once a call, the labels' logits are summed over the ranks: for each label, all ranks but one give 0.
+For each chunk, every rank gathers at most 6 C numbers of each rank, and adds them in the order of
+the ranks. So all ranks have the same bits, and find the same overflow. Only the device knows of an
+overflow. Asking it would make the host wait, which costs more than a second gather: so every chunk
+gathers twice, whether it is computed again or not. C: rows.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What else is known of each token's distribution, and the gradient by its logits.
+"""Statistics of each token's distribution beside its loss, and the gradient by its logits.
 
 With p = softmax(z), z the logits of ``options``, and y the label:
 

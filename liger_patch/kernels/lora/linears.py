@@ -9,15 +9,16 @@ and with ds_i = scaling_i dy_i B_i:
     dA_i = ds_i' dropout_i(x)        dB_i = scaling_i dy_i' s_i
     dx   = sum_i dy_i W_i + dropout_i'(ds_i A_i)
 
-Where nothing is dropped, the A of all projections are one matrix of a single thin product. What an
-adapter adds is summed within the product that computes it, forward and backward: no temporary of
-the size of y. Weights are dequantised or cast per use, and not kept in that form; A and B are cast
-once, and kept so.
+Without dropout, the A of all projections form one matrix, and all s_i are a single thin product.
+The product that computes an adapter's part adds it to y or dx at once, so there is no temporary of
+that size. Weights are dequantized or cast at each use, and not kept in that form. A and B are cast
+once, and the cast copies are kept.
 
 N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
-16 bits: x, 2 H, once for all projections, and s, 2 R each; where x is the norm of what is there in
-any case, that in its place, and the norm is computed again. What is dropped is a hash of a seed
-where Triton runs (``triton/dropout``), elsewhere a mask of H bytes for each projection.
+16 bits: x, 2 H, once for all projections, and s, 2 R each. If ``source`` gives the input of the
+norm that x is the result of, that input is saved in place of x, and the norm is computed again.
+Dropout is a hash of a seed where Triton runs (``triton/dropout``), elsewhere a mask of H bytes for
+each projection.
 """
 
 from collections.abc import Sequence
@@ -122,8 +123,8 @@ def lora_linears(
     Args:
         x: (..., H), floating point.
         projections: of x, each with its own O and R.
-        source: what x is the norm of: kept in its place, and x is computed again in the backward
-            pass.
+        source: the inputs of the norm that gave x. They are kept in place of x, which is computed
+            again in the backward pass. None keeps x.
 
     Returns:
         (..., O) of each projection, in the dtype of the products.

@@ -8,9 +8,10 @@ Kept are x, the base's products x Wg' and x Wu', and the thin S and Sd: 2 H + 4 
 Ad are computed again within the kernel that turns da into dgate and dup. It also sums dB of gate
 and of up and dA of down, so that nothing of the size of gate is read or written for them.
 
-y is a function of its own that saves no tensor: gradient checkpointing computes again only as far
-as the last tensor that is saved, and so leaves out the last product. It holds Sd, 2 R bytes a token
-that checkpoints keep, and the cast Bd. In slices (``sliced``) x alone is kept.
+y is computed by a function of its own, which saves no tensor for the backward pass. Gradient
+checkpointing computes a layer again only up to the last saved tensor, so it leaves out the product
+of y. The function holds Sd, 2 R bytes a token that checkpoints keep too, and the cast Bd. In slices
+(``sliced``), only x is kept.
 
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """
@@ -170,9 +171,10 @@ def lora_mlp(
         gate, up: of H features to I.
         down: of I features to O, which is mostly H.
         activation: "silu", "gelu_tanh" or "gelu".
-        slice_tokens: keeps x alone, and runs over slices of so many tokens, forward and backward,
-            which computes the first two products again: for gradient checkpointing, which then
-            does not. None: all at once; so does dropout where its masks are tensors.
+        slice_tokens: the tokens of a slice. Both passes then run slice by slice, only x is kept,
+            and the backward pass computes the first two products again. It is meant for gradient
+            checkpointing, which then need not compute them again. None, and dropout with masks that
+            are tensors: all tokens at once.
 
     Returns:
         (..., O), in the dtype of the products.

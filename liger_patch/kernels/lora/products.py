@@ -13,7 +13,7 @@ from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.head.logits import product_
 from liger_patch.kernels.lora.projection import LoraProjection
 
-# of an input's features, those that an adapter sees: all, (N, H) bool, or by the hash of a seed
+# the features of its input that an adapter sees: None for all, a mask (N, H), or a hash's seed
 Kept = Tensor | int | None
 MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
 
@@ -24,8 +24,10 @@ def thin_products(
     parts: Sequence[LoraProjection],
     seeds: Sequence[int | None] | None = None,
 ) -> tuple[Tensor, list[Kept]]:
-    """Return s (N, sum of R), and which features each projection keeps: as seeds say, or as new
-    ones do.
+    """Return s (N, sum of R), and which features of x each projection sees.
+
+    Args:
+        seeds: those of an earlier call, to drop the same features again; None draws new ones.
     """
     if not any(part.dropout for part in parts):
         return x @ a.t(), [None] * len(parts)
@@ -80,7 +82,7 @@ def upstream_thin_products(
     dys: Sequence[Tensor | None],  # (N, O) each
     parts: Sequence[LoraProjection],
 ) -> Tensor:
-    """Return ds (N, sum of R); zero of projections without an upstream gradient."""
+    """Return ds (N, sum of R); columns without an upstream gradient are zero."""
     given = next(dy for dy in dys if dy is not None)
     ds = given.new_empty(len(given), sum(len(part.a) for part in parts))
     for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
@@ -143,7 +145,7 @@ def adapter_gradient_(
     dtype: torch.dtype | None,
     dropout: float,
 ) -> Tensor | None:
-    """Do the same for one adapter."""
+    """Add to dx what comes through one adapter. Return its dA in a dtype, None for None."""
     if dx is None and dtype is None:
         return None
     if isinstance(kept, int):

@@ -1,4 +1,8 @@
-"""A linear layer with a LoRA adapter, as the operators of this folder take it, and its check."""
+"""A linear layer with a LoRA adapter, as the operators of this folder take it.
+
+Autograd functions take tensors and constants apart: ``flattened`` separates a projection into both,
+``restored`` puts it together again.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,12 +18,12 @@ class LoraProjection(NamedTuple):
     """A linear layer with an adapter.
 
     Attributes:
-        weight: (O, H); one that is quantised has no gradient.
+        weight: (O, H); a quantized one gets no gradient.
         bias: (O,), or None.
         a: (R, H).
         b: (O, R).
         scaling: factor on what the adapter adds.
-        dropout: probability that a feature of x is not seen by the adapter, in [0, 1).
+        dropout: probability with which each feature of the adapter's input is dropped, in [0, 1).
     """
 
     weight: Tensor | QuantizedWeight
@@ -37,7 +41,12 @@ class LoraProjection(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What of a projection is no tensor; ``a_dtype`` and ``b_dtype`` are those of its gradients."""
+    """The constants of a projection, beside its tensors.
+
+    Attributes:
+        quantized: the weight, if it is quantized; else None.
+        a_dtype, b_dtype: the dtypes of the gradients of A and B.
+    """
 
     quantized: QuantizedWeight | None
     scaling: float
@@ -47,7 +56,9 @@ class Constants(NamedTuple):
 
 
 def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], list[Tensor | None]]:
-    """Return what autograd functions take: constants, and tensors in fours."""
+    """Return what autograd functions take: the constants of each projection, and a flat list of
+    weight, bias, A and B of each.
+    """
     fixed, tensors = [], []
     for weight, bias, a, b, scaling, dropout in projections:
         is_dense = isinstance(weight, Tensor)
@@ -57,7 +68,7 @@ def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], l
 
 
 def bases_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return weight and bias of each projection, of what ``flattened`` gave."""
+    """Return weight and bias of each projection, from the tensors of ``flattened``."""
     return [each for i in range(0, len(tensors), 4) for each in tensors[i : i + 2]]
 
 
@@ -67,7 +78,7 @@ def restored(
     a: Tensor,  # (sum of R, H)
     bs: Sequence[Tensor],  # (O, R) each
 ) -> list[LoraProjection]:
-    """Return the projections of one input, their adapters as ``cast_matrices`` gave them."""
+    """Return the projections of one input, with the adapters that ``cast_matrices`` has cast."""
     parts = []
     rows = (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
     for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):

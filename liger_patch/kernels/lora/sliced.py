@@ -1,7 +1,7 @@
 """A gated feed-forward layer with LoRA adapters, over slices of its tokens: it keeps x alone.
 
-The formulas are in ``mlp``; ``kernels/sliced`` runs the slices. Weights are cast or dequantised
-once in a pass: 6 H I bytes in 16 bits. What is dropped has a seed for each slice and projection.
+The formulas are in ``mlp``; ``kernels/sliced`` runs the slices. Weights are cast or dequantized
+once in a pass: 6 H I bytes in 16 bits. Dropout has a seed for each slice and projection.
 
 H: hidden size, I: intermediate size, N: tokens, n: of a slice.
 """
@@ -43,9 +43,9 @@ class SlicedMlp:
     """The layer as ``kernels/sliced`` runs it.
 
     Args:
-        fixed: what is no tensor of gate, up and down.
+        fixed: the constants of gate, up and down.
         dtype: of the products.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu_tanh" or "gelu".
         out_features: O.
         slices: how many there are.
     """
@@ -68,7 +68,7 @@ class SlicedMlp:
 
     @staticmethod
     def serves(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:
-        """Return False where what is dropped is no hash of a seed."""
+        """Return False if dropout would need a mask as a tensor, which slices cannot make again."""
         one = x.new_empty(1, dtype=dtype)
         return serves_lora(one, max(len(each.a) for each in parts)) or not any(
             each.dropout for each in parts
