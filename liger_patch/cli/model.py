@@ -34,7 +34,7 @@ class TrainingStep:
         lora_rank: of adapters on all linear layers but the head; None trains every weight.
         adapter_dtype: of these adapters.
         bits: 16 or 32 as ``dtype`` says, or 4 for linear layers in nf4.
-        double_quant: whether the scales of 4-bit weights are quantised too.
+        double_quant: whether the scales of 4-bit weights are quantized too.
         checkpointing: whether layers are computed again in the backward pass.
         checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
         optimizer: a name of OPTIMIZERS.

@@ -250,7 +250,7 @@ def in_slices(
     Args:
         down_weight: (O, I).
         dtype: of the products.
-        copied: weights that are cast or dequantised, once in a pass.
+        copied: weights that are cast or dequantized, once in a pass.
         parameters: whose gradients may be wanted.
     """
     out_features, size = down_weight.shape

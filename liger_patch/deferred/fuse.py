@@ -187,10 +187,10 @@ def _main_and_low_rank(
         return terms[0], None
     if any(is_distributed(term.weight) for term in terms):
         return None  # an adapter on a head whose vocabulary is distributed
-    quantised = [term for term in terms if not isinstance(term.weight, Tensor)]
-    main = max(quantised or terms, key=lambda term: term.weight.shape[1])
+    quantized = [term for term in terms if not isinstance(term.weight, Tensor)]
+    main = max(quantized or terms, key=lambda term: term.weight.shape[1])
     others = [term for term in terms if term is not main]
-    if len(quantised) > 1 or main.scale == 0:
+    if len(quantized) > 1 or main.scale == 0:
         return None
     if any(
         (t.differentiable, t.autocast_dtype) != (main.differentiable, main.autocast_dtype)

@@ -1,9 +1,9 @@
-"""bitsandbytes: the weight of a quantised linear layer, a few rows at a time. Imported only where
+"""bitsandbytes: the weight of a quantized linear layer, a few rows at a time. Imported only where
 bitsandbytes is loaded.
 
 V: rows of the weight (vocabulary), H: its columns (hidden size). 4-bit numbers (nf4, fp4) lie two
 to a byte, row after row; each block of ``blocksize`` of them, which may begin within a row, has a
-scale, and with double quantisation each block of 256 scales is itself 8-bit numbers with a scale.
+scale, and with double quantization each block of 256 scales is itself 8-bit numbers with a scale.
 8-bit numbers have a scale per row. Source: bitsandbytes 0.50, ``nn/modules.py`` and
 ``autograd/_functions.py``.
 """
@@ -24,16 +24,16 @@ from liger_patch.kernels.backend import is_traced, serves_triton_device
 
 
 class LayerWeight(ABC):
-    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantised a few rows at a time:
+    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantized a few rows at a time:
     a ``QuantizedWeight``.
 
     It is a snapshot: it does not see when the layer is moved or packed later.
 
     Attributes:
-        stored: the layer's parameter, which holds the quantised numbers.
-        shape: (V, H) of the dequantised weight.
-        dtype: of the dequantised rows, and of the layer's product with them.
-        device: of the quantised numbers and of the rows.
+        stored: the layer's parameter, which holds the quantized numbers.
+        shape: (V, H) of the dequantized weight.
+        dtype: of the dequantized rows, and of the layer's product with them.
+        device: of the quantized numbers and of the rows.
         row_multiple: the least number of rows that is a whole number of blocks. A slice that begins
             at a multiple of it needs no block of the slice before. Any slice is exact.
         requires_grad: False, and of the rows too.
@@ -66,21 +66,21 @@ class LayerWeight(ABC):
             raise ValueError(
                 f"start={start}, stop={stop}: expected 0 <= start < stop <= {self.shape[0]}"
             )
-        return self._dequantised(start, stop)
+        return self._dequantized(start, stop)
 
     def is_current(self) -> bool:
         """Return whether the layer still has this weight: merging an adapter replaces it."""
         return self._layer.weight is self.stored
 
     @abstractmethod
-    def _dequantised(self, start: int, stop: int) -> Tensor:
+    def _dequantized(self, start: int, stop: int) -> Tensor:
         """Return rows ``start`` to ``stop``, which are within the weight."""
 
 
 class _Weight4bit(LayerWeight):
-    """Where Triton runs, one kernel dequantises nf4 and its scales, with bitsandbytes' numbers: its
+    """Where Triton runs, one kernel dequantizes nf4 and its scales, with bitsandbytes' numbers: its
     own operations, one after another, keep the host busy for longer than the GPU. Elsewhere they
-    dequantise the blocks that a slice touches as one vector, which is then cut.
+    dequantize the blocks that a slice touches as one vector, which is then cut.
 
     A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
     a matrix whose H is a multiple of 16 but not of the blocksize.
@@ -104,7 +104,7 @@ class _Weight4bit(LayerWeight):
         row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
         super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
 
-    def _dequantised(self, start: int, stop: int) -> Tensor:
+    def _dequantized(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
         if self._serves_triton():
             from liger_patch.kernels.triton import nf4
@@ -169,7 +169,7 @@ class _Weight4bit(LayerWeight):
 
 
 class _Weight8bit(LayerWeight):
-    """Dequantised as in the layer's own backward.
+    """Dequantized as in the layer's own backward.
 
     Its forward on a GPU, and in eval mode on a CPU, rounds the activations to 8 bits too (but for
     the columns that exceed ``threshold``): a product with these rows is more exact than that.
@@ -183,13 +183,13 @@ class _Weight8bit(LayerWeight):
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
-    def _dequantised(self, start: int, stop: int) -> Tensor:
+    def _dequantized(self, start: int, stop: int) -> Tensor:
         scales = self._scales[start:stop, None] * (1.0 / 127.0)
         return self._numbers[start:stop].to(self.dtype).mul_(scales)
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return whether this is a quantised linear layer of bitsandbytes."""
+    """Return whether this is a quantized linear layer of bitsandbytes."""
     return isinstance(module, (Linear4bit, Linear8bitLt))
 
 
@@ -201,9 +201,9 @@ def is_4bit(module: nn.Module) -> bool:
 def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
     """Return the weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 
-    None where a product with its dequantised rows (and its bias) is not what the class computes,
+    None where a product with its dequantized rows (and its bias) is not what the class computes,
     or where it cannot be read: any other module, a subclass with a ``forward`` of its own, a weight
-    that is not quantised yet, is on the meta device or apart from its scales, and a 4-bit one that
+    that is not quantized yet, is on the meta device or apart from its scales, and a 4-bit one that
     bitsandbytes has packed for inference on a CPU. Autocast is not considered.
     """
     forward = type(module).forward

@@ -176,7 +176,7 @@ def gated_mlp(
         activation: "silu", "gelu_tanh" or "gelu".
         slice_tokens: saves ``x`` alone, and runs over slices of so many tokens, forward and
             backward, which computes the first two products again: for gradient checkpointing,
-            which then does not. Then weights may be quantised. None: all at once.
+            which then does not. Then weights may be quantized. None: all at once.
 
     Returns:
         (..., O), of the dtype of ``x``, or autocast's.
@@ -218,7 +218,7 @@ def gated_mlp(
         return run_sliced(layer, x, dense, slices_of(x, slice_tokens))
     for name, weight in weights.items():
         if weight is not None and not isinstance(weight, Tensor):
-            raise ValueError(f"{name} must be a tensor without slice_tokens, got a quantised one")
+            raise ValueError(f"{name} must be a tensor without slice_tokens, got a quantized one")
     cast = [None if each is None else each.to(dtype) for each in dense]
     return _GatedMlp.apply(x.to(dtype), *cast, activation)
 

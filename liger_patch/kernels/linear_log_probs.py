@@ -100,7 +100,7 @@ def linear_log_probs(
 
     Args:
         hidden_states: (N, H).
-        weight: (V, H), on the same device. A ``QuantizedWeight`` has no gradient and is dequantised
+        weight: (V, H), on the same device. A ``QuantizedWeight`` has no gradient and is dequantized
             64 MiB at a time.
         labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
         bias: (V,), added to the logits.

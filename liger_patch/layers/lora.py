@@ -29,7 +29,7 @@ from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
-FEW_TOKENS = 32  # bitsandbytes 0.50 multiplies at least 4, on most GPUs more, without dequantising
+FEW_TOKENS = 32  # bitsandbytes 0.50 multiplies at least 4, on most GPUs more, without dequantizing
 AUTOCAST_ADVICE = "Train under autocast, as with TrainingArguments(bf16=True)"
 _running = threading.local()  # the Siblings of the attention that this thread runs
 
@@ -239,7 +239,7 @@ def _why_pefts_own(layer: Any, x: Tensor) -> str | None:
         return "torch.func or a tensor subclass"
     generates = not (layer.training or torch.is_grad_enabled())
     if generates and type(layer.base_layer) is not nn.Linear and len(rows_of(x)) <= FEW_TOKENS:
-        return "generation from a quantised base"
+        return "generation from a quantized base"
     return None
 
 

@@ -171,7 +171,7 @@ KINDS: dict[str, Kind] = {
         trained=FROZEN_HEAD,
     ),
     "bitsandbytes: 4 bits, nf4": Kind(four_bits("nf4"), trained=FROZEN_HEAD, quantised=True),
-    "… fp4, double quantisation": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantised=True),
+    "… fp4, double quantization": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantised=True),
     "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantised=True),
     "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantised=True),
     "a tensor subclass (torchao)": Kind(

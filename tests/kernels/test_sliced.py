@@ -210,7 +210,7 @@ def test_gated_mlp_of_quantised_weights(
 
     check_plain(ours, plain, inputs)
     given = held | inputs
-    with pytest.raises(ValueError, match="must be a tensor without slice_tokens, got a quantised"):
+    with pytest.raises(ValueError, match="must be a tensor without slice_tokens, got a quantized"):
         gated_mlp(given["x"], given["gate"], given["up"], given["down"])
 
 

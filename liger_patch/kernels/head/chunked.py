@@ -9,8 +9,8 @@ are dropped. For each chunk, where gradients are wanted:
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
-low-rank adapter on the head adds its own thin products to each of them; a quantised weight is
-dequantised a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
+low-rank adapter on the head adds its own thin products to each of them; a quantized weight is
+dequantized a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
 multiplies by its own rows: see ``sharded`` and ``sharded_odds``. Extra memory: the gradients
 themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).

@@ -187,7 +187,7 @@ def _dstates_product(
         wide = make(len(dlogits), weight.shape[1], dtype=wide_dtype)
         for classes, part in weight_slices(weight):
             product_(wide, dlogits[:, classes], part, add=classes.start > 0)
-            del part  # before the next one is dequantised
+            del part  # before the next one is dequantized
         if rows is None:
             out.copy_(wide)
         else:

@@ -31,11 +31,11 @@ MAX_CHUNK_MIB = 2**40  # no device has so much
 
 
 class QuantizedWeight(Protocol):
-    """A weight (V, H) without a gradient whose rows are dequantised where they are needed.
+    """A weight (V, H) without a gradient whose rows are dequantized where they are needed.
 
     Attributes:
         shape: (V, H).
-        dtype, device: of the dequantised rows.
+        dtype, device: of the dequantized rows.
         stored: the tensor that holds the numbers, to tell whether they have changed.
         row_multiple: slices that begin at a multiple of so many rows are the cheapest.
         requires_grad: False.
@@ -49,7 +49,7 @@ class QuantizedWeight(Protocol):
     requires_grad: bool
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows (stop - start, H), dequantised."""
+        """Return rows (stop - start, H), dequantized."""
         ...
 
     def is_current(self) -> bool:
@@ -76,7 +76,7 @@ class HeadInputs(NamedTuple):
         return products
 
     def to(self, dtype: torch.dtype) -> HeadInputs:
-        """Return the operands of the products in their dtype; a quantised weight has it."""
+        """Return the operands of the products in their dtype; a quantized weight has it."""
         converted: list[Any] = [t.to(dtype) if isinstance(t, Tensor) else t for t in self]
         return HeadInputs(*converted)
 
@@ -243,7 +243,7 @@ def default_chunk_mib(trains_weight: bool) -> int:
 
 def save_inputs(ctx: Any, inputs: Sequence[Any], options: LossOptions) -> None:
     """Save the tensors among the inputs and options: one that is changed in place before the
-    backward pass needs it is an error there. A quantised weight is kept as it is.
+    backward pass needs it is an error there. A quantized weight is kept as it is.
     """
     ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
     saved = (v if isinstance(v, Tensor) else None for v in inputs)

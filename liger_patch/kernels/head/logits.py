@@ -23,7 +23,7 @@ from liger_patch.kernels.head.statistics import (
 )
 from liger_patch.kernels.options import LossOptions
 
-SLICE_BYTES = 64 * 2**20  # of a quantised weight at a time: 128 MiB are no faster
+SLICE_BYTES = 64 * 2**20  # of a quantized weight at a time: 128 MiB are no faster
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
 NARROW_CHUNKS = 16  # with more, a sum rounded to 16 bits after each chunk exceeds eager's error
@@ -105,7 +105,7 @@ def logits_(out: Tensor, operands: HeadInputs) -> Tensor:
             torch.mm(x, part.t(), out=out[:, classes])
         else:
             torch.addmm(operands.bias[classes], x, part.t(), out=out[:, classes])
-        del part  # before the next one is dequantised
+        del part  # before the next one is dequantized
     for x, weight in others:
         for classes, part in weight_slices(weight):
             product_(out[:, classes], x, part.t(), add=True)
@@ -141,7 +141,7 @@ def _writes_float32(a: Tensor) -> bool:
 
 
 def weight_slices(weight: Tensor | QuantizedWeight) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (classes, their rows): a plain weight at once, a quantised one in parts."""
+    """Yield (classes, their rows): a plain weight at once, a quantized one in parts."""
     if isinstance(weight, Tensor):
         yield slice(0, weight.shape[0]), weight
         return

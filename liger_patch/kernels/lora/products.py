@@ -108,7 +108,7 @@ def input_gradient(
             dx = product_(dy.new_empty(len(dy), weight.shape[1], dtype=dtype), dy, weight)
         else:
             product_(dx, dy, weight, add=True)
-        del weight  # before the next one is dequantised
+        del weight  # before the next one is dequantized
     assert dx is not None
     return dx
 

@@ -34,7 +34,7 @@ class LoraProjection(NamedTuple):
     dropout: float = 0.0
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (O, H) as a product takes it, dequantised or cast where need be."""
+        """Return the weight (O, H) as a product takes it, dequantized or cast where need be."""
         if isinstance(self.weight, Tensor):
             return self.weight.to(dtype)
         return self.weight.rows(0, self.weight.shape[0]).to(dtype)

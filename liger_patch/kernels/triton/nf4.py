@@ -1,10 +1,10 @@
-"""Triton form of dequantising nf4, the 4-bit numbers of bitsandbytes.
+"""Triton form of dequantizing nf4, the 4-bit numbers of bitsandbytes.
 
     number n = code[nibble n] * scale[n // blocksize]
     scale b = nested_code[stored b] * nested_scale[b // nested_blocksize] + offset
 
 Two numbers lie in a byte, the first in its high half. Scales are stored as they are, or with double
-quantisation as 8-bit numbers. Each product and the sum is rounded to float32, and the result once
+quantization as 8-bit numbers. Each product and the sum is rounded to float32, and the result once
 to its dtype, as in bitsandbytes' CUDA kernels: the same bits. Extra memory: none. Source:
 bitsandbytes 0.50, ``functional.py`` and ``csrc/kernels.cu``.
 """
