@@ -135,14 +135,8 @@ class ForwardPass:
         self.done = True
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
-        shifted = shift_labels is not None
-        given = labels if shift_labels is None else shift_labels
-        flat = None
-        if self.expected is not None:
-            flat = self.expected.targets_of(given, ignore_index, shifted=shifted)
-        if flat is None:
-            flat = (given if shifted else next_labels(labels, ignore_index)).reshape(-1)
-        targets = flat.view(given.shape)
+        flat = self._flat_targets(labels, shift_labels, ignore_index)
+        targets = flat.view((labels if shift_labels is None else shift_labels).shape)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
@@ -169,16 +163,11 @@ class ForwardPass:
             )
         token_weight = None
         if self.loss_weights is not None:
-            of_labels = self.loss_weights.to(logits.device)
+            of_labels, shifted = self.loss_weights.to(logits.device), shift_labels is not None
             token_weight = weights_of_targets(of_labels, targets, shifted=shifted).reshape(-1)
         if self.record.settings.loss_average == "sequence":
-            split = why_sequences_are_split()
-            if split is not None:
-                raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
             supervised = targets.to(logits.device) != ignore_index
-            token_weight, count = sequence_weights(
-                self.starts, supervised, accumulation_dtype(logits.dtype)
-            )
+            token_weight, count = self._sequence_weights(supervised, logits.dtype)
             num_items_in_batch = self._denominator(count, num_items_in_batch)
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
@@ -192,6 +181,36 @@ class ForwardPass:
             z_loss=self.record.settings.z_loss,
             token_weight=token_weight,
         )
+
+    def _flat_targets(
+        self,
+        labels: Tensor,  # (B, T)
+        shift_labels: Tensor | None,  # (B, T)
+        ignore_index: int,
+    ) -> Tensor:
+        """Return (B T,), the label that each token predicts.
+
+        If these were counted before the model ran, the result is that tensor itself and no view of
+        it: ``compact_ahead`` has noted the count on it.
+        """
+        shifted = shift_labels is not None
+        given = labels if shift_labels is None else shift_labels
+        if self.expected is not None:
+            counted = self.expected.targets_of(given, ignore_index, shifted=shifted)
+            if counted is not None:
+                return counted
+        return (given if shifted else next_labels(labels, ignore_index)).reshape(-1)
+
+    def _sequence_weights(self, supervised: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return what ``sequence_weights`` does for the sequences of this call.
+
+        Raises:
+            ValueError: this process has only parts of sequences.
+        """
+        split = why_sequences_are_split()
+        if split is not None:
+            raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
+        return sequence_weights(self.starts, supervised, accumulation_dtype(dtype))
 
     @_in_graph_of_logits
     def cross_entropy(

@@ -103,8 +103,10 @@ class CompactedLabels:
 
 
 def compact_ahead(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Start to count labels (N,) that ``compact_labels`` is given later: by then the host need not
-    wait for what was launched in between.
+    """Start to count labels (N,) that ``compact_labels`` is given later, so that the host need not
+    wait then for what was launched in between.
+
+    The count is noted on this tensor: ``compact_labels`` must be given the same object, not a view.
     """
     compacted = compact_labels(labels, vocab_size, ignore_index)
     vars(labels)[AHEAD] = compacted, labels._version, vocab_size, ignore_index
