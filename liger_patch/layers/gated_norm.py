@@ -5,7 +5,6 @@ GATED_NORMS says what the kernel must know of a class. A probe tests it before a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,13 +13,15 @@ from torch import Tensor, nn
 
 from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.layers.checks import is_transformers, needs_own_code
-from liger_patch.layers.probing import results_match
+from liger_patch.layers.probing import results_match, with_weight
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
 class GatedNorm(NamedTuple):
-    """Describe how a class computes its norm. An attribute ``norm_before_gate`` of the norm says
-    where its gate is, and ``activation`` which it has, if it is not silu.
+    """Describe how a class computes its norm.
+
+    Two attributes of a norm, where it has them, overrule this: ``norm_before_gate`` says whether
+    the gate is behind the norm, and ``activation`` names the activation, which is silu otherwise.
     """
 
     gate_first: bool = False  # the gate is in front of the norm
@@ -84,12 +85,9 @@ def _agree(module: Any, form: GatedNorm, replacement: Any) -> bool:
 
 
 def _with_few_features(module: Any, form: GatedNorm, features: int, dtype: torch.dtype) -> Any:
-    """Return a copy with a weight of few features. FSDP holds the weight as a plain attribute."""
-    probe = copy.copy(module)
-    probe._parameters = dict(module._parameters)
-    del probe.weight
+    """Return a copy with a weight of few features, in groups of PROBED."""
     weight = torch.linspace(0.5, 2.0, features, dtype=torch.float32)
-    probe.register_parameter("weight", nn.Parameter(weight.to(dtype)))
+    probe = with_weight(module, weight.to(dtype))
     if form.group_size in vars(module):
         setattr(probe, form.group_size, PROBED)
     return probe

@@ -18,7 +18,7 @@ from liger_patch.layers.checks import is_transformers, needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.long_rows import note_source
 from liger_patch.layers.normed_heads import UncomputedNorm, is_left_to_rotation
-from liger_patch.layers.probing import configuration, results_match
+from liger_patch.layers.probing import configuration, results_match, with_weight
 from liger_patch.subclass import derived_class, once_for_each_class
 
 
@@ -124,17 +124,14 @@ def _agree(module: Any, replacement: Any) -> bool:
 
 
 def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
-    """Return a copy with a weight of few features. FSDP holds the weight as a plain attribute."""
-    probe = copy.copy(module)
-    probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
+    """Return a copy with a weight of few features, if the norm has a weight."""
     own = getattr(module, "weight", None)
-    if own is not None:
-        del probe.weight
-        weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
-        if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
-            weight = torch.ones((), dtype=torch.float32)
-        probe.register_parameter("weight", nn.Parameter(weight.to(dtype)))
-    return probe
+    if own is None:
+        return copy.copy(module)
+    weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
+    if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
+        weight = torch.ones((), dtype=torch.float32)
+    return with_weight(module, weight.to(dtype))
 
 
 @once_for_each_class

@@ -5,6 +5,7 @@ A probe runs both on a few numbers. Layers of one configuration need one probe.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +30,8 @@ def probing() -> Iterator[None]:
 
 
 def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
-    """Return whether two ways to compute a few tensors give the same results on the CPU.
-
-    The answer is False where one of them raises an error.
+    """Return whether two ways to compute a few tensors give the same results on the CPU. False if
+    one of them raises an error.
     """
     with probing():
         try:
@@ -41,11 +41,21 @@ def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
             return False
 
 
+def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
+    """Return a copy of a module with another weight. FSDP holds the weight as a plain attribute."""
+    probe = copy.copy(module)
+    probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
+    del probe.weight
+    probe.register_parameter("weight", nn.Parameter(weight))
+    return probe
+
+
 def configuration(module: nn.Module, without: Collection[str] = ()) -> Hashable:
-    """Return the class and the attributes of a module: equal ones give equal results of a probe.
+    """Return the class and the attributes of a module, as a key: modules with equal keys need only
+    one probe.
 
     Numbers, strings and dtypes count by value, the modules within by their own configuration, all
-    else (tensors too) by identity. So the result is valid only as long as the module lives.
+    else (tensors too) by identity. So the key is valid only as long as the module lives.
 
     Args:
         without: names of the attributes that a probe replaces by its own.
