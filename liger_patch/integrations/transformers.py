@@ -31,16 +31,19 @@ from liger_patch.patch.packing import (
 
 
 class Trainer(WeightedTokens, transformers.Trainer):
-    """``transformers.Trainer``, exact for ``apply_patch(model, loss_average="sequence")`` and for
-    data sets with a column ``loss_weights``, one for each token, under gradient accumulation and on
-    several devices. With any other model and data it is Transformers'. The passes of a step count
-    the same, whatever their weights, for a model class that takes no ``num_items_in_batch``.
+    """``transformers.Trainer`` for means of sequences and for weights of tokens.
+
+    Under gradient accumulation and on several devices, it is exact for
+    ``apply_patch(model, loss_average="sequence")``, and for data sets with a column
+    ``loss_weights``. With any other model and data it behaves as Transformers' Trainer. If the
+    model's class takes no ``num_items_in_batch``, a step with weights is the mean of its forward
+    passes' means.
 
     Raises:
-        ValueError: such a model, or such data, with a loss that is computed outside the model
-            (``label_smoothing_factor``, ``compute_loss_func``), several GPUs in one process
-            (``torch.nn.DataParallel``), or parallelism that splits sequences; such data with a
-            model that is not patched.
+        ValueError: means of sequences or weights of tokens, with a loss that is computed outside
+            the model (``label_smoothing_factor``, ``compute_loss_func``), with several GPUs in one
+            process (``torch.nn.DataParallel``), or with parallelism that splits sequences; weights
+            of tokens with a model that is not patched.
     """
 
     @property

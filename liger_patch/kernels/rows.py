@@ -1,5 +1,5 @@
-"""Rows (..., H) in the order in which they lie in memory: attention heads in front of tokens, a
-transposed view, need no copy.
+"""Rows (..., H) in the order in which they lie in memory, so that a transposed view (attention
+heads in front of tokens) needs no copy.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, by what Linux says.
+"""How much host memory this process may still take, as Linux reports it.
 
 Sources: proc_meminfo(5) for ``MemAvailable``; the kernel's documents of control groups, v1 and v2,
 for the limits of a container or a batch job.
@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-RESERVED = 16  # one part in so many of the whole is left to all else: data, state_dicts, the system
-# memory's limit, use, and the part of it that is cached files
+RESERVED = 16  # one part in so many is left free, for data, state_dicts and other processes
+# by version of control groups: the files of limit and use; the entry of cached files in memory.stat
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -19,10 +19,11 @@ _NAMES = {
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still take, None where no system says it.
+    """Return the bytes that this process may still take, None on systems that do not report it.
 
-    The least of what the machine and each control group above this process have left, shared by
-    the processes that one launcher has started here (LOCAL_WORLD_SIZE, DeepSpeed: LOCAL_SIZE).
+    This is the least of what the machine and each control group above this process have left,
+    divided by the number of processes that one launcher has started here (LOCAL_WORLD_SIZE,
+    DeepSpeed: LOCAL_SIZE).
     """
     left = [left - whole // RESERVED for whole, left in (*_machine(root), *_groups(root))]
     return max(0, min(left)) // _processes() if left else None
@@ -41,7 +42,7 @@ def _machine(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group, and what is left of it. Cached files can go."""
+    """Yield the limit of each control group, and what is left of it: cached files count as free."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

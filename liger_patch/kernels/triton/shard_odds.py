@@ -1,9 +1,10 @@
 """Triton form of the few numbers of a row of odds that other shards of the vocabulary need.
 
-``odds`` leaves sums, maxima and moments of each tile of TILE_V classes. Of a shard they are reduced
-to two tiles: the classes up to the label's own tile, and those after it, because of several largest
-logits the first counts. The two of each shard, one shard after the other, are all that
-``finish_kernel`` reads of a distributed vocabulary.
+``odds`` leaves sums, maxima and moments of each tile of TILE_V classes. This kernel reduces those
+of a shard to two: one for the tiles up to that of the label, one for the tiles after it. They stay
+apart because ``is_top1`` asks whether the label is the first of several largest logits.
+``finish_kernel`` reads these two of each shard, one shard after the other, and nothing else of a
+distributed vocabulary.
 
 C: rows, T: tiles of the shard. Extra memory: 4 C floats, 6 C with statistics.
 """
