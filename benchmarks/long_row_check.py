@@ -58,6 +58,7 @@ class Check:
         tokens: of the long row, of which three blocks are compared.
         all_blocks: tokens of the row of which all blocks are compared.
         block: tokens that attend to each other.
+        checkpoint_every: of how many layers the patched model keeps one input.
     """
 
     model: Model = MODEL
@@ -65,6 +66,7 @@ class Check:
     all_blocks: int = 65_536
     block: int = attention_blocks.BLOCK
     device: str = "cuda"
+    checkpoint_every: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 3), ("all_blocks", 1)):
@@ -172,7 +174,8 @@ def _row(tokens: int, what: str, error: float, eager_error: float, more: float =
 def _patched(check: Check) -> tuple[Found, list[dict]]:
     """Train the patched model on both rows; a row each says loss, time and memory."""
     model, rows = _built(check), []
-    apply_patch(model, checkpoint_offload=check.device == "cuda")
+    offload = {"checkpoint_offload": True, "checkpoint_every": check.checkpoint_every}
+    apply_patch(model, **offload if check.device == "cuda" else {})
     results = []
     for tokens, starts in (
         (check.all_blocks, check.every()),
@@ -305,6 +308,7 @@ def cases(options: argparse.Namespace) -> Cases:
     """Return the one check that the options describe."""
     check = TINY if options.device == "cpu" else Check()
     given = {"tokens": options.tokens, "all_blocks": options.all_blocks}
+    given["checkpoint_every"] = options.checkpoint_every
     check = replace(check, **{name: value for name, value in given.items() if value is not None})
     return {"long_row_check": [partial(run_check, check)]}
 
@@ -318,6 +322,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, help="of the long row, a multiple of 8192 (default: 1007616)")
     add("--all-blocks", type=int, help="tokens of the row compared in full (default: 65536)")
+    add("--checkpoint-every", type=int, default=1, metavar="LAYERS",
+        help="of how many layers one input is kept, for less host memory (default: 1)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, blocks of 16 tokens")
 
 

@@ -16,6 +16,7 @@ Each step is printed as soon as it is done. The report is written after each con
 SIGTERM or Ctrl-C ends the benchmark. --try asks whether one length fits, and searches for none.
 --host-gib bounds the host memory that offloaded checkpoints may take, because a process that takes
 too much is killed. Ours beyond it stay on the GPU, as with apply_patch(checkpoint_offload=GIB);
+--checkpoint-every=2 lets every second layer of ours run once more instead, as does the option;
 rows that would take Unsloth more are not tried.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
@@ -91,6 +92,7 @@ class Limits:
         seconds: of each process; None for no limit.
         tries: GiB with a length each: only these are tried.
         host_gib: of host memory, for offloaded checkpoints; None for no limit.
+        every: of how many layers our offloaded checkpoints keep one input.
         total: seconds of all processes of a model, each of which may take an even share of what is
             left; None for no limit.
     """
@@ -104,6 +106,7 @@ class Limits:
     seconds: float | None = None
     tries: Sequence[tuple[float, int]] = ()
     host_gib: float | None = None
+    every: int = 1
     total: float | None = None
 
     def seconds_left(self, elapsed: float, processes: int) -> float | None:
@@ -142,6 +145,7 @@ def run_case(
                 device,
                 tuple(limits.tries),
                 limits.host_gib,
+                limits.every,
             )
             print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
             if isinstance(saved, Failure):
@@ -212,6 +216,7 @@ def cases(options: argparse.Namespace) -> Cases:
         seconds=options.limit,
         tries=tries,
         host_gib=options.host_gib,
+        every=options.checkpoint_every,
         total=options.total,
     )
     chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
@@ -273,6 +278,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--host-gib",
         type=_positive,
         help="of host memory, for offloaded checkpoints (default: any)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=1,
+        metavar="LAYERS",
+        help="of how many layers our offloaded checkpoints keep one input (default: 1)",
     )
     parser.add_argument("--timed", type=int, action="append", help="tokens of a timed row")
     parser.add_argument(

@@ -42,6 +42,7 @@ class Search:
         tries: limits with a length each: only these are tried, none is searched for.
         host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
             on the GPU, rows of others are not tried; None: unlimited.
+        every: of how many layers ours keep one input.
     """
 
     contender: str
@@ -56,6 +57,7 @@ class Search:
     device: str = "cuda"
     tries: tuple[tuple[float, int], ...] = ()
     host_gib: float | None = None
+    every: int = 1
 
 
 def main(request: Path, results: Path) -> None:
@@ -229,6 +231,7 @@ def _stepper(search: Search) -> Callable[[int], None]:
         search.rounds,
         search.device,
         search.host_gib,
+        search.every,
     )
     config = AutoConfig.from_pretrained(search.folder)
     model = CONTENDERS[search.contender](request, search.setting)

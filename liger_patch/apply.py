@@ -41,6 +41,7 @@ def apply_patch(
     loss_average: str = "token",
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool | float = False,
+    checkpoint_every: int = 1,
     strict: bool = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits, and its layers on kernels.
@@ -75,6 +76,9 @@ def apply_patch(
             process may take at most. What does not fit stays on the GPU, with one warning.
             Gradients stay the same bit for bit. For GPUs, and for layers that ``torch.compile``
             does not trace; elsewhere checkpoints stay as they are.
+        checkpoint_every: with ``checkpoint_offload``, of how many layers one input is kept, for
+            hosts with too little memory. The backward pass computes the others again, bit for bit:
+            with 2, every second layer runs forward once more. Not in a process group.
         strict: whether an architecture without a row is an error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
@@ -86,7 +90,7 @@ def apply_patch(
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
-    _check_offload(checkpoint_offload)
+    _check_offload(checkpoint_offload, checkpoint_every)
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
@@ -99,7 +103,7 @@ def apply_patch(
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
         record.verified, record.compared, record.distrusted = False, None, None
-        _set_offload(record, checkpoint_offload)
+        _set_offload(record, checkpoint_offload, checkpoint_every)
         return model
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
@@ -110,7 +114,7 @@ def apply_patch(
         architecture=f"{type(target).__name__} ({target.config.model_type})",
         layers=asked,
     )
-    _set_offload(record, checkpoint_offload)
+    _set_offload(record, checkpoint_offload, checkpoint_every)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
@@ -118,14 +122,22 @@ def apply_patch(
     return model
 
 
-def _check_offload(checkpoint_offload: bool | float) -> None:
-    if isinstance(checkpoint_offload, bool):
-        return
+def _check_offload(checkpoint_offload: bool | float, checkpoint_every: int) -> None:
     most = sys.float_info.max  # an int may be too large for a float
-    if not (isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload <= most):
+    if not isinstance(checkpoint_offload, bool) and not (
+        isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload <= most
+    ):
         raise ValueError(
             "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
             f"{checkpoint_offload!r}"
+        )
+    is_count = isinstance(checkpoint_every, int) and not isinstance(checkpoint_every, bool)
+    if not is_count or checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be a whole number >= 1, got {checkpoint_every!r}")
+    if checkpoint_every > 1 and checkpoint_offload is False:
+        raise ValueError(
+            f"checkpoint_every={checkpoint_every} needs checkpoint_offload, got "
+            f"checkpoint_offload={checkpoint_offload!r}"
         )
 
 
@@ -161,14 +173,14 @@ def _choose_layers(
     restore_layers(model, frozenset(LAYERS) - names)
 
 
-def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
-    host_gib, before = None if isinstance(wanted, bool) else float(wanted), record.offload
-    # after the system has refused memory, an offload asks for no more: a new one asks again
-    if before is not None and (wanted is False or before.host_gib != host_gib or before.has_failed):
-        before.free()
-        record.offload = None
-    if record.offload is None and wanted is not False:
-        record.offload = CheckpointOffload(host_gib=host_gib)
+def _set_offload(record: PatchRecord, wanted: bool | float, every: int = 1) -> None:
+    before, host_gib = record.offload, None if isinstance(wanted, bool) else float(wanted)
+    if before is not None:
+        is_same = wanted is not False and (before.host_gib, before.every) == (host_gib, every)
+        if is_same and not before.has_failed:
+            return
+        before.free()  # after the system has refused memory, a new one asks again
+    record.offload = None if wanted is False else CheckpointOffload(host_gib=host_gib, every=every)
 
 
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:

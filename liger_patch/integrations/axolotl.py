@@ -28,6 +28,7 @@ class LigerPatchArgs(BaseModel):
     liger_patch_layers: bool | list[str] = True
     liger_patch_chunk_mib: float | None = None
     liger_patch_checkpoint_offload: bool | float = False
+    liger_patch_checkpoint_every: int = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -52,4 +53,5 @@ class LigerPatchPlugin(BasePlugin):
                 layers=cfg.liger_patch_layers,
                 chunk_mib=cfg.liger_patch_chunk_mib,
                 checkpoint_offload=cfg.liger_patch_checkpoint_offload,
+                checkpoint_every=cfg.liger_patch_checkpoint_every,
             )

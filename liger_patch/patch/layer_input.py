@@ -31,6 +31,8 @@ class Kept:
             raise RuntimeError(_modified(self.tensor.shape, self.tensor.dtype))
         return self.tensor
 
+    peek = unpack
+
 
 def _modified(shape: torch.Size, dtype: torch.dtype) -> str:
     return (
@@ -133,6 +135,15 @@ class LayerInput:
             if self.copied is not None:
                 self.copied.wait(self.compute)
                 self.source = None
+
+    def peek(self) -> Tensor:
+        """Return the tensor on the device, where it stays until it is unpacked."""
+        if self.source is not None:
+            if self.source._version != self.version:
+                raise RuntimeError(_modified(self.shape, self.dtype))
+            return self.source
+        self.fetched = self._fetched()
+        return self.fetched
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device, and start to fetch the one that is needed next."""

@@ -217,10 +217,11 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     limits = Limits(gib=[24.0], timed=[64], whole=32, rounds=1, seconds=9.0)
     assert measured == [("Llama-3.1-8B", QLORA.name, ["liger_patch"], limits)]
     options = ["--try", "24:16384", "--try", "48:40960", "--host-gib", "120", "--rounds", "1"]
-    options += ["--total", "540"]
+    options += ["--total", "540", "--checkpoint-every", "2"]
     assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
     tries = ((24.0, 16384), (48.0, 40960))
     limits = Limits(gib=[24.0, 48.0], timed=(), rounds=1, tries=tries, host_gib=120.0, total=540.0)
+    limits = replace(limits, every=2)
     assert measured[-1][-1] == limits
     report = json.loads((tmp_path / "longest_row.json").read_text(encoding="utf-8"))
     assert "--try 24:16384 --try 48:40960" in report["command"]

@@ -234,9 +234,9 @@ def test_our_checkpoints_beyond_the_hosts_memory_stay_on_the_gpu(
     assert found[1]["ms"] > 0
     lines = list(summary(search, found, "", 8))[2:]
     assert [(row["tokens"], row.get("ends_with")) for row in lines] == [(80, None), (280, None)]
-    list(rows(search))
-    bounds = [offload_of(model).host_gib for model in models]
-    assert bounds == [host_gib, None]
+    list(rows(replace(search, every=2)))
+    asked = [(offload_of(model).host_gib, offload_of(model).every) for model in models]
+    assert asked == [(host_gib, 1), (None, 2)]
 
 
 def offload_of(model: Any) -> CheckpointOffload:

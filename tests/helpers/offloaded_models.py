@@ -47,10 +47,10 @@ def checkpointing(model: Any, reentrant: bool | None) -> Any:
     return model
 
 
-def offloaded(model: Any, **options: Any) -> CheckpointOffload:
+def offloaded(model: Any, every: int = 1, **options: Any) -> CheckpointOffload:
     """Patch a model on the CPU to hold its checkpoints in other host memory."""
-    apply_patch(model, checkpoint_offload=True, **options)
-    offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
+    apply_patch(model, checkpoint_offload=True, checkpoint_every=every, **options)
+    offload = CheckpointOffload(device_types=("cpu",), min_bytes=1, every=every)
     record = record_of(transformers_model(model))
     assert record is not None
     assert record.offload is not None

@@ -19,6 +19,7 @@ from trainers import QUIET
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.layers.replace import count_layers
+from liger_patch.patch.forward import record_of
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -116,6 +117,13 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     plugin.post_model_load(make_arguments(**yaml), model)
     layers = count_layers(model)
     assert [name for name, count in layers.items() if count] == ["rms_norm"]
+    names = ("liger_patch", "liger_patch_checkpoint_offload")
+    yaml = {**dict.fromkeys(names, True), "liger_patch_checkpoint_every": 2}
+    plugin.post_model_load(make_arguments(**yaml), model)
+    record = record_of(model)
+    assert record is not None
+    assert record.offload is not None
+    assert record.offload.every == 2
 
 
 @pytest.mark.parametrize(
