@@ -154,16 +154,20 @@ def test_checkpointing_computes_as_much_as_eager() -> None:
 def test_offloaded_checkpoints(runs: list[int]) -> None:
     """The bits of those on the device."""
     found = []
-    for device_types in ((), ("cpu",)):
+    for every, calls in ((None, 2), (1, 2), (2, 3)):
+        runs.clear()
         model = checkpointed(tiny_model(ROWS["llama"]))
         apply_patch(model, checkpoint_offload=True)
         record = record_of(model)
         assert record is not None
-        record.offload = CheckpointOffload(device_types, min_bytes=1) if device_types else None
+        record.offload = None
+        if every is not None:
+            record.offload = CheckpointOffload(("cpu",), min_bytes=1, every=every)
         found.append(step(model, tiny_batch(model)))
-        assert len(runs) == 2 * len(found)
-    plain, offloaded = found
-    assert all(torch.equal(offloaded[n], value) for n, value in plain.items() if value is not None)
+        assert len(runs) == calls
+    plain, *offloaded = found
+    for name, value in plain.items():
+        assert value is None or all(torch.equal(each[name], value) for each in offloaded)
 
 
 def test_evaluation_of_long_rows(runs: list[int]) -> None:
