@@ -138,24 +138,26 @@ class LayerInput:
 
     def peek(self) -> Tensor:
         """Return the tensor on the device, where it stays until it is unpacked."""
-        if self.source is not None:
-            if self.source._version != self.version:
-                raise RuntimeError(_modified(self.shape, self.dtype))
-            return self.source
-        self.fetched = self._fetched()
-        return self.fetched
+        tensor = self._on_device()
+        if self.source is None:
+            self.fetched = tensor
+        return tensor
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device, and start to fetch the one that is needed next."""
-        tensor = self.source
+        tensor = self._on_device()
         self.release_source()
-        if self.is_modified:
-            raise RuntimeError(_modified(self.shape, self.dtype))
-        if tensor is None:
-            tensor = self._fetched()
         if self.earlier is not None:
             self.earlier.fetch()
         return tensor
+
+    def _on_device(self) -> Tensor:
+        source = self.source
+        if source is not None:
+            self.is_modified |= source._version != self.version
+        if self.is_modified:
+            raise RuntimeError(_modified(self.shape, self.dtype))
+        return self._fetched() if source is None else source
 
     def fetch(self) -> None:
         """Start to copy the tensor back, once the model's stream has done its present work."""
