@@ -31,23 +31,37 @@ class Saved(Protocol):
         ...
 
 
+_HIDDEN = object()  # stands for the hidden states among the arguments of a call
+
+
+class _Noted:
+    """A tensor as it is now, without holding it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = weakref.ref(tensor), tensor._version
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is this one, and has not been modified in place."""
+        return self.tensor() is tensor and tensor._version == self._version
+
+
 class LayerCall:
     """A call of a checkpoint function with a layer, without the hidden states that it takes.
 
     Args:
         function, args, kwargs: of the call, before it runs.
         hidden: the hidden states, one of ``args``.
-        saved: what gives them again.
     """
 
-    saved: Saved | None = None
+    saved: Saved | None = None  # what gives the hidden states again
+    _result: _Noted | None = None
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, hidden: Tensor
     ) -> None:
         self._function, self._kwargs = function, kwargs
-        self._args = [None if each is hidden else each for each in args]
-        self._place = next(i for i, each in enumerate(args) if each is hidden)
+        self._args = [_HIDDEN if each is hidden else each for each in args]
+        self._hidden = _Noted(hidden)
         self._requires_grad = hidden.requires_grad
         kinds = {"cpu", hidden.device.type}
         self._autocast = {
@@ -56,25 +70,27 @@ class LayerCall:
         }
         self._random = torch.get_rng_state(), *get_device_states(hidden)
         self._device_type = hidden.device.type
-        self._result: weakref.ref[Tensor] | None = None
-        self._version = 0
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the hidden states, which the layer has not overwritten."""
+        return self._hidden.is_still(tensor)
 
     def note(self, result: Any) -> None:
-        """Note what the call has returned."""
-        result = _hidden_states(result)
-        if type(result) is Tensor:
-            self._result, self._version = weakref.ref(result), result._version
+        """Note what the call has returned, if it can give that again."""
+        result, hidden = _hidden_states(result), self._hidden.tensor()
+        is_same = self.saved is not None and hidden is not None and self.takes(hidden)
+        if is_same and type(result) is Tensor:
+            self._result = _Noted(result)
 
     def returned(self, tensor: Tensor) -> bool:
         """Return whether a tensor is what the call has returned, and has not changed since."""
-        result = None if self._result is None else self._result()
-        return result is tensor and tensor._version == self._version
+        return self._result is not None and self._result.is_still(tensor)
 
     def again(self) -> Tensor:
         """Run the call again, as the backward pass of its layer will, and return its result."""
         assert self.saved is not None
         hidden = self.saved.peek().detach().requires_grad_(self._requires_grad)
-        args = [*self._args[: self._place], hidden, *self._args[self._place + 1 :]]
+        args = [hidden if each is _HIDDEN else each for each in self._args]
         state, devices, states = self._random
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -83,7 +99,8 @@ class LayerCall:
             torch.set_rng_state(state)
             set_device_states(devices, states, device_type=self._device_type)
             for kind, (enabled, dtype) in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                # weights that are cast here without gradients are not for the backward pass
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             stack.enter_context(torch.enable_grad())  # the same code runs as before
             return _hidden_states(self._function(*args, **self._kwargs)).detach()
 

@@ -167,7 +167,7 @@ class _Checkpoints:
 
     Attributes:
         calls: the number of calls of checkpoint functions.
-        before: the last of these calls, if its result can be computed again.
+        before: the last of these calls, whose result may be the next input.
         again: the number of inputs that are computed again.
         again_in_a_row: the number of them since an input was kept.
         saved: the number of inputs that can be offloaded, the last one among them.
@@ -253,7 +253,8 @@ class _Checkpoints:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> tuple[LayerCall | None, ComputedAgain | None]:
         """Return a call that may run again, and its input where that need not be kept."""
-        every, before = self.offload.every, self.before
+        every = self.offload.every
+        before, self.before = self.before, None
         if every == 1 or in_process_group():
             return None, None
         hidden = next(
@@ -262,11 +263,18 @@ class _Checkpoints:
         if hidden is None:
             return None, None
         call = LayerCall(function, args, kwargs, hidden)
-        if before is None or self.again_in_a_row == every - 1 or not before.returned(hidden):
+        if (
+            before is None
+            or self.again_in_a_row == every - 1
+            or not hidden.requires_grad  # the layers before run forward once: they are frozen
+            or not before.returned(hidden)
+        ):
             return call, None
         return call, ComputedAgain(before)
 
-    def save(self, tensor: Tensor, again: ComputedAgain | None) -> LayerInput | ComputedAgain:
+    def save(
+        self, tensor: Tensor, again: ComputedAgain | None = None
+    ) -> LayerInput | ComputedAgain:
         """Note that an input is computed again; or keep it on the device, since it may be the last,
         and start to copy the one before it.
         """
@@ -334,10 +342,10 @@ class _OffloadingCheckpoint:
             nonlocal is_first, is_hidden_states
             if is_first and checkpoints.takes(tensor):
                 is_first = False
-                saved = checkpoints.save(tensor.detach(), again)
-                if call is not None:
-                    call.saved = saved
-                return saved
+                if call is None or not call.takes(tensor):  # another tensor, or overwritten
+                    return checkpoints.save(tensor.detach())
+                call.saved = checkpoints.save(tensor.detach(), again)
+                return call.saved
             if is_hidden_states and tensor.is_floating_point():  # the first among the arguments
                 is_hidden_states = False
                 checkpoints.note_device(tensor)
@@ -350,11 +358,11 @@ class _OffloadingCheckpoint:
             result = self.function(*args, **kwargs)
         if call is not None:
             call.note(result)
-            checkpoints.before = None if call.saved is None else call
+            checkpoints.before = call
         return result
 
 
 def _why_none_again() -> str:
     if in_process_group():
         return "in a process group, weights may be sharded between a layer's calls"
-    return "no layer takes what the layer before it returned"
+    return "no layer takes what the layer before it returned, with a gradient"
