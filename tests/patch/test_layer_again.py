@@ -4,6 +4,7 @@ asked.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch import apply_patch
+from liger_patch.patch.layer_again import LayerCall
 from liger_patch.patch.offload import FUNCTION, CheckpointOffload
 
 pytestmark = MARKS
@@ -48,6 +50,30 @@ def overwriting(x: Tensor) -> Tensor:
     y = x.sin()
     x.mul_(2)
     return y
+
+
+@KINDS
+@pytest.mark.parametrize("every", [2, 3, 9])
+def test_as_many_inputs_at_once(
+    monkeypatch: pytest.MonkeyPatch, every: int, reentrant: bool
+) -> None:
+    """The one that is kept, and those computed from it. A graph that is retained holds no more."""
+    computed: list[weakref.ref[Any]] = []
+    alive = []
+    again = LayerCall.again
+
+    def counting(call: LayerCall) -> Tensor:
+        result = again(call)
+        computed.append(weakref.ref(result.untyped_storage()))
+        alive.append(sum(each() is not None for each in computed))
+        return result
+
+    monkeypatch.setattr(LayerCall, "again", counting)
+    offloaded(model := model_of(reentrant, num_hidden_layers=6), every=every)
+    model(**batch_of(model), use_cache=False).loss.backward(retain_graph=True)
+    assert max(alive) == min(every, 6) - 1
+    assert len(computed) == 6 - -(-6 // every)
+    assert all(each() is None for each in computed)
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch computes no layer input again")
