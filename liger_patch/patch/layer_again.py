@@ -93,9 +93,7 @@ class LayerCall:
         args = [hidden if each is _HIDDEN else each for each in self._args]
         state, devices, states = self._random
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                torch.random.fork_rng(devices, device_type=_random_type(self._device_type))
-            )
+            stack.enter_context(torch.random.fork_rng(devices, device_type=self._device_type))
             torch.set_rng_state(state)
             set_device_states(devices, states, device_type=self._device_type)
             for kind, (enabled, dtype) in self._autocast.items():
@@ -124,8 +122,3 @@ class ComputedAgain:
 
 def _hidden_states(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) and result else result
-
-
-def _random_type(device_type: str) -> str:
-    """Return the type of device whose states ``fork_rng`` restores; of none, any will do."""
-    return "cuda" if device_type == "cpu" else device_type
