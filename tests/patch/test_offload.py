@@ -34,6 +34,7 @@ from liger_patch.patch.offload import CheckpointOffload
 pytestmark = MARKS
 
 ROWS = {row.model_type: row for row in registry.available()}
+EVERY = pytest.mark.parametrize("every", [1, 2])
 
 
 @KINDS
@@ -52,21 +53,26 @@ def test_gradients_are_those_of_plain_checkpoints(
 
 
 @KINDS
+@EVERY
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe"])
-def test_architectures_that_pass_more_to_their_layers(model_type: str, reentrant: bool) -> None:
+def test_architectures_that_pass_more_to_their_layers(
+    model_type: str, every: int, reentrant: bool
+) -> None:
     if model_type not in ROWS:
         pytest.skip(f"this Transformers has no {model_type}")
     steps = []
     for is_offloaded in (False, True):
         model = checkpointing(tiny_model(ROWS[model_type]), reentrant)
         apply_patch(model)
-        offload = offloaded(model) if is_offloaded else None
+        offload = offloaded(model, every) if is_offloaded else None
         loss = model(**tiny_batch(model), use_cache=False).loss
         loss.backward()
         steps.append({"loss": loss.detach(), **gradients(model)})
         if offload is not None:
             count = sum(isinstance(m, GradientCheckpointingLayer) for m in model.modules())
-            assert str(offload).startswith(f"{count - 1} layer inputs")
+            kept = -(-count // every)
+            assert str(offload).startswith(f"{kept - 1} layer inputs")
+            assert every == 1 or str(offload).endswith(f"{count - kept} computed again")
     assert_same_bits(steps[1], steps[0])
 
 
@@ -93,18 +99,19 @@ def test_host_memory_is_used_again(reentrant: bool) -> None:
 
 
 @KINDS
-def test_several_forward_passes_before_a_backward_pass(reentrant: bool) -> None:
+@EVERY
+def test_several_forward_passes_before_a_backward_pass(every: int, reentrant: bool) -> None:
     results = []
     for is_offloaded in (False, True):
-        model = apply_patch(model_of(reentrant))
-        offload = offloaded(model) if is_offloaded else None
+        model = apply_patch(model_of(reentrant, num_hidden_layers=4))
+        offload = offloaded(model, every) if is_offloaded else None
         torch.manual_seed(0)
         losses = [model(**tiny_batch_of(model, seed)).loss for seed in (0, 1, 2)]
         for loss in (losses[1], losses[0] + losses[2]):
             loss.backward()
         results.append(gradients(model))
         if offload is not None:
-            assert offload.host_bytes == 6 * PIECE_BYTES
+            assert offload.host_bytes == 3 * (4 // every - 1) * PIECE_BYTES
     assert_same_bits(results[1], results[0])
 
 
