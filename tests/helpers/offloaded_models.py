@@ -26,16 +26,16 @@ KINDS = pytest.mark.parametrize("reentrant", [False, True])
 
 def model_of(reentrant: bool | None = False, **options: Any) -> PreTrainedModel:
     """A Llama with dropout, by default of three layers; ``reentrant=None``: no checkpointing."""
-    options = {"attention_dropout": 0.5, "num_hidden_layers": 3, **options}
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="eager",
-        **options,
-    )
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    defaults = {"attn_implementation": "eager", "attention_dropout": 0.5, **sizes}
+    config = LlamaConfig(**(defaults | options))
     torch.manual_seed(0)
     return checkpointing(LlamaForCausalLM(config).train(), reentrant)
 
