@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -113,14 +113,13 @@ def run_case(
     rounds: int,
     device: str = "cuda",
     limit: float | None = None,
-) -> list[dict]:
-    """Save the model, measure each contender in a process of its own, and compare their results."""
-    model = case.model
+) -> Iterator[dict]:
+    """Save the model, measure each contender in a process of its own, and compare with eager."""
+    model, eagers = case.model, {}
     with tempfile.TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
-        found: list[dict] = []
         for contender in contenders:
             settings = tuple(s for s in case.settings if is_measured(contender, model.config, s))
             if not settings:
@@ -128,10 +127,12 @@ def run_case(
             sizes = (model.sequences, model.length)
             request = Request(contender, model.name, folder, *sizes, settings, rounds, device)
             if isinstance(saved, Failure):
-                found += _failed(request, saved.failure)
+                rows = _failed(request, saved.failure)
             else:
-                found += run_apart(request, limit=limit)
-    return judged(found)
+                rows = run_apart(request, limit=limit)
+            if contender == "eager":
+                eagers = {row["model"]: row for row in rows if "loss" in row}
+            yield from judged(rows, eagers)
 
 
 def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
@@ -189,17 +190,18 @@ def run_process(
     return f"does not run: exit status {done.returncode}: {last}"
 
 
-def judged(rows: list[dict]) -> list[dict]:
-    """Return the rows by setting, the lower bound first; ``wrong`` are those unlike eager's."""
-    ordered = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        of_name = [row for row in rows if row["model"] == name]
-        of_name.sort(key=lambda row: row["contender"] != LOWER_BOUND)
-        truth = next((r for r in of_name if r["contender"] == "eager" and "loss" in r), None)
-        for row in of_name:
-            if truth is not None and "loss" in row and not agrees(row, truth):
-                row["wrong"] = True
-        ordered += of_name
+def judged(rows: Sequence[dict], eagers: Mapping[str, dict]) -> list[dict]:
+    """Return one contender's rows, in front of each eager one its lower bound. Those unlike eager's
+    of their setting are ``wrong``.
+    """
+    names = [row["model"] for row in rows]
+    ordered = sorted(
+        rows, key=lambda row: (names.index(row["model"]), row["contender"] != LOWER_BOUND)
+    )
+    for row in ordered:
+        truth = eagers.get(row["model"])
+        if truth is not None and "loss" in row and not agrees(row, truth):
+            row["wrong"] = True
     return ordered
 
 

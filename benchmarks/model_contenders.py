@@ -30,11 +30,24 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 NORMS_APART = "liger_patch, layers, norms and rotary apart"  # of queries and keys
 NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
 FLEX_LAYERS = "liger_patch, layers, flex attention"  # of models with sliding windows
+NAMES = (
+    "eager",
+    "torch.compile",
+    "Liger, loss only",
+    "Liger, all kernels",
+    "liger_patch",
+    "liger_patch, layers",
+    NORMS_APART,
+    FLEX_LAYERS,
+    "liger_patch, layers, compiled",
+    "liger_patch, layers, compiled by layer",
+    NORMS_LEFT,
+)
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
 def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callable[[], Loss]]:
-    """Return functions that make the contenders, by name, eager first.
+    """Return functions that make the contenders of a model, some of NAMES, eager first.
 
     All share the weights of ``model``.
     """
@@ -61,14 +74,9 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
 def some_contenders(
     names: Sequence[str] | None, model: nn.Module, *, compiled: bool
 ) -> dict[str, Callable[[], Loss]]:
-    """Return eager and the contenders of these names; None: all."""
+    """Return eager and the model's contenders of these names; None: all."""
     found = contenders(model, compiled=compiled)
-    if names is None:
-        return found
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        raise ValueError(f"contenders must be some of {list(found)}, got {unknown}")
-    return {name: make for name, make in found.items() if name in ("eager", *names)}
+    return {name: make for name, make in found.items() if name in ("eager", *(names or NAMES))}
 
 
 def shared_copy(model: nn.Module) -> Any:

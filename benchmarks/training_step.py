@@ -13,6 +13,7 @@ The lower bound is eager's matmuls and attentions alone; 4-bit models have none.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +26,7 @@ from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
 from .lower_bounds import step_matmuls
 from .measure import Failure, attempt, measure, release_memory
-from .model_contenders import Loss, contenders, some_contenders
+from .model_contenders import NAMES, Loss, contenders, some_contenders
 from .models import MODELS, Model
 from .names import LOWER_BOUND
 from .terminal import terminal_steps_table
@@ -144,6 +145,9 @@ def agrees(first: dict[str, float] | Failure, truth: dict[str, float]) -> bool:
 
 def cases(options: argparse.Namespace) -> Cases:
     """Return the models whose name contains one of --model."""
+    compiled = [name for name in options.contender or () if "compile" in name]
+    if compiled and not options.compile:
+        sys.exit(f"--contender {compiled[0]!r} needs --compile")
     chosen = partial(some_contenders, options.contender)
     parts = options.model or [""]
     return {
@@ -160,7 +164,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--model", action="append", help="only the models whose name contains this, or another"
     )
     parser.add_argument(
-        "--contender", action="append", help="only eager and the contender of this name, or another"
+        "--contender",
+        action="append",
+        choices=NAMES,
+        help="only eager and the contender of this name, or another, where a model has it",
     )
     parser.add_argument(
         "--compile", action="store_true", help="eager and our layers compiled too: minutes"

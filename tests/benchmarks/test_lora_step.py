@@ -144,7 +144,7 @@ def test_a_failure_is_a_row_and_the_next_setting_is_measured(
 @pytest.mark.skipif(find_spec("unsloth") is not None, reason="it needs a GPU")
 def test_each_contender_has_a_process_and_one_that_is_missing_is_reported(capfd):
     names = ("eager", "Unsloth", "liger_patch")
-    found = run_case(Case(TINY, SETTINGS[:1]), names, rounds=1, device="cpu")
+    found = list(run_case(Case(TINY, SETTINGS[:1]), names, rounds=1, device="cpu"))
     by_name = {row["contender"]: row for row in found}
     assert list(by_name) == [LOWER_BOUND, *names]
     assert by_name["liger_patch"]["loss"] == pytest.approx(by_name["eager"]["loss"], rel=1e-3)
@@ -199,7 +199,8 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
         raise OSError("disk full")
 
     monkeypatch.setattr(lora_step, "save", full)
-    found = run_case(Case(TINY, SETTINGS[:2]), ("eager", "Unsloth"), rounds=1, device="cpu")
+    case = Case(TINY, SETTINGS[:2])
+    found = list(run_case(case, ("eager", "Unsloth"), rounds=1, device="cpu"))
     assert [row["failure"] for row in found] == ["does not run: OSError: disk full"] * 4
 
 
@@ -212,7 +213,7 @@ def test_offloaded_checkpoints_are_measured_where_there_are_some(monkeypatch: py
 
     monkeypatch.setattr(lora_step, "run_apart", run_apart)
     for settings in (SETTINGS[:3], SETTINGS[:1]):
-        run_case(Case(TINY, settings), ("liger_patch", OFFLOADED), rounds=1, device="cpu")
+        list(run_case(Case(TINY, settings), ("liger_patch", OFFLOADED), rounds=1, device="cpu"))
     ours = "liger_patch"
     assert asked == [(ours, [False, False, True]), (OFFLOADED, [True]), (ours, [False])]
 
@@ -232,34 +233,56 @@ def test_the_contender_with_offloaded_checkpoints_asks_for_it(request_of: Callab
 
 
 def made_up() -> list[dict]:
-    """Rows of two settings, as the processes of contenders give them."""
-    found = [
+    """Rows of three contenders in two settings, as ``run_case`` yields them."""
+    eager = [
         {"model": "tiny, LoRA", "contender": "eager", **TIMED},
         {"model": "tiny, LoRA", "contender": LOWER_BOUND, "ms": 1.0},
         {"model": "tiny, QLoRA", "contender": "eager", **TIMED},
+    ]
+    unsloth = [
         {"model": "tiny, LoRA", "contender": "Unsloth", **TIMED, "first_step_s": 19.0},
         {"model": "tiny, QLoRA", "contender": "Unsloth", **TIMED, "loss": 1.5},
+    ]
+    ours = [
         {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "ms": 1.5},
         {"model": "tiny, QLoRA", "contender": "liger_patch", "failure": "out of memory"},
     ]
-    return judged(found)
+    eagers = {"tiny, LoRA": eager[0], "tiny, QLoRA": eager[2]}
+    return [row for rows in (eager, unsloth, ours) for row in judged(rows, eagers)]
 
 
-def test_rows_are_sorted_by_setting_and_one_unlike_eagers_is_wrong():
+def test_a_bound_comes_first_and_a_row_unlike_eagers_is_wrong():
     found = made_up()
-    assert [row["model"] for row in found] == ["tiny, LoRA"] * 4 + ["tiny, QLoRA"] * 3
-    assert found[0]["contender"] == LOWER_BOUND
-    assert [row["contender"] for row in found if row.get("wrong")] == ["Unsloth"]
-    assert found[5]["wrong"]
+    assert [row["contender"] for row in found[:3]] == [LOWER_BOUND, "eager", "eager"]
+    assert [row["model"] for row in found[:3]] == ["tiny, LoRA", "tiny, LoRA", "tiny, QLoRA"]
+    wrong = [(row["model"], row["contender"]) for row in found if row.get("wrong")]
+    assert wrong == [("tiny, QLoRA", "Unsloth")]
+
+
+def test_rows_come_as_each_contender_ends_and_are_compared_with_eagers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """So what was measured is written if the next contender, or somebody, ends the benchmark."""
+    ended = []
+
+    def run_apart(request: Request, *, limit: float | None) -> list[dict]:
+        ended.append(request.contender)
+        wrong = {"loss": 1.5} if request.contender == "Unsloth" else {}
+        return [{"model": "tiny, LoRA", "contender": request.contender, **TIMED, **wrong}]
+
+    monkeypatch.setattr(lora_step, "run_apart", run_apart)
+    contenders = ("eager", "Unsloth", "liger_patch")
+    found = run_case(Case(TINY, SETTINGS[:1]), contenders, rounds=1, device="cpu")
+    wrong = []
+    for i, row in enumerate(found):
+        assert ended == list(contenders[: i + 1])
+        wrong.append(row.get("wrong", False))
+    assert wrong == [False, True, False]
 
 
 def test_no_row_is_wrong_where_eager_has_no_result():
-    rows = [
-        {"model": "tiny, LoRA", "contender": "eager", "failure": "out of memory"},
-        {"model": "tiny, LoRA", "contender": "Unsloth", **TIMED},
-        {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "loss": 1.5},
-    ]
-    assert not any(row.get("wrong") for row in judged(rows))
+    row = {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "loss": 1.5}
+    assert "wrong" not in judged([row], {})[0]
 
 
 def test_tables_have_the_ratio_to_unsloth_where_both_are_right():

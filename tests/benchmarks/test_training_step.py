@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from benchmarks import training_step
+from benchmarks.__main__ import main
 from benchmarks.heads import IGNORE_INDEX
 from benchmarks.model_contenders import (
     FLEX_LAYERS,
+    NAMES,
     NORMS_APART,
     NORMS_LEFT,
     shared_copy,
@@ -217,8 +220,24 @@ def test_contenders_can_be_chosen_by_name():
     assert list(chosen) == ["eager", "torch.compile", "liger_patch, layers"]
     everything = some_contenders(None, built, compiled=False)
     assert list(everything) == list(model_contenders(built))
-    with pytest.raises(ValueError, match=r"contenders must be some of \['eager'.* got \['ours'\]"):
-        some_contenders(["liger_patch", "ours"], built, compiled=False)
+    assert list(some_contenders([FLEX_LAYERS], built, compiled=False)) == ["eager"]  # not Llama's
+
+
+def test_every_contender_has_a_name_that_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+    module = sys.modules[model_contenders.__module__]
+    monkeypatch.setattr(module, "find_spec", lambda name: True)  # Liger-Kernel is not installed
+    found = set()
+    for model in MODELS:
+        found |= model_contenders(tiny(model).build("cpu"), compiled=True).keys()
+    assert found == set(NAMES)
+
+
+def test_a_compiled_contender_is_not_left_out_in_silence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="needs --compile"):
+        main(["training_step", "--contender", "torch.compile"])
+    with pytest.raises(SystemExit):
+        main(["training_step", "--contender", "ours"])
 
 
 def test_norms_of_queries_and_keys_can_be_left_out_of_the_rotary_kernel(
