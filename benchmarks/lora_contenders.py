@@ -26,7 +26,7 @@ from liger_patch import apply_patch
 
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
 from .models import Model, has_sliding_attention
-from .names import FLEX, LOWER_BOUND
+from .names import COMPILED, FLEX, LOWER_BOUND
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -227,6 +227,13 @@ def _ours_flex(request: Request, setting: Setting) -> Any:
     return model
 
 
+def _ours_compiled(request: Request, setting: Setting) -> Any:
+    model = _ours(request, setting)
+    for layer in model.get_base_model().get_decoder().layers:
+        layer.compile(dynamic=False)
+    return model
+
+
 OFFLOADED = "liger_patch, offloaded"  # its checkpoints: for the rows that have some
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
@@ -235,6 +242,7 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "liger_patch": _ours,
     OFFLOADED: _ours_offloaded,
     FLEX: _ours_flex,
+    COMPILED: _ours_compiled,
 }
 
 

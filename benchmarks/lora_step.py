@@ -13,6 +13,7 @@ so its first row has the longest first step. Memory is the peak of the process, 
 Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
 flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. So ours has a contender
 with flex attention there. Checkpointing is Transformers' (non-reentrant), and Unsloth's own.
+Unsloth compiles each layer, and so does one of ours: its LoRA layers then run PEFT's own forward.
 """
 
 from __future__ import annotations

@@ -9,4 +9,5 @@ OF_HOPPER = f"{OURS}, of Hopper"  # for small batches, which run those of others
 PYTORCH, QUACK = "PyTorch", "QuACK"
 COPY = "copy"
 FLEX = f"{OURS}, flex attention"  # of models with sliding windows
+COMPILED = f"{OURS}, compiled by layer"
 APART = f"{OURS}, apart"  # three kernels where there is one

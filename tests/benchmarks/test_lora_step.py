@@ -17,7 +17,7 @@ from benchmarks.lora_contenders import OFFLOADED, Request, Setting, is_measured,
 from benchmarks.lora_report import RATIO, terminal_lora_table
 from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
-from benchmarks.names import FLEX, LOWER_BOUND
+from benchmarks.names import COMPILED, FLEX, LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
 from benchmarks.step_tables import lora_steps_table, lora_summary
 from liger_patch import patch_status
@@ -224,6 +224,16 @@ def test_flex_attention_is_measured_where_windows_slide(request_of: Callable[...
     model = lora_contenders.CONTENDERS[FLEX](request_of(FLEX, SETTINGS[0]), SETTINGS[0])
     assert model.config._attn_implementation == "flex_attention"
     assert patch_status(model).patched
+
+
+def test_the_compiled_contender_compiles_each_layer_of_a_patched_model(
+    request_of: Callable[..., Request],
+):
+    model = lora_contenders.CONTENDERS[COMPILED](request_of(COMPILED, SETTINGS[2]), SETTINGS[2])
+    assert patch_status(model).patched
+    layers = model.get_base_model().model.layers
+    assert len(layers) == SIZES["num_hidden_layers"]
+    assert all(layer._compiled_call_impl is not None for layer in layers)
 
 
 def test_the_contender_with_offloaded_checkpoints_asks_for_it(request_of: Callable[..., Request]):

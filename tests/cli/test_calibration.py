@@ -59,6 +59,7 @@ NOT_ESTIMATED = {  # contenders, and why
     "matmul-only bound": "the lower bound: no model's step",
     "liger_patch, flex attention": "estimate knows SDPA and eager attention",
     "liger_patch, layers, flex attention": "the same",
+    "liger_patch, compiled by layer": "Inductor decides what it keeps",
     "torch.compile": "Inductor decides what it keeps",
     "liger_patch, layers, compiled": "Inductor decides what it keeps",
     "TRL": "TRL's own chunked loss, with metrics",
