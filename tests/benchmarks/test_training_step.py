@@ -227,7 +227,7 @@ def test_every_contender_has_a_name_that_can_be_asked_for(monkeypatch: pytest.Mo
     module = sys.modules[model_contenders.__module__]
     monkeypatch.setattr(module, "find_spec", lambda name: True)  # Liger-Kernel is not installed
     found = set()
-    for model in MODELS:
+    for model in (each for each in MODELS if not each.quantised):  # these need bitsandbytes
         found |= model_contenders(tiny(model).build("cpu"), compiled=True).keys()
     assert found == set(NAMES)
 
