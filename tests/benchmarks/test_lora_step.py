@@ -290,9 +290,14 @@ def test_rows_come_as_each_contender_ends_and_are_compared_with_eagers(
     assert wrong == [False, True, False]
 
 
-def test_no_row_is_wrong_where_eager_has_no_result():
-    row = {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "loss": 1.5}
-    assert "wrong" not in judged([row], {})[0]
+def test_no_row_is_wrong_where_eager_has_no_result(monkeypatch: pytest.MonkeyPatch):
+    def run_apart(request: Request, *, limit: float | None) -> list[dict]:
+        result = {"failure": "out of memory"} if request.contender == "eager" else TIMED
+        return [{"model": "tiny, LoRA", "contender": request.contender, **result}]
+
+    monkeypatch.setattr(lora_step, "run_apart", run_apart)
+    found = run_case(Case(TINY, SETTINGS[:1]), ("eager", "liger_patch"), rounds=1, device="cpu")
+    assert [("loss" in row, "wrong" in row) for row in found] == [(False, False), (True, False)]
 
 
 def test_tables_have_the_ratio_to_unsloth_where_both_are_right():
