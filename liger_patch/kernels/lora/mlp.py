@@ -8,10 +8,10 @@ Kept are x, the base's products x Wg' and x Wu', and the thin S and Sd: 2 H + 4 
 Ad are computed again within the kernel that turns da into dgate and dup. It also sums dB of gate
 and of up and dA of down, so that nothing of the size of gate is read or written for them.
 
-y is computed by a function of its own, which saves no tensor for the backward pass. Gradient
-checkpointing computes a layer again only up to the last saved tensor, so it leaves out the product
-of y. The function holds Sd, 2 R bytes a token that checkpoints keep too, and the cast Bd. In slices
-(``sliced``), only x is kept.
+y is computed by a function of its own, which saves no tensor for the backward pass, but a where Wd
+trains. Gradient checkpointing computes a layer again only up to the last saved tensor, so it leaves
+out the product of y. The function holds Sd, 2 R bytes a token that checkpoints keep too, and the
+cast Bd. In slices (``sliced``), only x is kept.
 
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """

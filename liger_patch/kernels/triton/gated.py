@@ -139,7 +139,7 @@ def _gated_backward_kernel(
     tl.store(dsecond_ptr + gate_place, dy * activated, mask=mask)
     tl.store(dgate_ptr + gate_place, dy * up * slope, mask=mask)
     if y_ptr is not None:
-        tl.debug_barrier()  # another thread may have loaded the dy that this one overwrites
+        tl.debug_barrier()  # every thread has read its dy before any thread overwrites it
         tl.store(y_ptr + place, activated * up, mask=mask)
 
 

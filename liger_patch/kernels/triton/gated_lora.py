@@ -184,7 +184,7 @@ def _gated_lora_backward_kernel(
         a = (activated * up_tile).to(s_gate.dtype)
         _store(dup_out, start, first_column, offsets, mask, dup, IS_TILED)
         if not IS_TILED:
-            tl.debug_barrier()  # another thread may have loaded the da that this one overwrites
+            tl.debug_barrier()  # every thread has read its da before any thread overwrites it
         _store(da, start, first_column, offsets, mask, dgate, IS_TILED)
         dgate_b = tl.dot(tl.trans(dgate), s_gate, dgate_b)
         dup_b = tl.dot(tl.trans(dup), s_up, dup_b)
