@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_checks import ADAPTERS, EVERYTHING, our_mlp, results, trainable
+from lora_checks import ADAPTERS, EVERYTHING, check, eager_mlp, our_mlp, results, trainable
 from lora_inputs import SIZE, mlp_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +68,16 @@ def test_two_backward_passes_are_the_same(device: torch.device) -> None:
     ]
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
     assert torch.equal(dy, before)
+
+
+@pytest.mark.parametrize("way", ["float16", "float32"])
+def test_saved_tensors_that_hooks_give_other_strides(way: str, device: torch.device) -> None:
+    def transposed(tensor: Tensor) -> Tensor:
+        return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+    x, parts = mlp_inputs(device, way)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, transposed):
+        check(our_mlp("silu"), eager_mlp("silu"), x, parts)
 
 
 def test_a_backward_pass_under_autocast_computes_in_the_dtype_of_the_forward_pass(

@@ -63,6 +63,8 @@ def activate_backward(
         from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
 
         adapters = _adapters(parts, down_a)
+        # hooks of saved tensors may have given these other strides
+        gate, up, s = (each.contiguous() for each in (gate, up, s))
         dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
             da, ds_down, gate, up, s, *adapters, kept, dropout, activation
         )
