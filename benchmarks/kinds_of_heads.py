@@ -1,4 +1,4 @@
-"""Measure heads with LoRA and quantised heads beside the plain frozen head.
+"""Measure heads with LoRA and quantized heads beside the plain frozen head.
 
     python -m benchmarks kinds_of_heads
 
@@ -38,13 +38,13 @@ class Kind:
         name: of the model and what is special.
         head: shape of the head, frozen.
         rank: of an adapter (LoRA) on it, 0 for none.
-        quantised: whether bitsandbytes holds it in 4 bits (nf4).
+        quantized: whether bitsandbytes holds it in 4 bits (nf4).
     """
 
     name: str
     head: Head
     rank: int = 0
-    quantised: bool = False
+    quantized: bool = False
 
 
 KINDS = (
@@ -52,8 +52,8 @@ KINDS = (
     Kind("Llama-3-8B, frozen, LoRA r 16", LLAMA, rank=16),
     Kind("Llama-3-8B, frozen, LoRA r 64", LLAMA, rank=64),
     Kind("Qwen3-8B, frozen", QWEN),
-    Kind("Qwen3-8B, 4 bits", QWEN, quantised=True),
-    Kind("Qwen3-8B, 4 bits, LoRA r 16", QWEN, rank=16, quantised=True),
+    Kind("Qwen3-8B, 4 bits", QWEN, quantized=True),
+    Kind("Qwen3-8B, 4 bits, LoRA r 16", QWEN, rank=16, quantized=True),
 )
 
 
@@ -74,8 +74,8 @@ def _rows(kind: Kind, rounds: int, device: torch.device | str) -> Rows:
         a = torch.randn(kind.rank, kind.head.hidden_size, device=device) / 64
         b = torch.randn(kind.head.vocab_size, kind.rank, device=device) / 64
         leaves += [each.bfloat16().requires_grad_() for each in (a, b)]
-    if kind.quantised:
-        layer = _quantised(weight, device)
+    if kind.quantized:
+        layer = _quantized(weight, device)
         weight = None
     steps = {
         "eager": partial(_step, partial(_eager, layer, weight, labels), leaves),
@@ -101,7 +101,7 @@ def _key(kind: Kind, contender: str) -> dict:
     return {"case": kind.name, "tokens": kind.head.tokens, "contender": contender}
 
 
-def _quantised(weight: Tensor, device: torch.device | str) -> nn.Module:
+def _quantized(weight: Tensor, device: torch.device | str) -> nn.Module:
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     parameters: Any = Params4bit  # whose constructor its metaclass hides

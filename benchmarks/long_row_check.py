@@ -10,7 +10,7 @@ blocks of 8192 tokens. So an unpatched model (eager) computes the same block by 
 block's positions, the label behind it, and the number of labels in the row.
 
 The truth is the eager model in float32, without autocast: adapters as they are, 4-bit weights as
-they are dequantised. Errors are norms of a difference over that of the truth. A gradient may have
+they are dequantized. Errors are norms of a difference over that of the truth. A gradient may have
 twice eager's, a loss one eps of bf16 more. Compared are the gradients of the embeddings' output in
 the first, the middle and the last block; of --all-blocks tokens, those of all blocks, the loss, and
 the adapters' gradients. Exits with 1 where something is wrong.
@@ -46,7 +46,7 @@ from .models import Model
 
 EPS = torch.finfo(torch.bfloat16).eps
 MOST = 2  # times eager's error
-MODEL = replace(MODELS[0], quantised=True)
+MODEL = replace(MODELS[0], quantized=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ TINY = Check(
             max_position_embeddings=512,
         ),
         sequences=1,
-        quantised=True,
+        quantized=True,
     ),
     tokens=160,
     all_blocks=64,

@@ -32,7 +32,6 @@ from .training_step import first_step, run_step, step_bound
 LORA = {
     "r": 16,
     "lora_alpha": 16,
-    "lora_dropout": 0.0,
     "bias": "none",
     "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
 }
@@ -41,11 +40,12 @@ ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradie
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; ``quantised``: in 4 bits (nf4)."""
+    """How a model is trained; ``quantized``: in 4 bits (nf4), ``dropout``: in the adapters."""
 
     name: str
-    quantised: bool = False
+    quantized: bool = False
     checkpointing: bool = False
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _steps(request: Request, setting: Setting) -> dict[str, dict]:
     row |= asdict(measured)
     row["peak_mib"] = _allocated_mib(torch.cuda.max_memory_allocated)
     found = {request.contender: row}
-    if request.contender == "eager" and "ms" in row and not setting.quantised:
+    if request.contender == "eager" and "ms" in row and not setting.quantized:
         found[LOWER_BOUND] = asdict(attempt(partial(_bound, request, step, model, batch)))
     return found
 
@@ -176,9 +176,11 @@ def _eager(request: Request, setting: Setting, attention: str = "sdpa") -> Any:
         dtype=torch.bfloat16,
         attn_implementation=attention,
         device_map={"": request.device},
-        quantization_config=in_4_bits if setting.quantised else None,
+        quantization_config=in_4_bits if setting.quantized else None,
     )
-    model: Any = get_peft_model(model, LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    model: Any = get_peft_model(
+        model, LoraConfig(**LORA, lora_dropout=setting.dropout, task_type="CAUSAL_LM")
+    )
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -198,12 +200,13 @@ def _unsloth(request: Request, setting: Setting) -> Any:
         request.folder,
         max_seq_length=request.length,
         dtype=torch.bfloat16,
-        load_in_4bit=setting.quantised,
+        load_in_4bit=setting.quantized,
         use_gradient_checkpointing=checkpointing,
     )
     return fast.get_peft_model(
         model,
         **LORA,
+        lora_dropout=setting.dropout,
         max_seq_length=request.length,
         use_gradient_checkpointing=checkpointing,
     ).train()

@@ -45,9 +45,10 @@ from .training_step import agrees
 ROOT = Path(__file__).parents[1]
 CHECKPOINTED = (
     Setting("LoRA + checkpointing", checkpointing=True),
-    Setting("QLoRA + checkpointing", quantised=True, checkpointing=True),
+    Setting("QLoRA + checkpointing", quantized=True, checkpointing=True),
 )
-SETTINGS = (Setting("LoRA"), Setting("QLoRA", quantised=True), *CHECKPOINTED)
+DROPOUT = Setting("LoRA with dropout", dropout=0.05)
+SETTINGS = (Setting("LoRA"), Setting("QLoRA", quantized=True), *CHECKPOINTED)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ GEMMA = Model(
     sequences=4,
 )
 CASES = (
-    Case(LLAMA, SETTINGS),
+    Case(LLAMA, (*SETTINGS, DROPOUT)),
     Case(QWEN_CUT, SETTINGS),
     Case(GEMMA, CHECKPOINTED),
     Case(QWEN, CHECKPOINTED),

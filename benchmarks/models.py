@@ -38,7 +38,7 @@ class Model:
         config: of the text model.
         sequences, length: shape of a batch.
         lora_rank: of adapters on all linear layers but the head, None for training every weight.
-        quantised: whether bitsandbytes holds these layers in 4 bits (nf4).
+        quantized: whether bitsandbytes holds these layers in 4 bits (nf4).
     """
 
     name: str
@@ -46,14 +46,14 @@ class Model:
     sequences: int
     length: int = 2048
     lora_rank: int | None = None
-    quantised: bool = False
+    quantized: bool = False
 
     def build(self, device: torch.device | str = "cuda") -> Any:
         """Return the model in training mode, with random weights made on the device."""
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
-            if self.quantised:
+            if self.quantized:
                 _quantise(model)
             if self.lora_rank is not None:
                 from peft import LoraConfig, get_peft_model
@@ -82,19 +82,19 @@ def _quantise(model: Any) -> None:
         for name, layer in list(parent.named_children()):
             if type(layer) is not torch.nn.Linear or layer is model.get_output_embeddings():
                 continue
-            quantised = Linear4bit(
+            quantized = Linear4bit(
                 layer.in_features,
                 layer.out_features,
                 bias=layer.bias is not None,
                 compute_dtype=torch.bfloat16,
                 device="meta",
             )
-            quantised.bias = layer.bias
+            quantized.bias = layer.bias
             weight = layer.weight.detach()
-            quantised.weight = parameters(
-                weight.cpu(), requires_grad=False, quant_type="nf4", module=quantised
+            quantized.weight = parameters(
+                weight.cpu(), requires_grad=False, quant_type="nf4", module=quantized
             ).to(weight.device)
-            setattr(parent, name, quantised)
+            setattr(parent, name, quantized)
     model.is_loaded_in_4bit = True
 
 
@@ -171,6 +171,6 @@ FULL_WIDTH = (
 )
 MODELS = (
     *FULL_WIDTH,
-    replace(FULL_WIDTH[0], name="Llama-3.2-1B + QLoRA, 8 x 2048", lora_rank=16, quantised=True),
-    replace(FULL_WIDTH[-1], name="Qwen3-8B + QLoRA, 4 x 2048", quantised=True),
+    replace(FULL_WIDTH[0], name="Llama-3.2-1B + QLoRA, 8 x 2048", lora_rank=16, quantized=True),
+    replace(FULL_WIDTH[-1], name="Qwen3-8B + QLoRA, 4 x 2048", quantized=True),
 )

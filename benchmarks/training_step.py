@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
 from .lower_bounds import step_matmuls
 from .measure import Failure, attempt, measure, release_memory
-from .model_contenders import NAMES, Loss, contenders, some_contenders
+from .model_contenders import FLEX_LAYERS, NAMES, Loss, contenders, some_contenders
 from .models import MODELS, Model
 from .names import LOWER_BOUND
 from .terminal import terminal_steps_table
@@ -65,6 +66,7 @@ def _rows(
 ) -> list[dict]:
     built, batch = model.build(device), model.batch(device)
     attention = built.config._attn_implementation  # the default, which differs by version
+    attentions = {FLEX_LAYERS: "flex_attention"}
     losses: dict[str, Loss] = {}
     first_steps: dict[str, dict[str, float] | Failure] = {}
     for name, make in of(built, compiled=compiled).items():
@@ -79,7 +81,7 @@ def _rows(
     steps = {name: partial(run_step, losses[name], built, batch) for name in right}
     rows: list[dict] = []
     bounds: dict[str, Callable[[], None]] = {}
-    if "eager" in steps and not model.quantised:  # 4-bit matmuls unpack their weights
+    if "eager" in steps and not model.quantized:  # 4-bit matmuls unpack their weights
         bound = attempt(lambda: step_bound(steps["eager"], built, batch))
         if isinstance(bound, Failure):
             rows.append({"model": model.name, "contender": LOWER_BOUND, **asdict(bound)})
@@ -88,7 +90,8 @@ def _rows(
     measured = measure({**bounds, **steps}, rounds=rounds, device=device)
     rows += [{"model": model.name, "contender": name, **asdict(measured[name])} for name in bounds]
     for name, first in first_steps.items():
-        row: dict = {"model": model.name, "attention": attention, "contender": name}
+        which = attentions.get(name, attention)
+        row: dict = {"model": model.name, "attention": which, "contender": name}
         row |= asdict(first) if isinstance(first, Failure) else first
         if name in measured:
             row |= asdict(measured[name])
@@ -145,9 +148,11 @@ def agrees(first: dict[str, float] | Failure, truth: dict[str, float]) -> bool:
 
 def cases(options: argparse.Namespace) -> Cases:
     """Return the models whose name contains one of --model."""
-    compiled = [name for name in options.contender or () if "compile" in name]
-    if compiled and not options.compile:
-        sys.exit(f"--contender {compiled[0]!r} needs --compile")
+    for name in options.contender or ():
+        if "compile" in name and not options.compile:
+            sys.exit(f"--contender {name!r} needs --compile")
+        if "Liger" in name and not find_spec("liger_kernel"):
+            sys.exit(f"--contender {name!r} needs liger-kernel")
     chosen = partial(some_contenders, options.contender)
     parts = options.model or [""]
     return {

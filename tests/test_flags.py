@@ -98,7 +98,7 @@ class Rectified(nn.Linear):
 
 
 class Subclass(Tensor):
-    """As quantised weights are: an ordinary product would be wrong to assume."""
+    """As quantized weights are: an ordinary product would be wrong to assume."""
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         copied = self.as_subclass(Tensor).detach().clone().as_subclass(Subclass)

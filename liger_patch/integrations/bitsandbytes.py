@@ -109,7 +109,7 @@ class _Weight4bit(LayerWeight):
         if self._serves_triton():
             from liger_patch.kernels.triton import nf4
 
-            numbers = nf4.dequantised(
+            numbers = nf4.dequantized(
                 self._packed,
                 self._code,
                 self._absmax,

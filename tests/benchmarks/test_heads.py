@@ -82,7 +82,7 @@ def test_the_check_is_on_a_number_of_tokens_whose_inverse_is_rounded():
 
 @pytest.mark.parametrize("kind", KINDS_OF_HEADS, ids=lambda kind: kind.name)
 def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
-    if kind.quantised:
+    if kind.quantized:
         pytest.importorskip("bitsandbytes")
     small = replace(TINY, frozen=True, hidden_size=64)
     rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from slow_cases import slow_but
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import lora_contenders, lora_step
 from benchmarks.__main__ import main
 from benchmarks.lora_contenders import OFFLOADED, Request, Setting, is_measured, rows
 from benchmarks.lora_report import RATIO, terminal_lora_table
-from benchmarks.lora_step import CASES, SETTINGS, Case, judged, run_case
+from benchmarks.lora_step import CASES, DROPOUT, SETTINGS, Case, judged, run_case
 from benchmarks.models import Model
 from benchmarks.names import COMPILED, FLEX, LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
@@ -63,7 +64,7 @@ def test_rows_are_chosen_by_name_and_models_cut():
     names = {
         each.name for each in CASES[0].named(["Qwen", "Llama-3.2-1B, 8 x 2048, LoRA"]).settings
     }
-    assert names == {"LoRA", "LoRA + checkpointing"}
+    assert names == {"LoRA", "LoRA + checkpointing", "LoRA with dropout"}
     assert not CASES[1].named(["Llama"]).settings
     for case in CASES:
         cut = case.cut(2, 4096).model
@@ -79,12 +80,12 @@ def test_rows_are_chosen_by_name_and_models_cut():
     "setting", slow_but([SETTINGS[0], SETTINGS[-1]], SETTINGS), ids=lambda setting: setting.name
 )
 def test_ours_computes_what_eager_does(request_of: Callable[..., Request], setting: Setting):
-    if setting.quantised:
+    if setting.quantized:
         pytest.importorskip("bitsandbytes")
     found = [*rows(request_of("eager", setting)), *rows(request_of("liger_patch", setting))]
     assert {row.pop("model") for row in found} == {f"tiny, {setting.name}"}
     by_name = {row["contender"]: row for row in found}
-    names = ["eager", *([] if setting.quantised else [LOWER_BOUND]), "liger_patch"]
+    names = ["eager", *([] if setting.quantized else [LOWER_BOUND]), "liger_patch"]
     assert list(by_name) == names
     eager, ours = by_name["eager"], by_name["liger_patch"]
     # the same step, of a few tokens in bf16; tests/layers has what is exact
@@ -101,11 +102,13 @@ def test_ours_computes_what_eager_does(request_of: Callable[..., Request], setti
 
 def test_models_are_trained_as_the_setting_says(request_of: Callable[..., Request]):
     bnb = pytest.importorskip("bitsandbytes")
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, DROPOUT):
         model = lora_contenders.CONTENDERS["eager"](request_of("eager", setting), setting)
         assert model.is_gradient_checkpointing is setting.checkpointing
+        rates = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+        assert rates == ({setting.dropout} if setting.dropout else set())
         in_4_bits = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
-        assert len(in_4_bits) == (7 * SIZES["num_hidden_layers"] if setting.quantised else 0)
+        assert len(in_4_bits) == (7 * SIZES["num_hidden_layers"] if setting.quantized else 0)
         adapters = lora_contenders.fill_adapters(model)
         assert len(adapters) == 2 * 7 * SIZES["num_hidden_layers"]
         assert all(p.abs().sum() > 0 for p in adapters)

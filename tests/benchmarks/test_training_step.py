@@ -37,7 +37,7 @@ from liger_patch.layers import normed_heads
 from liger_patch.layers.replace import count_layers
 
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
-(WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantised)
+(WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantized)
 PARAMETERS["Qwen3-8B"] = 8.19  # 10^9, as the models' cards give them
 
 
@@ -58,7 +58,7 @@ def test_models_have_names_of_their_own():
     assert len({model.name for model in MODELS}) == len(MODELS)
 
 
-def test_linear_layers_of_a_quantised_model_are_in_4_bits_and_the_head_is_not():
+def test_linear_layers_of_a_quantized_model_are_in_4_bits_and_the_head_is_not():
     bnb = pytest.importorskip("bitsandbytes")
     (model,) = (m for m in MODELS if m.name.startswith("Llama-3.2-1B + QLoRA"))
     built = tiny(model).build("cpu")
@@ -227,15 +227,18 @@ def test_every_contender_has_a_name_that_can_be_asked_for(monkeypatch: pytest.Mo
     module = sys.modules[model_contenders.__module__]
     monkeypatch.setattr(module, "find_spec", lambda name: True)  # Liger-Kernel is not installed
     found = set()
-    for model in (each for each in MODELS if not each.quantised):  # these need bitsandbytes
+    for model in (each for each in MODELS if not each.quantized):  # these need bitsandbytes
         found |= model_contenders(tiny(model).build("cpu"), compiled=True).keys()
     assert found == set(NAMES)
 
 
-def test_a_compiled_contender_is_not_left_out_in_silence(monkeypatch: pytest.MonkeyPatch):
+def test_a_contender_is_not_left_out_in_silence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit, match="needs --compile"):
         main(["training_step", "--contender", "torch.compile"])
+    monkeypatch.setattr(training_step, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="needs liger-kernel"):
+        main(["training_step", "--contender", "Liger, all kernels"])
     with pytest.raises(SystemExit):
         main(["training_step", "--contender", "ours"])
 

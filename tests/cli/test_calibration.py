@@ -93,7 +93,7 @@ def _traced_mib(model_name: str, contender: Contender) -> float:
         autocast=None,
         lora_rank=model.lora_rank,
         adapter_dtype=torch.bfloat16,
-        bits=4 if model.quantised else None,
+        bits=4 if model.quantized else None,
         supervised=SUPERVISED,
     )
     if config.model_type == "gemma2":  # measured with SDPA, which left its softcap out

@@ -46,15 +46,15 @@ class Kind(NamedTuple):
         change: of a model's head; the model, or a wrapper around it.
         why: it falls back, as the table says; "" where it is fused.
         model_type: of the model.
-        trained: what of TRAINED is possible: a quantised head does not train.
-        quantised: it has no float64 form.
+        trained: what of TRAINED is possible: a quantized head does not train.
+        quantized: it has no float64 form.
     """
 
     change: Callable[[Any], Any]
     why: str = ""
     model_type: str = "llama"
     trained: tuple[str, ...] = TRAINED
-    quantised: bool = False
+    quantized: bool = False
 
 
 def replaced(change: Callable[[Any], nn.Module | None]) -> Callable[[Any], Any]:
@@ -170,16 +170,16 @@ KINDS: dict[str, Kind] = {
         model_type="gemma2",
         trained=FROZEN_HEAD,
     ),
-    "bitsandbytes: 4 bits, nf4": Kind(four_bits("nf4"), trained=FROZEN_HEAD, quantised=True),
-    "… fp4, double quantization": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantised=True),
-    "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantised=True),
-    "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantised=True),
+    "bitsandbytes: 4 bits, nf4": Kind(four_bits("nf4"), trained=FROZEN_HEAD, quantized=True),
+    "… fp4, double quantization": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantized=True),
+    "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantized=True),
+    "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantized=True),
     "a tensor subclass (torchao)": Kind(
-        replaced(int8), why="not a plain tensor", trained=FROZEN_HEAD, quantised=True
+        replaced(int8), why="not a plain tensor", trained=FROZEN_HEAD, quantized=True
     ),
     "a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),
     "packed integers (GPTQ, AWQ)": Kind(
-        replaced(packed), why="no reader for this format", trained=FROZEN_HEAD, quantised=True
+        replaced(packed), why="no reader for this format", trained=FROZEN_HEAD, quantized=True
     ),
     "any other module": Kind(replaced(two_layers), why="unknown module"),
 }
@@ -211,7 +211,7 @@ def step(model: Any, trained: str, autocast: bool = False) -> dict[str, Any]:
 
 
 def in_float64(kind: Kind) -> Any:
-    """The truth: quantised layers written out, the rest as it is."""
+    """The truth: quantized layers written out, the rest as it is."""
     model = copy.deepcopy(build(kind, torch.bfloat16, ""))
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -225,7 +225,7 @@ def in_float64(kind: Kind) -> Any:
 
 def of_the_cell(kind: Kind, precision: str, patch: str) -> Any:
     """The most exact numbers of a kind are its quick test."""
-    most_exact = "bfloat16" if kind.quantised else "float64"
+    most_exact = "bfloat16" if kind.quantized else "float64"
     return () if (precision, patch) == (most_exact, "after") else pytest.mark.slow
 
 
@@ -242,7 +242,7 @@ CELLS = [
     for trained in kind.trained
     for precision in PRECISIONS
     for patch in ("before", "after")
-    if not (kind.quantised and precision == "float64")
+    if not (kind.quantized and precision == "float64")
     and (patch == "after" or precision == "bfloat16")  # the moment has nothing to do with numbers
 ]
 

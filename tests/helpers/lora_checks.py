@@ -37,7 +37,7 @@ WAYS = {
 }
 
 
-class Quantised:
+class Quantized:
     """A QuantizedWeight of 8-bit numbers, each a multiple of 1 / 64."""
 
     requires_grad = False
@@ -65,7 +65,7 @@ def projection(
     device: Any = "cpu",
     scaling: float = 1.5,
     dropout: float = 0.0,
-    quantised: bool = False,
+    quantized: bool = False,
 ) -> LoraProjection:
     """Of random numbers, whose adapter adds about as much as the base gives."""
 
@@ -75,7 +75,7 @@ def projection(
     width, adapters = math.sqrt(hidden_size), adapters or dtype
     weight: Any = numbers(size, hidden_size, dtype=dtype, divisor=width)
     return LoraProjection(
-        Quantised(weight) if quantised else weight,
+        Quantized(weight) if quantized else weight,
         numbers(size, dtype=dtype, divisor=2.0) if bias else None,
         numbers(rank, hidden_size, dtype=adapters, divisor=width),
         numbers(size, rank, dtype=adapters, divisor=math.sqrt(rank)),

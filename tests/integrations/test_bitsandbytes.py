@@ -1,4 +1,4 @@
-"""bitsandbytes on the CPU: 4-bit models, and heads that are quantised themselves."""
+"""bitsandbytes on the CPU: 4-bit models, and heads that are quantized themselves."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def results(model: nn.Module, batch: Batch, autocast: bool = False) -> dict[str,
     return {"loss": loss.detach(), **gradients}
 
 
-def dequantised(model: nn.Module) -> nn.Module:
-    """The same model with the quantised weights written out, in float64."""
+def dequantized(model: nn.Module) -> nn.Module:
+    """The same model with the quantized weights written out, in float64."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
@@ -155,7 +155,7 @@ def test_lora_on_a_4_bit_model_trains_as_eager(
         assert groups == []
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert not any(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
-    truth = results(dequantised(eager_model), batch)
+    truth = results(dequantized(eager_model), batch)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
     revert_patch(model)
@@ -227,7 +227,7 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     eager, ours = (results(each, batch, autocast=True) for each in (eager_model, model))
     again = use_reentrant or checkpoint.model.config.model_type == "gemma2"  # a norm keeps y
     assert runs == [4] * (4 if again else 2)
-    truth = results(dequantised(eager_model), batch)
+    truth = results(dequantized(eager_model), batch)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
@@ -285,8 +285,8 @@ def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path:
     assert_no_worse({"": ours}, {"": eager}, {"": eager}, torch.bfloat16)
 
 
-def with_quantised_head(model: PreTrainedModel, kind: str = "nf4") -> PreTrainedModel:
-    """A copy of the model whose head alone is quantised."""
+def with_quantized_head(model: PreTrainedModel, kind: str = "nf4") -> PreTrainedModel:
+    """A copy of the model whose head alone is quantized."""
     model = copy.deepcopy(model)
     weight = model.lm_head.weight.detach().clone()
     if kind == "int8":
@@ -310,7 +310,7 @@ def with_quantised_head(model: PreTrainedModel, kind: str = "nf4") -> PreTrained
 
 @pytest.mark.parametrize("trained", ["whole backbone", "lora", "lora on the head"])
 @pytest.mark.parametrize("kind", ["nf4", "fp4, double quantisation", "int8"])
-def test_a_quantised_head_is_fused(
+def test_a_quantized_head_is_fused(
     checkpoint: Checkpoint, kind: str, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head's 16-bit weight exists 16 rows at a time."""
@@ -319,20 +319,20 @@ def test_a_quantised_head_is_fused(
     targets = ["q_proj", "lm_head"] if "head" in trained else ["q_proj", "v_proj"]
 
     def make() -> nn.Module:
-        model = with_quantised_head(checkpoint.model, kind)
+        model = with_quantized_head(checkpoint.model, kind)
         return model if trained == "whole backbone" else with_lora(model, targets)
 
     eager_model, model = make(), apply_patch(make(), layers=False)  # the head alone
     eager, ours = results(eager_model, batch), results(model, batch)
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert any("lm_head" in name for name in ours) == ("head" in trained)
-    truth = results(dequantised(eager_model), batch)
+    truth = results(dequantized(eager_model), batch)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
 def test_logits_of_a_4_bit_head_are_eagers(checkpoint: Checkpoint) -> None:
-    model = with_quantised_head(checkpoint.model).train()
+    model = with_quantized_head(checkpoint.model).train()
     batch = tiny_batch(model)
     expected = model(**batch).logits
     logits = apply_patch(model, layers=False)(**batch).logits
@@ -341,7 +341,7 @@ def test_logits_of_a_4_bit_head_are_eagers(checkpoint: Checkpoint) -> None:
 
 
 def test_a_4_bit_head_under_autocast(checkpoint: Checkpoint) -> None:
-    model = with_quantised_head(checkpoint.model)
+    model = with_quantized_head(checkpoint.model)
     batch = tiny_batch(model)
     losses = []
     for patch in (False, True):
@@ -357,7 +357,7 @@ def test_a_4_bit_head_passes_verification(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    model = apply_patch(with_lora(with_quantised_head(checkpoint.model), ["lm_head"]))
+    model = apply_patch(with_lora(with_quantized_head(checkpoint.model), ["lm_head"]))
     results(model, tiny_batch(model))
     assert patch_status(model).fused
 
@@ -371,8 +371,8 @@ def hooked(model: PreTrainedModel) -> PreTrainedModel:
 
 def test_a_4_bit_head_with_another_forward_falls_back(checkpoint: Checkpoint) -> None:
     batch = tiny_batch(checkpoint.model)
-    eager = results(hooked(with_quantised_head(checkpoint.model)), batch)
-    model = apply_patch(hooked(with_quantised_head(checkpoint.model)), layers=False)
+    eager = results(hooked(with_quantized_head(checkpoint.model)), batch)
+    model = apply_patch(hooked(with_quantized_head(checkpoint.model)), layers=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = results(model, batch)
@@ -390,7 +390,7 @@ def test_a_4_bit_head_that_cannot_be_read_falls_back(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that bitsandbytes has packed for inference."""
-    model = with_quantised_head(checkpoint.model)
+    model = with_quantized_head(checkpoint.model)
     expected = results(model, tiny_batch(model))
     monkeypatch.setattr(bitsandbytes, "quantized_weight", lambda *_: None)
     with pytest.warns(UserWarning, match="Linear4bit"):
@@ -402,7 +402,7 @@ def test_a_4_bit_head_that_cannot_be_read_falls_back(
 def test_a_head_that_cannot_be_read_where_fusing_is_demanded_is_an_error(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = apply_patch(hooked(with_quantised_head(checkpoint.model)))
+    model = apply_patch(hooked(with_quantized_head(checkpoint.model)))
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
     with pytest.raises(RuntimeError, match="Linear4bit"):
         model(**tiny_batch(model))

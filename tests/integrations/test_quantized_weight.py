@@ -56,7 +56,7 @@ def read(head: nn.Module, dtype: torch.dtype = torch.bfloat16) -> LayerWeight:
     return weight
 
 
-def dequantised(head: nn.Module, dtype: torch.dtype) -> Tensor:
+def dequantized(head: nn.Module, dtype: torch.dtype) -> Tensor:
     """The whole 4-bit weight, by bitsandbytes: as a vector, which it never gets wrong."""
     state = copy.copy(head.weight.quant_state)
     v, h = state.shape
@@ -102,56 +102,56 @@ def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
 
 @pytest.mark.parametrize("blocksize", [32, 64, 256])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("double_quantized", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_4_bit_rows_are_those_of_the_whole_weight(
-    quant_type: str, double_quantised: bool, shape: tuple[int, int], blocksize: int, device: str
+    quant_type: str, double_quantized: bool, shape: tuple[int, int], blocksize: int, device: str
 ) -> None:
     head = linear_4bit(
         *shape,
         device=device,
         quant_type=quant_type,
-        compress_statistics=double_quantised,
+        compress_statistics=double_quantized,
         blocksize=blocksize,
     )
-    assert head.weight.quant_state.nested == double_quantised
+    assert head.weight.quant_state.nested == double_quantized
     for dtype in FLOATS:
         head.compute_dtype = dtype
-        truth = dequantised(head, dtype)
+        truth = dequantized(head, dtype)
         assert_rows_are(read(head), truth)
         if device == "cpu" and cpu_multiplies_right(shape[1], blocksize):
             assert torch.equal(truth, products_weight(head, dtype))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("double_quantized", [False, True])
 @pytest.mark.parametrize("blocksize", [512, 4096])
-def test_rows_of_large_blocks(blocksize: int, double_quantised: bool) -> None:
+def test_rows_of_large_blocks(blocksize: int, double_quantized: bool) -> None:
     head = linear_4bit(
-        131, 200, device="cuda", blocksize=blocksize, compress_statistics=double_quantised
+        131, 200, device="cuda", blocksize=blocksize, compress_statistics=double_quantized
     )
-    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("double_quantized", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_real_weight_has_the_bits_of_bitsandbytes(
-    dtype: torch.dtype, double_quantised: bool
+    dtype: torch.dtype, double_quantized: bool
 ) -> None:
     v, h = 10240, 2560
     head = linear_4bit(
-        v, h, device="cuda", compute_dtype=dtype, compress_statistics=double_quantised
+        v, h, device="cuda", compute_dtype=dtype, compress_statistics=double_quantized
     )
     weight = read(head, dtype)
-    truth = dequantised(head, dtype)
+    truth = dequantized(head, dtype)
     for start, stop in [(0, v), (1, v), (4097, 8191), (v - 1, v)]:
         assert torch.equal(weight.rows(start, stop), truth[start:stop])
 
 
 def test_many_nested_blocks(device: str) -> None:
     head = linear_4bit(509, 328, device=device)  # 10.2 blocks of 256 scales
-    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
 
 
 @pytest.mark.parametrize("input_dtype", FLOATS)
@@ -175,19 +175,19 @@ def test_rows_come_in_the_dtype_of_the_layers_product(
 def test_quant_storage_is_only_storage(quant_storage: torch.dtype, device: str) -> None:
     head = linear_4bit(131, 72, device=device, quant_storage=quant_storage)
     assert head.weight.dtype == quant_storage
-    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
 
 
 def test_a_state_that_only_the_layer_has_kept_is_found() -> None:
     head = linear_4bit(131, 72)
-    truth = dequantised(head, torch.bfloat16)
+    truth = dequantized(head, torch.bfloat16)
     head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)  # as after FSDP
     assert_rows_are(read(head), truth)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
-def test_a_weight_that_was_quantised_on_the_cpu_is_read_where_it_is_now(make: Any) -> None:
+def test_a_weight_that_was_quantized_on_the_cpu_is_read_where_it_is_now(make: Any) -> None:
     head = make(131, 72)
     truth = read(head).rows(0, 131)
     head.to("cuda")
@@ -200,7 +200,7 @@ def test_a_weight_that_was_quantised_on_the_cpu_is_read_where_it_is_now(make: An
 
 def test_a_weight_that_is_packed_later_is_read_as_it_was() -> None:
     head = linear_4bit(64, 128)
-    weight, truth = read(head), dequantised(head, torch.bfloat16)
+    weight, truth = read(head), dequantized(head, torch.bfloat16)
     # what eval() and a forward do on a CPU with AVX-512 for bfloat16
     packed, state = bnb.functional._convert_weight_packed_for_cpu(
         head.weight.data, head.weight.quant_state
@@ -336,8 +336,8 @@ def with_rows_lost(head: nn.Module) -> nn.Module:
 UNREADABLE = {
     "no layer of bitsandbytes": lambda: nn.Linear(72, 131),
     "no linear layer": lambda: nn.LayerNorm(72),
-    "not quantised yet, 4 bits": lambda: bnb.nn.Linear4bit(72, 131),
-    "not quantised yet, 8 bits": lambda: bnb.nn.Linear8bitLt(72, 131, has_fp16_weights=False),
+    "not quantized yet, 4 bits": lambda: bnb.nn.Linear4bit(72, 131),
+    "not quantized yet, 8 bits": lambda: bnb.nn.Linear8bitLt(72, 131, has_fp16_weights=False),
     "8 bits only for products": lambda: bnb.nn.Linear8bitLt(72, 131).to("cpu"),
     "made on meta": lambda: bnb.nn.Linear4bit(72, 131, device="meta"),
     "made on meta, 8 bits": lambda: bnb.nn.Linear8bitLt(
@@ -352,7 +352,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_there_is_no_quantised_weight_of(name: str) -> None:
+def test_there_is_no_quantized_weight_of(name: str) -> None:
     assert quantized_weight(UNREADABLE[name](), torch.bfloat16) is None
 
 
@@ -362,7 +362,7 @@ def test_4_bits_have_no_float64() -> None:
 
 def test_a_subclass_without_a_forward_is_read() -> None:
     head = bnb.nn.LinearNF4(72, 131, bias=False, compute_dtype=torch.bfloat16).to("cpu")
-    assert_rows_are(read(head), dequantised(head, torch.bfloat16))
+    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
 
 
 def test_hooks_of_pytorch_are_the_callers_business() -> None:

@@ -18,7 +18,7 @@ from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class InParts:
-    """A weight as a quantised one is read; counts the rows that it has given."""
+    """A weight as a quantized one is read; counts the rows that it has given."""
 
     requires_grad = False
 

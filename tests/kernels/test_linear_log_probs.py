@@ -189,7 +189,7 @@ def test_mean_of_logits_a_slab_at_a_time(case, ignored):
 
 
 class InParts:
-    """A weight as a quantised one is read."""
+    """A weight as a quantized one is read."""
 
     requires_grad = False
     row_multiple = 16

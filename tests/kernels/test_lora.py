@@ -124,8 +124,8 @@ def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device)
 
 @pytest.mark.parametrize("which", PROJECTIONS)
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
-def test_quantised_bases(way: str, which: str, device: torch.device) -> None:
-    x, parts = made(device, way, which=which, quantised=True)
+def test_quantized_bases(way: str, which: str, device: torch.device) -> None:
+    x, parts = made(device, way, which=which, quantized=True)
     check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING, autocast=WAYS[way][2])
 
 
@@ -150,8 +150,8 @@ def test_bases_of_bitsandbytes(kind: str, way: str, device: torch.device) -> Non
     check(lora_linears, eager_linears, x, [part], wanted=EVERYTHING, autocast=WAYS[way][2])
 
 
-def test_a_quantised_base_is_not_kept_dense(device: torch.device) -> None:
-    x, parts = made(device, "float32", quantised=True)
+def test_a_quantized_base_is_not_kept_dense(device: torch.device) -> None:
+    x, parts = made(device, "float32", quantized=True)
     leaves, parts = trainable(x, parts)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

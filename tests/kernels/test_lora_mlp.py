@@ -119,8 +119,8 @@ def test_only_the_gradients_that_are_wanted(way: str, wanted: str, device: torch
 
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
-def test_quantised_bases(way: str, device: torch.device) -> None:
-    x, parts = mlp_inputs(device, way, quantised=True)
+def test_quantized_bases(way: str, device: torch.device) -> None:
+    x, parts = mlp_inputs(device, way, quantized=True)
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, **how)
 

@@ -315,7 +315,7 @@ def test_other_dispatch_modes_see_the_products() -> None:
 
 def test_a_quantized_weight_breaks_the_graph() -> None:
     class Rows:
-        """A weight whose rows are dequantised, as a layer holds it."""
+        """A weight whose rows are dequantized, as a layer holds it."""
 
         shape, dtype, device = torch.Size([51, 16]), torch.float64, torch.device("cpu")
         row_multiple, requires_grad = 1, False

@@ -65,7 +65,7 @@ def truth(
 def test_every_slice_has_the_same_bits(
     dtype: torch.dtype, blocksize: int, nested: bool, device: torch.device
 ) -> None:
-    from liger_patch.kernels.triton.nf4 import TILE, dequantised
+    from liger_patch.kernels.triton.nf4 import TILE, dequantized
 
     numbers = 6 * TILE + 4097  # an odd number, in more blocks of 64 than a nested one has
     packed, scales, inner = made(numbers, blocksize, nested, device)
@@ -74,26 +74,26 @@ def test_every_slice_has_the_same_bits(
     slices = [(0, numbers), (0, 1), (1, 2), (numbers - 1, numbers), (7, 7000), (64, 6400), (33, 64)]
     slices += [(edge - 16, edge + 16) for edge in edges] + [(edge - 1, edge + 2) for edge in edges]
     for start, stop in slices:
-        ours = dequantised(packed, CODE.to(device), scales, inner, blocksize, start, stop, dtype)
+        ours = dequantized(packed, CODE.to(device), scales, inner, blocksize, start, stop, dtype)
         assert ours.dtype == dtype
         assert torch.equal(ours, expected[start:stop]), (start, stop)
 
 
 def test_a_weight_ends_within_a_byte_and_a_block(device: torch.device) -> None:
-    from liger_patch.kernels.triton.nf4 import dequantised
+    from liger_patch.kernels.triton.nf4 import dequantized
 
     packed, scales, inner = made(101, 64, True, device)
     expected = truth(packed, scales, inner, 64, 101, torch.float32)
     around = torch.full((3, len(packed)), 0xFF, dtype=torch.uint8, device=device)
     around[1] = packed
-    ours = dequantised(around[1], CODE.to(device), scales, inner, 64, 0, 101, torch.float32)
+    ours = dequantized(around[1], CODE.to(device), scales, inner, 64, 0, 101, torch.float32)
     assert torch.equal(ours, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("nested", [False, True])
 def test_offsets_beyond_2_31(nested: bool) -> None:
-    from liger_patch.kernels.triton.nf4 import dequantised
+    from liger_patch.kernels.triton.nf4 import dequantized
 
     device, numbers, blocksize = torch.device("cuda"), 2**32 + 2**20 + 1, 64
     with device:
@@ -113,19 +113,19 @@ def test_offsets_beyond_2_31(nested: bool) -> None:
         size = min(2**17 + 1, numbers - begin)
         packed_part = packed[begin // 2 : (begin + size + 1) // 2]
         expected = truth(packed_part, scales[part], nested_part, blocksize, size, torch.bfloat16)
-        ours = dequantised(
+        ours = dequantized(
             packed, CODE.to(device), scales, inner, blocksize, begin, begin + size, torch.bfloat16
         )
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("double_quantised", [False, True])
+@pytest.mark.parametrize("double_quantized", [False, True])
 @pytest.mark.parametrize("shape", [(131, 72), (7, 71), (40, 576)])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_kernel_reads_what_bitsandbytes_has_quantised(
+def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     dtype: torch.dtype,
     shape: tuple[int, int],
-    double_quantised: bool,
+    double_quantized: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,13 +138,13 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantised(
         torch.randn(v, h),
         requires_grad=False,
         quant_type="nf4",
-        compress_statistics=double_quantised,
+        compress_statistics=double_quantized,
         module=layer,
     )
     layer = layer.to(device)
     state = layer.weight.quant_state
     nested = None
-    if double_quantised:
+    if double_quantized:
         inner = state.state2
         nested = inner.code, inner.absmax, state.offset, inner.blocksize
     packed = layer.weight.detach().view(-1)
@@ -152,7 +152,7 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantised(
     assert torch.equal(state.code.cpu(), CODE)
 
     def refused(*_: object, **__: object) -> None:
-        raise AssertionError("bitsandbytes has dequantised")
+        raise AssertionError("bitsandbytes has dequantized")
 
     monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", refused)
     monkeypatch.setattr(bitsandbytes.functional, "dequantize_blockwise", refused)

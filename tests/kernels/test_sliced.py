@@ -16,7 +16,7 @@ from lora_checks import (
     ADAPTERS,
     EVERYTHING,
     WAYS,
-    Quantised,
+    Quantized,
     check,
     eager_mlp,
     projection,
@@ -177,10 +177,10 @@ def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
-def test_quantised_bases_are_dequantised_once_in_a_pass(
+def test_quantized_bases_are_dequantized_once_in_a_pass(
     way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, parts = made_lora(device, way, quantised=True)
+    x, parts = made_lora(device, way, quantized=True)
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
     check(sliced_lora(3), eager_mlp("silu"), x, parts, **how)
     read, count = type(parts[0].weight).rows, []
@@ -193,12 +193,12 @@ def test_quantised_bases_are_dequantised_once_in_a_pass(
 
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("which", ["gate", "up", "down", "all"])
-def test_gated_mlp_of_quantised_weights(
+def test_gated_mlp_of_quantized_weights(
     which: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs = made(SHAPES["batch"], device, dtype)
     names = ("gate", "up", "down") if which == "all" else (which,)
-    held = {name: Quantised(inputs.pop(name)) for name in names}
+    held = {name: Quantized(inputs.pop(name)) for name in names}
 
     def ours(x: Tensor, **weights: Any) -> Tensor:
         given = held | weights

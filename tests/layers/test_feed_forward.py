@@ -178,10 +178,10 @@ def replaced(layer: Any, ran: list[int]) -> None:
 
 
 def another_tensor(layer: Any, ran: list[int]) -> None:
-    class Quantised(nn.Parameter):
+    class Quantized(nn.Parameter):
         pass
 
-    layer.up_proj.weight = Quantised(layer.up_proj.weight.detach())
+    layer.up_proj.weight = Quantized(layer.up_proj.weight.detach())
     layer.up_proj.weight.register_hook(lambda gradient: ran.append(1))
 
 

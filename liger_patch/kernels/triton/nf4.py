@@ -59,7 +59,7 @@ def _nf4_kernel(
     tl.store(out_ptr + (place - start), tl.interleave(high, low), mask=mask)
 
 
-def dequantised(
+def dequantized(
     packed: Tensor,  # (ceil(numbers / 2),) or (..., 1), uint8
     code: Tensor,  # (16,) float32
     scales: Tensor,  # (ceil(numbers / blocksize),) float32, or uint8 if they are nested
