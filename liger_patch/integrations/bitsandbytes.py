@@ -198,6 +198,18 @@ def is_4bit(module: nn.Module) -> bool:
     return isinstance(module, Linear4bit)
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Return whether this is a 4-bit layer whose weight is packed for inference on a CPU.
+
+    bitsandbytes does so in a call in eval mode, and does not unpack the weight for training.
+    """
+    if not is_4bit(module):
+        return False
+    state: Any = getattr(module.weight, "quant_state", None) or module.quant_state
+    # in its dictionary: a state computes what it lacks
+    return state is not None and vars(state).get("packing_format_for_cpu", False)
+
+
 def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
     """Return the weight of a bitsandbytes linear layer whose input comes in ``dtype``.
 
@@ -224,8 +236,7 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     absmax, blocksize = state.absmax, state.blocksize
     if packed.is_meta or absmax.device != packed.device:
         return None
-    # in its dictionary: a state computes what it lacks
-    if vars(state).get("packing_format_for_cpu", False):
+    if is_packed(module):
         return None
     height, width = module.out_features, module.in_features
     if state.shape != (height, width):

@@ -176,16 +176,14 @@ def test_a_4_bit_model_of_another_dtype_than_autocasts(
     assert f"{len(by_peft)} in PEFT's own forward: {reason}" in str(patch_status(model))
 
 
-def test_generation_dequantises_no_weight(
+@pytest.mark.gpu
+def test_generation_on_a_gpu_dequantizes_no_weight(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bitsandbytes has kernels for few tokens."""
-    model = apply_patch(with_lora(load(checkpoint), ALL)).eval()
-    for layer in model.modules():
-        if isinstance(layer, bnb.nn.Linear4bit):
-            layer.support_avx512bf16_for_cpu = False  # it would pack weights that are too small
-    calls, ids = Calls(monkeypatch), torch.ones(2, 17, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16):
+    model = apply_patch(with_lora(load(checkpoint), ALL)).cuda().eval()
+    calls, ids = Calls(monkeypatch), torch.ones(2, 17, dtype=torch.long, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
         model(input_ids=ids[:, :1])  # gradients are recorded
         assert calls.taken(model)[1] == []
         with torch.no_grad():
@@ -194,6 +192,31 @@ def test_generation_dequantises_no_weight(
             model(input_ids=ids[:, :16])
             groups, by_peft = calls.taken(model)
     assert (groups, len(by_peft)) == ([], 2 * len(ALL))
+
+
+def test_few_tokens_on_a_cpu_pack_no_weight(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bitsandbytes 0.50 packs a weight in such a call, and trains wrongly from then on."""
+    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
+    model = apply_patch(with_lora(load(checkpoint), ALL))
+    before = results(model, batch, autocast=True)
+    calls.clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.eval()(input_ids=batch["input_ids"][:1, :4])
+    assert calls.taken(model)[1] == []
+    after = results(model.train(), batch, autocast=True)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert calls.taken(model)[1] == []
+
+
+def test_a_weight_that_is_packed_for_inference_is_said(checkpoint: Checkpoint) -> None:
+    model = apply_patch(with_lora(load(checkpoint), ALL))
+    for layer in model.modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            layer.weight.quant_state.packing_format_for_cpu = True
+    said = "bitsandbytes packed the base's weight for inference on a CPU"
+    assert f"{2 * len(ALL)} in PEFT's own forward: {said}" in str(patch_status(model))
 
 
 @pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")

@@ -149,7 +149,9 @@ class _DownLora(torch.autograd.Function):
 
 
 def _versions(part: LoraProjection) -> list[int]:
-    tensors = (each for each in part if isinstance(each, Tensor) and not each.is_inference())
+    """Return the versions of what the backward pass reads: not A, whose product is the input."""
+    read = part.weight, part.b
+    tensors = (each for each in read if isinstance(each, Tensor) and not each.is_inference())
     return [each._version for each in tensors]
 
 
