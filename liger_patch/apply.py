@@ -16,6 +16,7 @@ from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch import flags
+from liger_patch.patch.adapters import follow_adapters
 from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import (
     RECORD,
@@ -254,6 +255,8 @@ class PatchStatus:
 def patch_status(model: nn.Module) -> PatchStatus:
     """Return what is fused for this model, what falls back to ordinary logits, and why.
 
+    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would.
+
     Raises:
         TypeError: not a Transformers model.
     """
@@ -263,6 +266,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     if record is None:
         architecture = "tested" if registry.row_of(target) is not None else "not tested"
         return PatchStatus(False, None, None, (*rows, ("patched", "no")), architecture)
+    follow_adapters(target, record)
     architecture = _architecture_status(record)
     compared = f": {record.compared}" if architecture == "verified" else ""
     rows.append(("architecture", architecture + compared))
@@ -343,12 +347,13 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
         base = peft.base_model(model)
     if not isinstance(base, PreTrainedModel):
+        around = "" if base is model else f" around a {_short(base)}"
         advice = "load it first, with from_pretrained()"
         if isinstance(base, nn.Module):
             advice = "patch it before torch.compile, DistributedDataParallel or another wrapper"
         raise TypeError(
             "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
-            f"{_short(model)}: {advice}"
+            f"{_short(model)}{around}: {advice}"
         )
     return base
 

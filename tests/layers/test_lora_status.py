@@ -24,6 +24,7 @@ from tiny_models import tiny_model
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.lora import not_plain
+from liger_patch.layers.replace import count_layers
 
 pytestmark = MARKS
 
@@ -42,6 +43,24 @@ def test_the_status_is_that_of_the_last_calls_dtypes(calls: Calls) -> None:
     training_step(model, batch, autocast=True)
     assert calls.taken(model) == (LAYER * 2, [])
     assert not_plain(model) == {}
+
+
+def test_adapters_that_came_after_the_patch_are_in_the_status_before_the_next_call() -> None:
+    base = tiny_model(ROWS["llama"])
+    apply_patch(base)
+    model = adapted(base=base)
+    assert "14 lora" in str(patch_status(model))
+    assert {n for n, c in count_layers(base).items() if c} > {"lora"}
+    apply_patch(tiny := tiny_model(ROWS["llama"]), layers=["rms_norm"])
+    assert "lora" not in str(patch_status(adapted(base=tiny)))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")
+def test_a_wrapper_around_a_wrapper_is_named() -> None:
+    twice = adapted(base=adapted())
+    with pytest.raises(TypeError, match="got PeftModelForCausalLM around a PeftModelForCausalLM"):
+        apply_patch(twice)
 
 
 def test_dtypes_are_a_warning_in_training_alone() -> None:
