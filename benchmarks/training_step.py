@@ -66,7 +66,6 @@ def _rows(
 ) -> list[dict]:
     built, batch = model.build(device), model.batch(device)
     attention = built.config._attn_implementation  # the default, which differs by version
-    attentions = {FLEX_LAYERS: "flex_attention"}
     losses: dict[str, Loss] = {}
     first_steps: dict[str, dict[str, float] | Failure] = {}
     for name, make in of(built, compiled=compiled).items():
@@ -90,8 +89,8 @@ def _rows(
     measured = measure({**bounds, **steps}, rounds=rounds, device=device)
     rows += [{"model": model.name, "contender": name, **asdict(measured[name])} for name in bounds]
     for name, first in first_steps.items():
-        which = attentions.get(name, attention)
-        row: dict = {"model": model.name, "attention": which, "contender": name}
+        how = "flex_attention" if name == FLEX_LAYERS else attention
+        row: dict = {"model": model.name, "attention": how, "contender": name}
         row |= asdict(first) if isinstance(first, Failure) else first
         if name in measured:
             row |= asdict(measured[name])

@@ -203,9 +203,15 @@ def is_packed(module: nn.Module) -> bool:
 
     bitsandbytes does so in a call in eval mode, and does not unpack the weight for training.
     """
-    if not is_4bit(module):
-        return False
-    state: Any = getattr(module.weight, "quant_state", None) or module.quant_state
+    return isinstance(module, Linear4bit) and _has_packed(_state(module))
+
+
+def _state(module: Linear4bit) -> Any:
+    # FSDP loses the parameter's class and state: the layer keeps the state for that
+    return getattr(module.weight, "quant_state", None) or module.quant_state
+
+
+def _has_packed(state: Any) -> bool:
     # in its dictionary: a state computes what it lacks
     return state is not None and vars(state).get("packing_format_for_cpu", False)
 
@@ -228,15 +234,14 @@ def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | Non
 
 def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     weight = module.weight
-    # FSDP loses the parameter's class and state: the layer keeps the state for that
-    state: Any = getattr(weight, "quant_state", None) or module.quant_state
+    state = _state(module)
     if type(weight) not in (Params4bit, nn.Parameter) or state is None:
         return None
     packed = weight.detach()  # a plain tensor: bitsandbytes' own slows each look at its attributes
     absmax, blocksize = state.absmax, state.blocksize
     if packed.is_meta or absmax.device != packed.device:
         return None
-    if is_packed(module):
+    if _has_packed(state):
         return None
     height, width = module.out_features, module.in_features
     if state.shape != (height, width):

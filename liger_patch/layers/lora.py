@@ -237,10 +237,10 @@ def _why_pefts_own(layer: Any, x: Tensor) -> str | None:
         return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
         return "torch.func or a tensor subclass"
-    # not on a CPU, where bitsandbytes would pack the weight, and trains wrongly from then on
-    generates = not (layer.training or torch.is_grad_enabled() or x.device.type == "cpu")
+    generates = not (layer.training or torch.is_grad_enabled())
     if generates and type(layer.base_layer) is not nn.Linear and len(rows_of(x)) <= FEW_TOKENS:
-        return "generation from a quantized base"
+        # on a CPU, bitsandbytes would pack the weight, and train wrongly from then on
+        return None if x.device.type == "cpu" else "generation from a quantized base"
     return None
 
 
@@ -270,8 +270,8 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     weight, bias, result_dtype = base.weight, base.bias, dtype
     if type(base) is not nn.Linear:
         weight = _quantized_weight(base, dtype)
-        if weight is None:
-            return _why_unreadable(base)
+        if isinstance(weight, str):
+            return weight
         if weight.dtype != dtype:
             advice = f"Set bnb_4bit_compute_dtype={dtype}" if casts else AUTOCAST_ADVICE
             reason = f"the base computes in {weight.dtype}, other products in {dtype}"
@@ -291,17 +291,13 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
 
 
 def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:
-    if "bitsandbytes" not in sys.modules:
-        return None
-    from liger_patch.integrations import bitsandbytes
-
-    return bitsandbytes.quantized_weight(base, dtype)
-
-
-def _why_unreadable(base: nn.Module) -> str:
+    """Return the weight of a quantized base, or why it is not read."""
     if "bitsandbytes" in sys.modules:
         from liger_patch.integrations import bitsandbytes
 
+        weight = bitsandbytes.quantized_weight(base, dtype)
+        if weight is not None:
+            return weight
         if bitsandbytes.is_packed(base):
             return "bitsandbytes packed the base's weight for inference on a CPU"
     return f"the base is a {type(base).__name__}"
