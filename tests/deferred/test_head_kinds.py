@@ -114,7 +114,7 @@ def four_bits(quant_type: str, double: bool = False) -> Callable[[Any], Any]:
             requires_grad=False,
             quant_type=quant_type,
             compress_statistics=double,
-            blocksize=32,  # of the hidden size: see test_bitsandbytes
+            blocksize=32,  # of the hidden size: see quantized_models
         )
         model.lm_head = head.to("cpu")
         return model

@@ -68,22 +68,6 @@ def test_only_every_nth_input_is_held(reentrant: bool) -> None:
 
 
 @KINDS
-def test_a_backward_pass_outside_autocast(reentrant: bool) -> None:
-    """As in Trainer: layers run again under the autocast of their forward pass."""
-    found = []
-    for is_offloaded in (False, True):
-        model = apply_patch(model_of(reentrant, num_hidden_layers=5))
-        if is_offloaded:
-            offloaded(model, every=3)
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**tiny_batch_of(model), use_cache=False).loss
-        loss.backward()
-        found.append(gradients(model))
-    assert_same_bits(found[1], found[0])
-
-
-@KINDS
 def test_each_layer_runs_once_more_but_those_whose_result_is_kept(reentrant: bool) -> None:
     """In the forward pass, in the backward pass, and for the input of the next layer."""
     model = model_of(reentrant, num_hidden_layers=6)

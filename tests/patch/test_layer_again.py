@@ -154,8 +154,13 @@ def test_an_input_that_was_modified_gives_no_other(count: int) -> None:
 
 
 @KINDS
-def test_a_backward_pass_under_autocast_of_its_own(reentrant: bool) -> None:
-    """Weights that were cast for the result of a layer are not those of its backward pass."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_pass_behind_a_forward_pass_under_autocast(
+    autocast: bool, reentrant: bool
+) -> None:
+    """Layers run again under the autocast of their forward pass, also outside it, as in Trainer.
+    Weights that were cast for the result of a layer are not those of its backward pass.
+    """
     found = []
     for is_offloaded in (False, True):
         model = apply_patch(model_of(reentrant, num_hidden_layers=4))
@@ -164,7 +169,7 @@ def test_a_backward_pass_under_autocast_of_its_own(reentrant: bool) -> None:
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch_of(model), use_cache=False).loss
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss.backward()
         found.append(gradients(model))
     assert_same_bits(found[1], found[0])
