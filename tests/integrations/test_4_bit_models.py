@@ -108,6 +108,7 @@ def test_a_4_bit_model_of_another_dtype_than_autocasts(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel")
 def test_generation_on_a_gpu_dequantizes_no_weight(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
