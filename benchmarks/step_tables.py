@@ -105,29 +105,24 @@ def lora_steps_table(report: dict) -> str:
 
 
 def lora_summary(report: dict) -> str:
-    """Format the plainest and the most frugal line of each model, without those in which a
-    contender failed, and without the bound: all are in docs/lora.md. The first steps are those of
-    all lines: kernels are compiled in the first line of a process.
-
-    The date of a row that is not shown, in brackets, is left out.
+    """Format the plainest and the most frugal line of each model in which every contender ended,
+    without the bound: all are in docs/lora.md. The first steps are those of all lines: kernels are
+    compiled in the first line of a process.
     """
     measured = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
     failed = {row["model"] for row in measured if "failure" in row}
-    lines = {row["model"] for row in measured} - failed
-    names = {each for each in lines if each.endswith((", LoRA", ", QLoRA + checkpointing"))}
+    lines = [row["model"] for row in measured if row["model"] not in failed]
+    checkpointed = [line for line in lines if line.endswith(" + checkpointing")]
+    frugal = {line.rpartition(", ")[0]: line for line in checkpointed}  # QLoRA is the later one
+    names = {line for line in lines if line.endswith(", LoRA")} | set(frugal.values())
     rows = [row for row in measured if row["model"] in names]
-    longest = first_steps(report["lora_steps"])
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        f"weights. The longest first step, kernels compiled: {longest}. What is empty was not "
-        "measured in that run."
+        "weights. The longest first step, kernels compiled: "
+        f"{first_steps(report['lora_steps'])}. Only checkpoints can be offloaded."
     )
-    date, of_others = report["date"].partition(" (")[::2]
-    if any(name in of_others for name in names):
-        date = report["date"]
-    cells = cells_of("LoRA step, ms / GiB", rows, model_of)
-    return document(report | {"date": date}, cells, note)
+    return document(report, cells_of("LoRA step, ms / GiB", rows, model_of), note)
 
 
 def longest_rows_table(report: dict) -> str:

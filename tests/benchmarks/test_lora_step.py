@@ -349,6 +349,9 @@ def test_a_summary_leaves_out_lines_in_which_a_contender_failed():
     table = lora_summary(report | {"lora_steps": rows})
     assert f"| {setting} |" not in table
     assert "| tiny, LoRA |" in table
+    plainer = "tiny, LoRA + checkpointing"
+    rows.insert(0, {"model": plainer, "contender": "eager", **TIMED})
+    assert f"| {plainer} |" in lora_summary(report | {"lora_steps": rows})
 
 
 def test_contenders_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path):
