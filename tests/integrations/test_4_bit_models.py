@@ -23,7 +23,7 @@ from quantized_models import (
 )
 from slow_cases import slow_but
 from tiny_models import tiny_batch
-from torch import nn
+from torch import Tensor, nn
 from trainers import QUIET
 from training_step import joined
 from transformers import Trainer, TrainingArguments
@@ -160,8 +160,8 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     use_reentrant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With adapters, and without."""
-    batch, runs = tiny_batch(checkpoint.model, length=33), []
+    """With adapters, and without. On three batches: the largest error of one is luck."""
+    runs: list[int] = []
     monkeypatch.setattr(sliced, "LONG_BYTES", 0)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
     forward = sliced._Run.forward
@@ -178,12 +178,17 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
         )
         return with_lora(model, targets)
 
-    eager_model, model = make(), apply_patch(make())
-    eager, ours = (results(each, batch, autocast=True) for each in (eager_model, model))
+    eager_model, model, wide = make(), apply_patch(make()), dequantized(make())
     again = use_reentrant or checkpoint.model.config.model_type == "gemma2"  # a norm keeps y
-    assert runs == [4] * (4 if again else 2)
-    truth = results(dequantized(eager_model), batch)
-    truth, eager, ours = joined(truth, eager, ours)
+    found: list[list[Tensor]] = [[], [], []]
+    for seed in range(3):
+        batch = tiny_batch(checkpoint.model, length=33, seed=seed)
+        eager, ours = (results(each, batch, autocast=True) for each in (eager_model, model))
+        assert runs == [4] * (4 if again else 2)
+        runs.clear()
+        for values, each in zip(found, joined(results(wide, batch), eager, ours), strict=True):
+            values.extend(each.values())
+    truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
