@@ -38,22 +38,22 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(
     """Under checkpoints: else the graph holds them."""
     held: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
-    of_activation, of_input = mlp.activate_backward, mlp.input_gradient
+    of_activation, of_input = mlp.activate_backward, mlp.gradients_of_input_
 
     def activate_backward(da: Tensor, ds: Tensor, gate: Tensor, up: Tensor, *others: Any) -> Any:
         held.extend(map(weakref.ref, (gate, up)))
         return of_activation(da, ds, gate, up, *others)
 
-    def input_gradient(*arguments: Any) -> Tensor:
+    def gradients_of_input_(*arguments: Any) -> Any:
         alive.extend(each() is not None for each in held)
         return of_input(*arguments)
 
     monkeypatch.setattr(mlp, "activate_backward", activate_backward)
-    monkeypatch.setattr(mlp, "input_gradient", input_gradient)
+    monkeypatch.setattr(mlp, "gradients_of_input_", gradients_of_input_)
     leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
     y = checkpoint(lambda x: lora_mlp(x, *parts), leaves["x"], use_reentrant=False)
     y.sum().backward()
-    assert alive == [False, False]  # of down, nothing is held yet
+    assert alive == [False, False]
 
 
 def test_two_backward_passes_are_the_same(device: torch.device) -> None:

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
 from liger_patch.kernels.lora.products import (
-    adapter_gradients_,
     b_gradient,
     base_gradients,
     columns_of,
-    input_gradient,
+    gradients_of_input_,
     joined_kept,
     product,
     split_kept,
@@ -98,9 +97,9 @@ class _LoraLinears(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
             ds = upstream_thin_products(upstream, parts)
-            dx = input_gradient(upstream, parts, ctx.dtype) if wants_x else None
             dtypes = a_dtypes(fixed, wanted[2::4])
-            das = adapter_gradients_(dx, x, a, parts, ds, kept, dtypes)
+            dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
+            das = gradients_of_input_(dx, x, a, upstream, parts, ds, kept, dtypes)
             each = zip(upstream, parts, columns_of(s, parts), strict=True)
             for i, (dy, part, thin) in enumerate(each):
                 if dy is None:

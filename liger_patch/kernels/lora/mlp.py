@@ -27,11 +27,10 @@ from liger_patch.kernels.backend import (
 from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
-    adapter_gradients_,
     b_gradient,
     base_gradients,
     base_product,
-    input_gradient,
+    gradients_of_input_,
     joined_kept,
     product,
     split_kept,
@@ -99,9 +98,9 @@ class _GatedLora(torch.autograd.Function):
             )
             del da, gate, up  # under checkpoints, nothing else holds them
             dys = (dgate, dup)
-            dx = input_gradient(dys, parts, ctx.dtype) if wants_x else None
+            dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
             dtypes = a_dtypes(fixed, wanted[2::4])
-            das = adapter_gradients_(dx, x, a_gates, parts, ds, kept, dtypes)
+            das = gradients_of_input_(dx, x, a_gates, dys, parts, ds, kept, dtypes)
             gradients: list[Tensor | None] = []
             for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
                 gradients += [*base_gradients(dy, x, part, wanted[4 * i :][:2]), das[i], dbs[i]]
@@ -141,7 +140,7 @@ class _DownLora(torch.autograd.Function):
         _, _, _, _, *wants_base, wants_b = ctx.needs_input_grad
         dy = dy.contiguous()
         with without_autocast(dy.device.type):
-            da = input_gradient((dy,), (part,), dy.dtype)
+            da = dy @ part.dense(dy.dtype)
             ds = upstream_thin_products((dy,), (part,))
             base = base_gradients(dy, dy if a is None else a, part, wants_base)
             db = b_gradient(dy, part, ctx.s, ctx.b_dtype) if wants_b else None

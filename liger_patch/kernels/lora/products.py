@@ -74,8 +74,15 @@ def product(
     part: LoraProjection,
     s: Tensor,  # (N, R)
 ) -> Tensor:
-    """Return y (N, O)."""
-    return base_product(x, part).addmm_(s, part.b.t(), alpha=part.scaling)
+    """Return y (N, O). What the adapter gives is written first: the base's product adds to it as
+    it writes, and no pass over y is needed for the sum.
+    """
+    b = part.b.t()
+    if part.bias is None:
+        y = product_(x.new_empty(len(x), b.shape[1]), s, b, alpha=part.scaling)
+    else:
+        y = torch.addmm(part.bias.to(x.dtype), s, b, alpha=part.scaling)
+    return product_(y, x, part.dense(x.dtype).t(), add=True)
 
 
 def upstream_thin_products(
@@ -93,42 +100,33 @@ def upstream_thin_products(
     return ds
 
 
-def input_gradient(
-    dys: Sequence[Tensor | None],  # (N, O) each
-    parts: Sequence[LoraProjection],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return dx (N, H) through the bases, summed in one buffer of a dtype."""
-    dx = None
-    for dy, part in zip(dys, parts, strict=True):
-        if dy is None:
-            continue
-        weight = part.dense(dy.dtype)
-        if dx is None:
-            dx = product_(dy.new_empty(len(dy), weight.shape[1], dtype=dtype), dy, weight)
-        else:
-            product_(dx, dy, weight, add=True)
-        del weight  # before the next one is dequantized
-    assert dx is not None
-    return dx
-
-
-def adapter_gradients_(
+def gradients_of_input_(
     dx: Tensor | None,  # (N, H)
     x: Tensor,  # (N, H)
     a: Tensor,  # (sum of R, H)
+    dys: Sequence[Tensor | None],  # (N, O) each
     parts: Sequence[LoraProjection],
     ds: Tensor,  # (N, sum of R)
     kept: Sequence[Kept],
     dtypes: Sequence[torch.dtype | None],
 ) -> list[Tensor | None]:
-    """Add to dx what comes through the adapters. Return dA of each in its dtype, None for None."""
-    wanted = {dtype for dtype in dtypes if dtype is not None}
-    if any(each is not None for each in kept) or len(wanted) > 1:
-        each = zip(parts, columns_of(ds, parts), kept, dtypes, strict=True)
-        return [adapter_gradient_(dx, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
+    """Write to dx what comes through bases and adapters. Return dA of each in its dtype, None for
+    None.
+    """
+    is_whole = all(each is None for each in kept)
     if dx is not None:
-        product_(dx, ds, a, add=True)
+        if is_whole:
+            product_(dx, ds, a)
+        add = is_whole
+        for dy, part in zip(dys, parts, strict=True):
+            if dy is not None:
+                product_(dx, dy, part.dense(dy.dtype), add=add)
+                add = True
+    wanted = {dtype for dtype in dtypes if dtype is not None}
+    if not is_whole or len(wanted) > 1:
+        each = zip(parts, columns_of(ds, parts), kept, dtypes, strict=True)
+        left = None if is_whole else dx
+        return [adapter_gradient_(left, x, part.a, *rest, part.dropout) for part, *rest in each]  # pyright: ignore[reportCallIssue]
     if not wanted:
         return [None] * len(parts)
     da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=wanted.pop()), ds.t(), x)

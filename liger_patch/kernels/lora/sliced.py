@@ -16,9 +16,9 @@ from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.head.logits import product_
 from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
-    adapter_gradients_,
     b_gradient,
     base_product,
+    gradients_of_input_,
     new_seed,
     product,
     serves_lora,
@@ -121,12 +121,10 @@ class SlicedMlp:
         )
         del da, gate, up
         sums.add(FIELDS * DOWN + 2, ddown_a)
-        if dx is not None:
-            for j, (each, part) in enumerate(zip((dgate, dup), parts, strict=True)):
-                product_(dx, each, part.dense(self.dtype), add=j > 0)
+        dys = dgate, dup
         dtypes = [wide if sums.wants(FIELDS * j + 2) else None for j in range(DOWN)]
-        das = adapter_gradients_(dx, x, a_gates, parts, ds, seeds, dtypes)
-        for j, each in enumerate((dgate, dup)):
+        das = gradients_of_input_(dx, x, a_gates, dys, parts, ds, seeds, dtypes)
+        for j, each in enumerate(dys):
             self._add_base(sums, j, each, x)
             sums.add(FIELDS * j + 2, das[j])
             sums.add(FIELDS * j + 3, dbs[j])
