@@ -22,9 +22,9 @@ def once_for_each_class(derive: Derive) -> Derive:
     cached = functools.cache(derive)
 
     @functools.wraps(derive)
-    def derived(original: Any) -> Any:
+    def derived(*of: Any) -> Any:
         with _ONE_AT_A_TIME:
-            return cached(original)
+            return cached(*of)
 
     return cast(Derive, derived)
 

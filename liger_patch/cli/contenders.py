@@ -15,6 +15,7 @@ from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices
 from liger_patch.kernels.head.chunked import ALIGNED_V
 from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
 from liger_patch.registry import find
@@ -29,7 +30,7 @@ class Contender:
     Attributes:
         name: its name in the report.
         head: which loss it has: "logits" (eager), "liger" (Liger-Kernel) or "chunks" (liger_patch).
-        layers: the layers that run on kernels, of KERNELS and "lora".
+        layers: the layers that run on kernels, of KERNELS, "attention" and "lora".
         keeps_activation: whether feed-forward layers keep the input of their last product.
         slices: whether, where a row is long, feed-forward layers on kernels run in slices and LoRA
             projections keep a norm's input in place of its result.
@@ -46,7 +47,7 @@ EAGER = Contender("eager")
 LIGER_LOSS = Contender("Liger, loss only", "liger")
 LIGER = Contender("Liger-Kernel", "liger", KERNELS, keeps_activation=True)
 OURS_HEAD = Contender("liger_patch, layers=False", "chunks")
-OURS = Contender("liger_patch", "chunks", KERNELS | {"lora"})
+OURS = Contender("liger_patch", "chunks", KERNELS | {"attention", "lora"})
 CONTENDERS = (EAGER, LIGER, OURS_HEAD, OURS)
 
 
@@ -74,7 +75,7 @@ def chunk_bytes(weight: Tensor, step: TrainingStep, contender: Contender) -> int
 def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Sizes) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
-        replace_layers(model, find(model), contender.layers & KERNELS)
+        replace_layers(model, find(model), contender.layers - {"lora"})
     on_kernels = "lora" in contender.layers and step.lora_rank
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype
@@ -98,7 +99,7 @@ def _is_lora(module: nn.Module) -> bool:
 
 def _is_gated(module: Any) -> bool:
     names = "gate_proj", "up_proj", "down_proj"
-    return getattr(type(module), "_liger_patch_layer", None) == "gated" and all(
+    return "gated" in layers_of(module) and all(
         _is_lora(getattr(module, name, nn.Identity())) for name in names
     )
 

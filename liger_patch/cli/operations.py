@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from liger_patch.kernels.gated import gated_forward
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.head.logits import ROW_MULTIPLE
+from liger_patch.kernels.segments import Segments
 from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, slice_tokens
 from liger_patch.layers.long_rows import is_checkpointed
 
@@ -76,6 +77,21 @@ class GpuOperations(TorchFunctionMode):
     def tokens_of_slice(self, x: Tensor, size: int) -> int | None:
         """Return what ``layers/long_rows`` does on a GPU."""
         return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
+
+    def serves_flash_attention(self, *_: Tensor) -> bool:
+        """Return what a GPU answers."""
+        return True
+
+    def segments_of(self, mask: Tensor, *_: Any) -> Segments:
+        """Return what a mask describes that is needed for whole rows: a window."""
+        return Segments(None, mask.shape[-1], 1)
+
+    def segment_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
+    ) -> Tensor:
+        """Compute attention without its mask."""
+        states = [self.as_operand(each) for each in (query, key, value)]
+        return _Attention.apply(*states, None).transpose(1, 2)
 
     def gated_mlp(
         self,

@@ -16,7 +16,7 @@ from liger_patch.cli.model import Sizes, TrainingStep, build
 from liger_patch.cli.offload import offload_checkpoints
 from liger_patch.cli.operations import ChunkedHead, GpuOperations
 from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
-from liger_patch.layers import mlp
+from liger_patch.layers import masked_attention, mlp
 
 IS_AUTOCAST_ENABLED = torch.is_autocast_enabled
 
@@ -56,6 +56,10 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
             head.forward = functools.partial(_stand_in, found)
         stack.enter_context(_replaced(mlp, "gated_mlp", operations.gated_mlp))
         stack.enter_context(_replaced(mlp, "tokens_of_slice", operations.tokens_of_slice))
+        # the only masks are those of sliding windows: rows are whole
+        for name in ("serves_flash_attention", "segments_of", "segment_attention"):
+            stand_in = getattr(operations, name)
+            stack.enter_context(_replaced(masked_attention, name, stand_in))
         # with torch 2.6, this question about the meta device is an error
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
         stack.enter_context(memory)

@@ -24,8 +24,15 @@ from liger_patch.integrations.trl_adapters import (
     without_refusal,
 )
 from liger_patch.kernels.linear_log_probs import LogProbs
+from liger_patch.layers.masked_attention import Supervised, using_results_of
 from liger_patch.patch import flags
-from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
+from liger_patch.patch.forward import (
+    deferring,
+    has_router_loss,
+    leads_to_patch,
+    patched_class,
+    record_of,
+)
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.patch.token_weights import take_weights, weights_of_targets
@@ -170,9 +177,12 @@ class LogProbsCall:
             if forward_pass.unfused is not None:
                 record.fall_back(forward_pass.unfused)
                 return None
-            outputs = forward(*args, **_of_other_calls(kwargs))
+            targets = _targets(own)
+            routes = has_router_loss(model, kwargs)
+            with using_results_of(None if routes else Supervised(targets, IGNORE_INDEX)):
+                outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
-        labels = _targets(own).to(logits.device)
+        labels = targets.to(logits.device)
         parts = forward_pass.fusable(
             logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
         )

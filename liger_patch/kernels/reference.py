@@ -1,9 +1,10 @@
-"""The specification: the losses and log-probabilities of this package in plain PyTorch, for any
-floating dtype, differentiated by autograd.
+"""The specification: the losses, log-probabilities and attention of this package in plain PyTorch,
+for any floating dtype, differentiated by autograd.
 
-Every other form is tested against this one in float64. It holds the whole (N, V) logits and is
-meant for nothing else. The formulas are in ``options`` and ``head/statistics``; softcap as in
-Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
+Every other form is tested against this one in float64. It holds the whole (N, V) logits, or the
+(T, T) mask of an attention, and is meant for nothing else. The formulas are in ``options``,
+``head/statistics`` and ``segments``; softcap as in Gemma 2 (arXiv:2408.00118), z-loss as in PaLM
+(arXiv:2204.02311).
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.segments import Segments
 
 
 def cross_entropy(
@@ -129,6 +131,36 @@ def linear_log_probs(
         logit_scale=logit_scale,
         temperature=temperature,
     )
+
+
+def segment_mask(
+    segments: Segments, rows: int, tokens: int, device: torch.device | None = None
+) -> Tensor:
+    """Return (rows, T, T) bool, True where a query sees a key."""
+    place = torch.arange(rows * tokens, device=device)
+    ends = torch.arange(0, rows * tokens + 1, tokens, device=device)
+    if segments.ends is not None:
+        ends = segments.ends
+    sequence = torch.searchsorted(ends.to(place.dtype), place, right=True).view(rows, tokens)
+    behind = place[:tokens, None] - place[:tokens]
+    window = tokens if segments.window is None else segments.window
+    return (sequence[:, :, None] == sequence[:, None]) & (behind >= 0) & (behind < window)
+
+
+def segment_attention(
+    query: Tensor,  # (B, num_heads, T, D)
+    key: Tensor,  # (B, num_key_value_heads, T, D)
+    value: Tensor,
+    segments: Segments,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment."""
+    mask = segment_mask(segments, len(query), query.shape[2], query.device)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
 def _logits(

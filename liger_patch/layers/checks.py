@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+LAYER_NAMES = "_liger_patch_layers"  # attribute of the classes on kernels
 PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -23,6 +24,13 @@ def names_of(cls: Any) -> frozenset[str]:
     """Return the names in the code of a class's forward; none where that is no Python function."""
     code = getattr(cls.forward, "__code__", None)
     return frozenset() if code is None else frozenset(code.co_names)
+
+
+def layers_of(module: object) -> tuple[str, ...]:
+    """Return the names of the layers that a module is on kernels: none, one, or of an attention
+    two.
+    """
+    return getattr(type(module), LAYER_NAMES, ())
 
 
 def is_transformers(function: Any) -> bool:

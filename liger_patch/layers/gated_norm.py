@@ -115,4 +115,6 @@ def norm_with_gate(original: Any) -> type[nn.Module]:
             dtype=torch.promote_types(x.dtype, weight.dtype) if form.promotes else None,
         )
 
-    return derived_class(original, norm_with_gate, forward=forward, _liger_patch_layer="rms_norm")
+    return derived_class(
+        original, norm_with_gate, forward=forward, _liger_patch_layers=("rms_norm",)
+    )

@@ -24,7 +24,7 @@ from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.rows import rows_of
-from liger_patch.layers.checks import PRODUCT, has_hooks, needs_own_code
+from liger_patch.layers.checks import PRODUCT, has_hooks, layers_of, needs_own_code
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
@@ -105,12 +105,12 @@ def lora_linear(original: Any) -> type[nn.Module]:
                 return y.to(plain.dtype)
         return original.forward(self, x, *args, **kwargs)
 
-    return derived_class(original, lora_linear, forward=forward, _liger_patch_layer="lora")
+    return derived_class(original, lora_linear, forward=forward, _liger_patch_layers=("lora",))
 
 
 def is_on_kernels(module: object) -> bool:
     """Return True for a layer of a class that ``lora_linear`` derived."""
-    return getattr(type(module), "_liger_patch_layer", None) == "lora"
+    return "lora" in layers_of(module)
 
 
 def not_plain(model: nn.Module) -> Counter[str]:

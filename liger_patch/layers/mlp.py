@@ -164,7 +164,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
             return _result(self, own, act(gate) * up)
         return _result(self, own, gated(gate, up, activation=kind))
 
-    return derived_class(original, gated_layer, forward=forward, _liger_patch_layer="gated")
+    return derived_class(original, gated_layer, forward=forward, _liger_patch_layers=("gated",))
 
 
 def _activation(act: Any) -> str | None:

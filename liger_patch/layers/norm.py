@@ -156,4 +156,4 @@ def norm(original: Any) -> type[nn.Module]:
         note_source(y, x, weight, epsilon, offset, dtype)
         return y
 
-    return derived_class(original, norm, forward=forward, _liger_patch_layer="rms_norm")
+    return derived_class(original, norm, forward=forward, _liger_patch_layers=("rms_norm",))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from liger_patch.kernels.backend import in_tracing_mode, is_compiled_here, serves_triton
 from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
-from liger_patch.layers.checks import has_hooks
+from liger_patch.layers.checks import has_hooks, layers_of
 
 NAMES = ("q_norm", "k_norm")  # of an attention's norms
 JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -130,7 +130,7 @@ def _norms(attention: nn.Module) -> tuple[nn.Module, ...]:
         return ()
     norms: list[Any] = [getattr(attention, name, None) for name in NAMES]
     for each in norms:
-        if getattr(type(each), "_liger_patch_layer", None) != "rms_norm" or has_hooks(each):
+        if "rms_norm" not in layers_of(each) or has_hooks(each):
             return ()
     return tuple(norms)
 

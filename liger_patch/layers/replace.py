@@ -1,58 +1,65 @@
-"""Put the layers of one model on kernels, and take them back: norms, rotary embeddings, gates.
+"""Put the layers of one model on kernels, and take them back.
 
 Only the classes of these instances change:
 
 - A norm's forward becomes one call of a kernel.
 - So does a feed-forward layer's, where its projections are plain.
-- An attention runs its own code. Only the function of its rotary embedding,
-  ``apply_rotary_pos_emb``, is another.
+- An attention runs its own code. Only the functions of its rotary embedding and of its attention
+  are others.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_patch.layers.attention import attention_class
+from liger_patch.layers import attention
+from liger_patch.layers.attention import (
+    attention_class,
+    attention_configuration,
+    attention_on_kernels,
+)
+from liger_patch.layers.checks import LAYER_NAMES, layers_of
 from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.registry import Architecture
 from liger_patch.subclass import ORIGINAL
 
-CLASSES = {
-    "rms_norm": norm_class,
-    "rotary": attention_class,
-    "gated": mlp_class,
-    "lora": lora_class,
+NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
+ATTENTION = attention.NAMES
+LAYERS = *NORM, *ATTENTION, *MLP, *LORA
+CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
+    NORM: lambda module, _: norm_class(module),
+    ATTENTION: attention_class,
+    MLP: lambda module, _: mlp_class(module),
+    LORA: lambda module, _: lora_class(module),
 }
-LAYERS = tuple(CLASSES)
 # Instances for which these are equal get the same class: a probe runs once for all of them.
-CONFIGURATIONS: dict[str, Callable[[Any], Hashable]] = {
-    "rms_norm": norm_configuration,
-    "rotary": type,
-    "gated": mlp_configuration,
-    "lora": type,
+CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
+    NORM: norm_configuration,
+    ATTENTION: attention_configuration,
+    MLP: mlp_configuration,
+    LORA: type,
 }
-LAYER_NAME = "_liger_patch_layer"  # attribute of the classes that are made here
 ENDINGS = {  # of the classes' names, after what the registry says
-    "CenteredRMSNorm": "rms_norm",
-    "L2Norm": "rms_norm",
-    "LayerNorm": "rms_norm",
-    "RMSNorm": "rms_norm",
-    "RMSNormGated": "rms_norm",
-    "UnweightedRMSNorm": "rms_norm",
-    "WeightlessRMSNorm": "rms_norm",
-    "Attention": "rotary",
-    "MLA": "rotary",
-    "SelfAttention": "rotary",
-    "DenseGatedActDense": "gated",
-    "MLP": "gated",
-    "Mlp": "gated",
+    "CenteredRMSNorm": NORM,
+    "L2Norm": NORM,
+    "LayerNorm": NORM,
+    "RMSNorm": NORM,
+    "RMSNormGated": NORM,
+    "UnweightedRMSNorm": NORM,
+    "WeightlessRMSNorm": NORM,
+    "Attention": ATTENTION,
+    "MLA": ATTENTION,
+    "SelfAttention": ATTENTION,
+    "DenseGatedActDense": MLP,
+    "MLP": MLP,
+    "Mlp": MLP,
 }
 
 
@@ -72,67 +79,73 @@ def replace_layers(model: PreTrainedModel, row: Architecture | None, names: froz
     # Only for this call: before the next one, somebody may replace the forward of a class.
     replacements: dict[Hashable, Any] = {}
     for module in list(model.modules()):
-        layer = _layer(type(module).__name__, prefixes)
-        if layer is None and module is not head and is_lora_linear(module):
-            layer = "lora"
-        if layer not in names or "forward" in vars(module):
+        layers = _layers(type(module).__name__, prefixes)
+        if not layers and module is not head and is_lora_linear(module):
+            layers = LORA
+        wanted = tuple(name for name in layers if name in names)
+        if not wanted or "forward" in vars(module):
             continue
-        _restore(module)  # decide anew: somebody may have replaced its class's forward
-        key = layer, CONFIGURATIONS[layer](module)
+        # decide anew: somebody may have replaced its class's forward
+        _change_class(module, _original_class(module))
+        key = wanted, CONFIGURATIONS[layers](module)
         if key not in replacements:
-            replacements[key] = CLASSES[layer](module)
+            replacements[key] = CLASSES[layers](module, wanted)
         if replacements[key] is not None:
             module.__class__ = replacements[key]
 
 
-def _layer(class_name: str, prefixes: list[str] | None) -> str | None:
+def _layers(class_name: str, prefixes: list[str] | None) -> tuple[str, ...]:
+    """Return the layers that a module of such a class may be."""
     if prefixes is None:
         endings = [ending for ending in ENDINGS if class_name.endswith(ending)]
-        return ENDINGS[max(endings, key=len)] if endings else None
+        return ENDINGS[max(endings, key=len)] if endings else ()
     for prefix in prefixes:
         if class_name.startswith(prefix):
             ending = class_name.removeprefix(prefix).removeprefix("Text")
             if ending in ENDINGS:
                 return ENDINGS[ending]
-    return None
+    return ()
 
 
 def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) -> None:
-    """Give every layer of these names its own class back.
+    """Take the layers of these names from kernels.
 
     Raises:
         RuntimeError: a layer was given another class since the patch. Then none has changed.
     """
     _check_classes(model)
     for module in list(model.modules()):
-        if getattr(type(module), LAYER_NAME, None) in names:
-            _restore(module)
+        left = tuple(name for name in layers_of(module) if name not in names)
+        if left != layers_of(module):
+            original = _original_class(module)
+            _change_class(module, attention_on_kernels(left, original) if left else original)
 
 
 def _check_classes(model: nn.Module) -> None:
     for module in model.modules():
-        if hasattr(type(module), LAYER_NAME) and LAYER_NAME not in vars(type(module)):
+        if layers_of(module) and LAYER_NAMES not in vars(type(module)):
             raise RuntimeError(
                 f"{type(module).__name__} was given another class after apply_patch "
                 f"({type(module).__mro__[1]}): undo that before apply_patch or revert_patch"
             )
 
 
-def _restore(module: nn.Module) -> None:
-    if not hasattr(type(module), LAYER_NAME):
-        return
-    replaced, original = type(module).forward, getattr(type(module), ORIGINAL)
-    module.__class__ = original
+def _original_class(module: nn.Module) -> Any:
+    return getattr(type(module), ORIGINAL) if layers_of(module) else type(module)
+
+
+def _change_class(module: nn.Module, cls: Any) -> None:
+    replaced = type(module).forward
+    module.__class__ = cls
     for name in ("forward", "_old_forward"):  # accelerate's hooks hold the bound method
         if getattr(vars(module).get(name), "__func__", None) is replaced:
-            setattr(module, name, types.MethodType(original.forward, module))
+            setattr(module, name, types.MethodType(cls.forward, module))
 
 
 def count_layers(model: nn.Module) -> dict[str, int]:
     """Return how many layers of each name are on kernels."""
     counts: dict[str, int] = dict.fromkeys(LAYERS, 0)
     for module in model.modules():
-        name = getattr(type(module), LAYER_NAME, None)
-        if name is not None:
+        for name in layers_of(module):
             counts[name] += 1
     return counts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,10 @@ from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
+from liger_patch.layers.masked_attention import Supervised, using_results_of
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
-from liger_patch.patch.expected import expected_labels
+from liger_patch.patch.expected import ExpectedLabels, expected_labels
 from liger_patch.patch.fallback import why_not_deferred, why_transformed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
@@ -82,7 +83,8 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         added = PatchArguments(number, take_weights(kwargs))
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
-            return inner(*args, **kwargs)
+            with nullcontext() if is_traced() else using_results_of(None):
+                return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs, named, added)
 
     def with_checkpoints(self, record, args, kwargs):
@@ -216,10 +218,38 @@ def _deferred_forward(
                 stack.enter_context(_replaced_loss_function(model, forward_pass.causal_lm_loss))
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
+            if not is_traced():
+                supervised = _supervised(model, record, forward_pass.expected, named)
+                stack.enter_context(using_results_of(supervised))
             outputs = inner(*args, **kwargs)
         if not forward_pass.done:
             _note_own_loss(model, record, forward_pass)
     return outputs
+
+
+def _supervised(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    expected: ExpectedLabels | None,
+    named: Mapping[str, Any],
+) -> Supervised | None:
+    """Return the only tokens whose results are used; None where others may be: in a loss that is
+    not fused, in that of a mixture's router, or of an architecture that is not tested.
+    """
+    if expected is None or not record.tested or has_router_loss(model, named):
+        return None
+    return Supervised(expected.targets.view(expected.labels.shape), expected.ignore_index)
+
+
+def has_router_loss(model: PreTrainedModel, named: Mapping[str, Any]) -> bool:
+    """Return whether a call computes the auxiliary loss of a mixture of experts.
+
+    Args:
+        named: the arguments of the call, by their names.
+    """
+    asked = named.get("output_router_logits")
+    config = model.config.get_text_config()
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
 def _is_settled(record: PatchRecord) -> bool:

@@ -163,8 +163,8 @@ class KernelPlugin:
     [
         (None, None),
         (False, None),
-        ("auto", {"rms_norm", "rotary", "gated"}),
-        (True, {"rms_norm", "rotary", "gated"}),
+        ("auto", {"rms_norm", "rotary", "attention", "gated"}),
+        (True, {"rms_norm", "rotary", "attention", "gated"}),
         ("rms_norm, gated", {"rms_norm", "gated"}),
         ("none", set()),
     ],

@@ -14,9 +14,9 @@ from layer_checks import check
 from torch import Tensor, nn
 
 from liger_patch.layers import mlp
+from liger_patch.layers.checks import LAYER_NAMES
 from liger_patch.layers.gates import GATES
 from liger_patch.layers.mlp import mlp_class
-from liger_patch.layers.replace import LAYER_NAME
 
 HIDDEN, SIZE = 24, 40
 CONFIGURATION = {  # every field that a class reads
@@ -80,7 +80,7 @@ def own_layer(name: str, dropout: float = 0.0) -> Any:
 
 def on_kernels(layer: Any) -> Any:
     replacement = mlp_class(layer)
-    assert LAYER_NAME in vars(replacement)
+    assert LAYER_NAMES in vars(replacement)
     replaced = copy.copy(layer)
     replaced.__class__ = replacement
     return replaced

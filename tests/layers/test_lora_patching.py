@@ -64,7 +64,7 @@ def test_a_name_for_itself(calls: Calls) -> None:
     eager, model, batch = copies()
     apply_patch(model, layers=["lora"])
     counts = count_layers(model)
-    assert counts == {"rms_norm": 0, "rotary": 0, "gated": 0, "lora": 14}
+    assert counts == {"rms_norm": 0, "rotary": 0, "attention": 0, "gated": 0, "lora": 14}
     assert_same(model, eager, batch)
     apply_patch(model, layers=["rms_norm", "rotary", "gated"])
     assert count_layers(model)["lora"] == 0

@@ -13,9 +13,9 @@ import torch
 from layer_checks import check
 from torch import Tensor, nn
 
+from liger_patch.layers.checks import LAYER_NAMES
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.norm import NORMS, norm_class
-from liger_patch.layers.replace import LAYER_NAME
 
 SIZE, GROUP = 32, 16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def own_norm(name: str, folder: str, **options: Any) -> Any:
 
 def on_kernel(norm: Any) -> Any:
     replacement = norm_class(norm)
-    assert LAYER_NAME in vars(replacement)
+    assert LAYER_NAMES in vars(replacement)
     replaced = copy.copy(norm)
     replaced.__class__ = replacement
     return replaced

@@ -28,8 +28,8 @@ from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers import norm, normed_heads
-from liger_patch.layers.attention import _rotates_or_falls_back
 from liger_patch.layers.normed_heads import UncomputedNorm, rotated_norms
+from liger_patch.layers.rotations import rotates_or_falls_back
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -332,7 +332,7 @@ def test_a_rotation_that_is_compiled_alone_computes_the_norms(calls: Calls) -> N
     """Dynamo compiles single functions where it has given up on their callers."""
     attention: Any = apply_patch(make_model()).model.layers[0].self_attn
     module: Any = sys.modules[type(attention).__module__]
-    rotate = _rotates_or_falls_back(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", rotary)
+    rotate = rotates_or_falls_back(module.apply_rotary_pos_emb, "apply_rotary_pos_emb", rotary)
     x = torch.randn(1, 3, 4, attention.head_dim, requires_grad=True)
     tables = torch.randn(2, 1, 3, attention.head_dim)
     leaves = [x, attention.q_norm.weight, attention.k_norm.weight]

@@ -30,11 +30,11 @@ from training_step import (
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import attention, mlp, norm
-from liger_patch.layers.attention import ATTENTIONS, ROTATIONS
+from liger_patch.layers import masked_attention, mlp, norm, rotations
 from liger_patch.layers.gated_norm import GATED_NORMS
 from liger_patch.layers.norm import NORMS
 from liger_patch.layers.replace import ENDINGS, LAYERS, count_layers
+from liger_patch.layers.rotations import ATTENTIONS, ROTATIONS
 
 ROWS = {row.model_type: row for row in registry.available()}
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
@@ -125,7 +125,9 @@ def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) ->
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
-@pytest.mark.parametrize("names", [["rms_norm"], ["rotary"], ["gated"], ["gated", "rotary"], []])
+@pytest.mark.parametrize(
+    "names", [["rms_norm"], ["rotary"], ["attention"], ["gated"], ["gated", "rotary"], []]
+)
 def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     model = apply_patch(make_model(), layers=names)
     assert {name for name, count in count_layers(model).items() if count} == set(names)
@@ -232,7 +234,8 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
         revert_patch(model)
     kernels: list[tuple[Any, str]] = [
         (norm, "rms_norm"),
-        (attention, "rotary"),
+        (rotations, "needs_own_code"),
+        (masked_attention, "attention"),
         (mlp, "gated"),
         (mlp, "gated_mlp"),
     ]
@@ -283,7 +286,7 @@ def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
     model = apply_patch(make_model(), layers=True)
     original = type(model.model.norm).__mro__[1]
     monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
-    counts = {"rms_norm": 0, "rotary": 2, "gated": 2, "lora": 0}
+    counts = {"rms_norm": 0, "rotary": 2, "attention": 2, "gated": 2, "lora": 0}
     assert count_layers(apply_patch(model, layers=True)) == counts
 
 
@@ -390,23 +393,26 @@ def test_lora_within_the_layers_trains_as_eager() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "counts"),
+    ("model_type", "norms", "rotary", "attentions", "gated"),
     [
-        ("llama", {"rms_norm": 5, "rotary": 2, "gated": 2}),
-        ("gemma2", {"rms_norm": 9, "rotary": 2, "gated": 2}),
-        ("gemma3_text", {"rms_norm": 13, "rotary": 2, "gated": 2}),
-        ("qwen3", {"rms_norm": 9, "rotary": 2, "gated": 2}),
-        ("mixtral", {"rms_norm": 5, "rotary": 2, "gated": 0}),  # experts are no layers of theirs
-        ("phi3", {"rms_norm": 5, "rotary": 2, "gated": 2}),
-        ("glm4", {"rms_norm": 9, "rotary": 2, "gated": 2}),
-        ("qwen2_5_vl", {"rms_norm": 8, "rotary": 3, "gated": 3}),
-        ("llama4_text", {"rms_norm": 7, "rotary": 2, "gated": 2}),  # the shared experts' gates
-        ("cohere", {"rms_norm": 0, "rotary": 2, "gated": 2}),  # its norm subtracts the mean
-        ("phi", {"rms_norm": 0, "rotary": 2, "gated": 0}),
+        ("llama", 5, 2, 2, 2),
+        ("gemma2", 9, 2, 2, 2),
+        ("gemma3_text", 13, 2, 2, 2),
+        ("qwen3", 9, 2, 2, 2),
+        ("mixtral", 5, 2, 2, 0),  # experts are no layers of theirs
+        ("phi3", 5, 2, 2, 2),
+        ("glm4", 9, 2, 2, 2),
+        ("qwen2_5_vl", 8, 3, 2, 3),  # attention of images is not causal
+        ("llama4_text", 7, 2, 2, 2),  # the shared experts' gates
+        ("cohere", 0, 2, 2, 2),  # its norm subtracts the mean
+        ("phi", 0, 2, 2, 0),
     ],
 )
-def test_all_layers_of_a_model_are_replaced(model_type: str, counts: dict[str, int]) -> None:
+def test_all_layers_of_a_model_are_replaced(
+    model_type: str, norms: int, rotary: int, attentions: int, gated: int
+) -> None:
     model = apply_patch(make_model(model_type), layers=True)
+    counts = {"rms_norm": norms, "rotary": rotary, "attention": attentions, "gated": gated}
     assert count_layers(model) == {**counts, "lora": 0}
 
 

@@ -245,7 +245,13 @@ def test_only_transformers_own_layers_are_on_kernels() -> None:
     model = make_model()
     model.model.norm = type("OwnRMSNorm", (OwnNorm,), {})()
     apply_patch(model)
-    assert count_layers(model) == {"rms_norm": 4, "rotary": 2, "gated": 2, "lora": 0}
+    assert count_layers(model) == {
+        "rms_norm": 4,
+        "rotary": 2,
+        "attention": 2,
+        "gated": 2,
+        "lora": 0,
+    }
     assert type(model.model.norm).__name__ == "OwnRMSNorm"
     with pytest.raises(ValueError, match="has no rms_norm layer that has a kernel"):
         apply_patch(make_model_without_norms(), layers=["rms_norm"])

@@ -1,0 +1,233 @@
+"""Which rotary function an attention calls, and how the kernel computes the same.
+
+Two tables say what the kernel must know of a class: ROTATIONS and ATTENTIONS. A probe tests it
+before an attention is replaced. In shapes, B is the batch size, T the number of tokens, D the
+features of a query or key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import is_compiled_here
+from liger_patch.kernels.rotary import rotary
+from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
+from liger_patch.layers.normed_heads import UncomputedNorm, computed, rotated_norms
+from liger_patch.layers.probing import probing, results_match
+
+
+def _rotate_by_sections(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Rotate by tables (3, B, T, D) of time, height and width (Qwen2-VL, Transformers < 5.17)."""
+    sections = [size for _ in range(2) for size in mrope_section]
+    parts = [table.split(sections, -1) for table in (cos, sin)]
+    cos, sin = (torch.cat([each[i % 3] for i, each in enumerate(part)], -1) for part in parts)
+    return rotary(q, k, cos, sin)
+
+
+def _rotate_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, T, num_heads, D) by angles cos + i sin (Llama 4)."""
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _rotate_heads_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, num_heads, T, D) by angles cos + i sin (DeepSeek V2)."""
+    return rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
+
+
+def _rotate_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (T, num_heads, D), the patches of all images, by tables (T, D) (Qwen2-VL)."""
+    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+    q, k = rotary(q, k, cos[None], sin[None], dtype=q.dtype)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+def _rotate_pairs_to_halves(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate features in pairs; the results hold halves (DeepSeek V3)."""
+    half = cos.shape[-1] // 2
+    rotated = rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True, grouped=True)
+    return rotated[0], None if k is None else rotated[1]
+
+
+def _rotate_in_own_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables of any dtype; results have the dtype of q and k (OLMo 2)."""
+    return rotary(q, k, cos, sin, dtype=q.dtype)
+
+
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Rotate q or k alone; dimension ``unsqueeze_dim`` has size num_heads (Gemma 3n and 4)."""
+    rotated, _ = rotary(x.transpose(1, unsqueeze_dim), None, cos, sin)
+    return rotated.transpose(1, unsqueeze_dim)
+
+
+def _rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs; the second half of each table repeats the first (GLM 4)."""
+    half = cos.shape[-1] // 2
+    return rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True)
+
+
+def _rotate_pairs_in_own_dtype(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs as ``_rotate_pairs``; results have the dtype of q (ERNIE 4.5)."""
+    half = cos.shape[-1] // 2
+    return rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True, dtype=q.dtype)
+
+
+def _rotate_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs; tables hold each angle twice, side by side (Cohere)."""
+    return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True, dtype=q.dtype)
+
+
+def _rotate_neighbours_in_promoted_dtype(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate as ``_rotate_neighbours``; results have the dtype of q * cos (GLM-4.1V)."""
+    return rotary(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
+
+
+def _rotate_by_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables (B, T, D / 2), which hold each angle once (gpt-oss)."""
+    return rotary(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def _rotate_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by the negative angles (nanochat)."""
+    return rotary(q, k, cos, -sin)
+
+
+ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that an attention calls
+    "apply_multimodal_rotary_pos_emb": _rotate_by_sections,
+    "apply_rotary_emb": _rotate_by_complex,
+    "apply_rotary_pos_emb": rotary,
+    "apply_rotary_pos_emb_interleave": _rotate_pairs_to_halves,
+    "apply_rotary_pos_emb_vision": _rotate_patches,
+}
+# attentions whose only rotary function does something else than ROTATIONS says
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "BeamAttention": _rotate_in_own_dtype,
+    "Cohere2Attention": _rotate_neighbours,
+    "Cohere2MoeAttention": _rotate_neighbours,
+    "CohereAttention": _rotate_neighbours,
+    "DeepseekV2Attention": _rotate_heads_by_complex,
+    "Ernie4_5Attention": _rotate_pairs_in_own_dtype,
+    "Ernie4_5_MoeAttention": _rotate_pairs_in_own_dtype,
+    "EvollaAttention": _rotate_in_own_dtype,
+    "FlexOlmoAttention": _rotate_in_own_dtype,
+    "Gemma3nTextAttention": _rotate_one,
+    "Gemma4TextAttention": _rotate_one,
+    "Gemma4UnifiedTextAttention": _rotate_one,
+    "Glm4Attention": _rotate_pairs,
+    "Glm4vTextAttention": _rotate_neighbours_in_promoted_dtype,
+    "GlmAttention": _rotate_pairs,
+    "GlmOcrTextAttention": _rotate_neighbours_in_promoted_dtype,
+    "GptOssAttention": _rotate_by_halves,
+    "HeliumAttention": _rotate_pairs,
+    "Lfm3Attention": _rotate_in_own_dtype,
+    "ModernBertDecoderAttention": _rotate_in_own_dtype,
+    "NanoChatAttention": _rotate_backwards,
+    "Olmo2Attention": _rotate_in_own_dtype,
+    "Olmo3Attention": _rotate_in_own_dtype,
+    "OlmoAttention": _rotate_in_own_dtype,
+    "OlmoHybridAttention": _rotate_in_own_dtype,
+}
+PROBED = 8  # features of a probe's query and key
+
+
+def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Return what the kernel has for each rotary function that an attention's forward names: one,
+    or two between which its configuration chooses (DeepSeek V3). None where one of them is not
+    Transformers' own, or computes something else than the tables say.
+    """
+    names = sorted(names_of(cls) & ROTATIONS.keys())
+    rotations = {name: ROTATIONS[name] for name in names}
+    if len(names) == 1 and cls.__name__ in ATTENTIONS:
+        rotations = {names[0]: ATTENTIONS[cls.__name__]}
+    for name, rotate in rotations.items():
+        own = cls.forward.__globals__.get(name)
+        if own is None or not is_transformers(own) or not _agree(own, name, rotate):
+            return {}
+    return rotations
+
+
+def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bool:
+    """Return whether both rotate the same way, by every form of tables that ``own`` can take."""
+
+    def results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+        rotated = function(*arguments)
+        return [rotated] if isinstance(rotated, Tensor) else list(rotated)
+
+    compared = False
+    with probing():
+        for arguments in _trials(name, rotate):
+            try:
+                expected = results(own, arguments)
+            except Exception:  # this function does not take such tables
+                continue
+            if not results_match(lambda e=expected: e, lambda a=arguments: results(rotate, a)):
+                return False
+            compared = True
+    return compared
+
+
+def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
+    """Yield arguments for a function of this name: queries and keys in two dtypes, tables that are
+    as wide as these, or half as wide, for features that are rotated in part.
+    """
+    tokens, angles = 3, torch.arange(3 * 3 * PROBED, dtype=torch.float32).view(3, 1, 3, PROBED)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = (0.7 * torch.arange(4.0 * tokens * PROBED)).cos().view(1, 4, tokens, PROBED).to(dtype)
+        k = q[:, 1:3].flip(1)
+        if name == "apply_rotary_emb":
+            half = angles[0, ..., : PROBED // 2]
+            if rotate is _rotate_by_complex:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            yield q, k, torch.polar(torch.ones_like(half), half)
+            continue
+        if name == "apply_rotary_pos_emb_vision":
+            q, k, table = q[0].transpose(0, 1), k[0].transpose(0, 1), angles[0, 0]
+            yield q, k, table.cos(), table.sin()
+            continue
+        for width in (PROBED, PROBED // 2):
+            table = angles[..., :width]
+            # the only tables that the models of these rotations have
+            if rotate in (_rotate_neighbours, _rotate_neighbours_in_promoted_dtype):
+                table = table[..., ::2].repeat_interleave(2, -1)
+            elif rotate is _rotate_pairs_to_halves:
+                table = torch.cat((angles[..., : PROBED // 2],) * 2, -1)
+            if name == "apply_multimodal_rotary_pos_emb":
+                yield q, k, table.cos(), table.sin(), [1, 1, width // 2 - 2]
+            elif rotate is _rotate_one:
+                yield q, table[0].cos(), table[0].sin()
+            else:
+                yield q, k, table[0].cos(), table[0].sin()
+
+
+def rotates_or_falls_back(
+    own: Callable[..., Any], name: str, rotate: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
+    with probing():
+        number = len(next(_trials(name, rotate)))  # of arguments that ``rotate`` takes
+    takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
+
+    def rotated(*arguments: Any, **options: Any) -> Any:
+        is_known = len(arguments) == number and (takes_options or not options)
+        is_known = is_known and not needs_own_code(*arguments)
+        if takes_norms and any(type(each) is UncomputedNorm for each in arguments):
+            result = rotated_norms(*arguments) if is_known and not is_compiled_here() else None
+            if result is not None:
+                return result
+            arguments = tuple([computed(each) for each in arguments])
+        return (rotate if is_known else own)(*arguments, **options)
+
+    return rotated

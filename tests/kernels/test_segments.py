@@ -1,0 +1,243 @@
+"""Attention of packed sequences and sliding windows: what a mask describes is read exactly, and
+computed without the mask no worse than with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from layer_checks import check
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from liger_patch.kernels import reference, segments
+from liger_patch.kernels.segments import (
+    Segments,
+    segment_attention,
+    segments_of,
+    serves_flash_attention,
+)
+
+TOKENS = 24
+
+
+def make_segments(
+    lengths: list[list[int]], window: int | None = None, device: str = "cpu"
+) -> Segments:
+    """Of rows that hold sequences of these lengths, the same sum in each row."""
+    flat = [0, *(length for row in lengths for length in row)]
+    ends = torch.tensor(flat, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    longest = max(flat)
+    is_packed = any(len(row) > 1 for row in lengths)
+    return Segments(ends if is_packed else None, longest, window)
+
+
+def mask_of(lengths: list[list[int]], window: int | None = None) -> Tensor:
+    tokens = sum(lengths[0])
+    return reference.segment_mask(make_segments(lengths, window), len(lengths), tokens)
+
+
+def assert_same(found: Segments | None, expected: Segments) -> None:
+    assert found is not None
+    assert (found.longest, found.window) == (expected.longest, expected.window)
+    if expected.ends is None:
+        assert found.ends is None
+    else:
+        torch.testing.assert_close(found.ends, expected.ends)
+
+
+LENGTHS = {
+    "one sequence": [[TOKENS]],
+    "rows of one sequence": [[TOKENS]] * 3,
+    "packed": [[5, 1, 18]],
+    "packed rows": [[5, 1, 18], [24], [1, 22, 1]],
+    "single tokens": [[1] * TOKENS],
+}
+
+
+def test_the_reference_is_a_causal_mask_within_each_sequence() -> None:
+    expected = torch.block_diag(*(torch.ones(n, n).tril() for n in (2, 3, 1))).bool()
+    torch.testing.assert_close(mask_of([[2, 3, 1]])[0], expected)
+    windowed = expected & torch.ones(6, 6).triu(-1).bool()
+    torch.testing.assert_close(mask_of([[2, 3, 1]], window=2)[0], windowed)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7 * TOKENS, 2**20])
+@pytest.mark.parametrize("window", [None, 2, 7, 17])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_segments_are_read_from_their_mask(
+    lengths: list[list[int]],
+    window: int | None,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "BLOCK_BYTES", block_bytes)
+    longest = max(length for row in lengths for length in row)
+    window = None if window is None or window >= longest else window  # else it hides no key
+    found = segments_of(mask_of(lengths, window), len(lengths))
+    assert_same(found, make_segments(lengths, window))
+
+
+def test_a_window_of_one_key_is_as_many_sequences() -> None:
+    found = segments_of(mask_of([[TOKENS]], window=1), 1)
+    assert_same(found, make_segments([[1] * TOKENS]))
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("row", [[TOKENS], [5, 1, 18]])
+def test_one_mask_of_all_rows(row: list[int], window: int | None, expanded: bool) -> None:
+    mask = mask_of([row], window)
+    found = segments_of(mask.expand(3, -1, -1) if expanded else mask, 3)
+    assert_same(found, make_segments([row] * 3, window))
+
+
+def test_chunks_are_segments() -> None:
+    """Llama 4's chunked attention."""
+    place = torch.arange(TOKENS)
+    same = place[:, None] // 10 == place // 10
+    found = segments_of((same & (place[:, None] >= place))[None], 1)
+    assert_same(found, make_segments([[10, 10, 4]]))
+
+
+def _without(mask: Tensor, query: int, key: int) -> Tensor:
+    mask = mask.clone()
+    mask[..., query, key] = ~mask[..., query, key]
+    return mask
+
+
+CAUSAL = mask_of([[TOKENS]] * 2)
+OTHERS = {
+    "bidirectional": torch.ones(1, TOKENS, TOKENS, dtype=torch.bool),
+    "nothing": torch.zeros(1, TOKENS, TOKENS, dtype=torch.bool),
+    "padded on the right": CAUSAL & (torch.arange(TOKENS) < 20),
+    "padded on the left": CAUSAL & (torch.arange(TOKENS) >= 4),
+    "a prefix that sees itself": CAUSAL | (torch.arange(TOKENS) < 5),
+    "a hole": _without(CAUSAL, 20, 7),
+    "a later key": _without(CAUSAL, 7, 20),
+    "a window that ends too early": mask_of([[TOKENS]], 7) & ~torch.eye(TOKENS, dtype=torch.bool),
+    "an attention sink": mask_of([[TOKENS]], 7) | (torch.arange(TOKENS) < 1) & CAUSAL[:1],
+    "windows of two sizes": torch.cat([mask_of([[TOKENS]], 5), mask_of([[TOKENS]], 7)]),
+    "a key of another sequence": _without(mask_of([[5, 19]]), 7, 2),
+    "a sequence that looks back": mask_of([[5, 19]]) | _without(mask_of([[TOKENS]], 3), 0, 0),
+}
+
+
+@pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
+def test_any_other_mask_is_none(mask: Tensor) -> None:
+    assert segments_of(mask, len(mask)) is None
+
+
+def test_no_token_is_none() -> None:
+    assert segments_of(torch.ones(2, 0, 0, dtype=torch.bool), 2) is None
+
+
+REAL = {
+    "right": [[1] * 20 + [0] * 4, [1] * TOKENS],
+    "left": [[0] * 4 + [1] * 20, [1] * TOKENS],
+    "between": [[1] * 5 + [0] * 3 + [1] * 16, [1] * 10 + [0] * 14],
+    "everywhere": [[0] * TOKENS, [0] + [1] * 22 + [0]],
+}
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
+def test_padding_whose_results_are_not_used(real: list[list[int]], window: int | None) -> None:
+    """Queries that see themselves see as many keys as before; a hole between tokens ends no
+    sequence, and is none of its keys.
+    """
+    kept = torch.tensor(real, dtype=torch.bool)
+    mask = mask_of([[TOKENS]] * 2, window) & kept[:, None]
+    is_whole = not any("01" in "".join(map(str, row)).strip("0") for row in real)
+    assert segments_of(mask, 2) is None
+    for used in (kept, torch.zeros_like(kept)):
+        found = segments_of(mask, 2, used)
+        if not is_whole:  # a token behind the hole sees one before it
+            assert found is None
+            continue
+        assert found is not None
+        assert found.window == (window if kept.any() else None)
+        seen = reference.segment_mask(found, 2, TOKENS)
+        torch.testing.assert_close(seen[kept], mask[kept])
+    used = torch.zeros_like(kept)
+    row, place = (~kept).nonzero()[0].tolist()
+    used[row, place] = True
+    assert segments_of(mask, 2, used) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_random_mask_is_read_as_itself_or_not_at_all(seed: int) -> None:
+    """Segments with one bit changed, mostly."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = (torch.rand(2, TOKENS, generator=generator) < 0.2).nonzero()
+    rows = [sorted({0, TOKENS, *cuts[cuts[:, 0] == row, 1].tolist()}) for row in range(2)]
+    lengths = [[b - a for a, b in itertools.pairwise(row)] for row in rows]
+    mask = mask_of(lengths, window=[None, 3, 9][seed % 3])
+    if seed % 4:
+        query, key = torch.randint(TOKENS, (2,), generator=generator).tolist()
+        mask = torch.cat([mask[:1], _without(mask[1:], query, key)])
+    found = segments_of(mask, 2)
+    if seed % 4 == 0:
+        assert found is not None
+    if found is not None:
+        torch.testing.assert_close(reference.segment_mask(found, 2, TOKENS), mask)
+
+
+def test_flash_attention_does_not_serve_a_cpu() -> None:
+    states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16)] * 3
+    assert not serves_flash_attention(states[0], states[1], states[2])
+
+
+GPU_CASES = {
+    "window": ([[300]] * 2, 64),
+    "packed": ([[37, 200, 63], [300]], None),
+    "packed, window": ([[37, 200, 63], [300]], 48),
+    "one sequence": ([[300]] * 2, None),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features", [64, 128, 256])
+@pytest.mark.parametrize(("lengths", "window"), GPU_CASES.values(), ids=GPU_CASES)
+def test_no_worse_than_with_the_mask(
+    lengths: list[list[int]], window: int | None, features: int, dtype: torch.dtype
+) -> None:
+    rows, tokens = len(lengths), sum(lengths[0])
+    found = make_segments(lengths, window, "cuda")
+    mask = reference.segment_mask(found, rows, tokens, torch.device("cuda"))
+    assert_same(segments_of(mask, rows), found)
+    generator = torch.Generator().manual_seed(0)
+
+    def states(heads: int) -> Tensor:
+        x = torch.randn(rows, tokens, heads, features, generator=generator)
+        return x.to("cuda", dtype).transpose(1, 2)
+
+    inputs = {"query": states(4), "key": states(2), "value": states(2)}
+    assert serves_flash_attention(*inputs.values())
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return segment_attention(query, key, value, found, 0.1)
+
+    def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.dtype == torch.float64:
+            return reference.segment_attention(query, key, value, found, 0.1)
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+        y = scaled_dot_product_attention(query, key, value, mask[:, None], scale=0.1)
+        return y.transpose(1, 2)
+
+    check(ours, eager, inputs)
+
+
+@pytest.mark.gpu
+def test_flash_attention_that_is_turned_off_does_not_serve() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")] * 3
+    assert serves_flash_attention(states[0], states[1], states[2])
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert not serves_flash_attention(states[0], states[1], states[2])
+    wide = [each.float() for each in states]
+    assert not serves_flash_attention(wide[0], wide[1], wide[2])
