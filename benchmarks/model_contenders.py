@@ -28,6 +28,7 @@ from .models import has_sliding_attention
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
 NORMS_APART = "liger_patch, layers, norms and rotary apart"  # of queries and keys
+MASKED = "liger_patch, layers, with masks"  # of packed and padded rows, and sliding windows
 NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
 FLEX_LAYERS = "liger_patch, layers, flex attention"  # of models with sliding windows
 NAMES = (
@@ -38,6 +39,7 @@ NAMES = (
     "liger_patch",
     "liger_patch, layers",
     NORMS_APART,
+    MASKED,
     FLEX_LAYERS,
     "liger_patch, layers, compiled",
     "liger_patch, layers, compiled by layer",
@@ -46,10 +48,12 @@ NAMES = (
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
 
-def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callable[[], Loss]]:
+def contenders(
+    model: nn.Module, *, compiled: bool = False, masked: bool = False
+) -> dict[str, Callable[[], Loss]]:
     """Return functions that make the contenders of a model, some of NAMES, eager first.
 
-    All share the weights of ``model``.
+    All share the weights of ``model``. ``masked``: whether the batch is packed or padded.
     """
     found: dict[str, Callable[[], Loss]] = {"eager": partial(_eager, model)}
     if compiled:
@@ -62,20 +66,22 @@ def contenders(model: nn.Module, *, compiled: bool = False) -> dict[str, Callabl
     found["liger_patch, layers"] = layers
     if any(hasattr(module, "q_norm") for module in model.modules()):
         found[NORMS_APART] = partial(_with_norms_apart, model)
+    if masked or has_sliding_attention(model.config):
+        found[MASKED] = partial(_ours, model, layers=True, without="attention")
     if has_sliding_attention(model.config):
         found[FLEX_LAYERS] = partial(layers, attention="flex_attention")
     if compiled:
         found["liger_patch, layers, compiled"] = partial(layers, compiled=_whole)
         found["liger_patch, layers, compiled by layer"] = partial(layers, compiled=_by_layer)
-        found[NORMS_LEFT] = partial(layers, compiled=_by_layer, norms=False)
+        found[NORMS_LEFT] = partial(layers, compiled=_by_layer, without="rms_norm")
     return found
 
 
 def some_contenders(
-    names: Sequence[str] | None, model: nn.Module, *, compiled: bool
+    names: Sequence[str] | None, model: nn.Module, **options: bool
 ) -> dict[str, Callable[[], Loss]]:
-    """Return eager and the model's contenders of these names; None: all."""
-    found = contenders(model, compiled=compiled)
+    """Return eager and those ``contenders`` of a model that have these names; None: all."""
+    found = contenders(model, **options)
     return {name: make for name, make in found.items() if name in ("eager", *(names or NAMES))}
 
 
@@ -98,7 +104,7 @@ def _ours(
     model: nn.Module,
     *,
     layers: bool = False,
-    norms: bool = True,
+    without: str | None = None,
     attention: str | None = None,
     compiled: Callable[[Any], Any] | None = None,
 ) -> Loss:
@@ -106,9 +112,9 @@ def _ours(
     if attention is not None:
         own.set_attn_implementation(attention)
     apply_patch(own, layers=layers)
-    if not norms:
-        others = [name for name, count in count_layers(own).items() if count and "norm" not in name]
-        apply_patch(own, layers=others)
+    if without is not None:
+        names = [name for name, count in count_layers(own).items() if count and name != without]
+        apply_patch(own, layers=names)
     if compiled is None:
         return partial(_loss, own)
     torch.compiler.reset()

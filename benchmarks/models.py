@@ -22,6 +22,8 @@ from transformers import (
 from .heads import IGNORE_INDEX
 
 IGNORED = 0.4  # of the labels
+PACKED = 100, 900  # tokens of a sequence in packed rows: the least, and one more than the most
+LEAST_FILLED = 0.25  # of a padded row
 
 
 def has_sliding_attention(config: Any) -> bool:
@@ -39,6 +41,7 @@ class Model:
         sequences, length: shape of a batch.
         lora_rank: of adapters on all linear layers but the head, None for training every weight.
         quantized: whether bitsandbytes holds these layers in 4 bits (nf4).
+        rows: "whole" for one sequence a row, "packed" for several, "padded" for a shorter one.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Model:
     length: int = 2048
     lora_rank: int | None = None
     quantized: bool = False
+    rows: str = "whole"
 
     def build(self, device: torch.device | str = "cuda") -> Any:
         """Return the model in training mode, with random weights made on the device."""
@@ -70,7 +74,29 @@ class Model:
         shape = (self.sequences, self.length)
         input_ids = torch.randint(self.config.vocab_size, shape, device=device, generator=generator)
         ignored = torch.rand(shape, device=device, generator=generator) < IGNORED
-        return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, IGNORE_INDEX)}
+        of_rows: dict[str, Tensor] = {}
+        if self.rows == "packed":
+            places = of_rows["position_ids"] = _packed_places(shape).to(device)
+            ignored |= places == 0  # no token predicts the first of the next sequence
+        if self.rows == "padded":
+            filled = torch.linspace(LEAST_FILLED, 1, self.sequences, device=device) * self.length
+            kept = torch.arange(self.length, device=device) < filled[:, None]
+            of_rows["attention_mask"] = kept.long()
+            ignored |= ~kept
+        labels = input_ids.masked_fill(ignored, IGNORE_INDEX)
+        return {"input_ids": input_ids, "labels": labels, **of_rows}
+
+
+def _packed_places(shape: tuple[int, int]) -> Tensor:
+    """Return (B, T) position ids of rows that hold sequences of random lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(shape[0]):
+        places: list[int] = []
+        while len(places) < shape[1]:
+            places += range(int(torch.randint(*PACKED, (1,), generator=generator)))
+        rows.append(places[: shape[1]])
+    return torch.tensor(rows)
 
 
 def _quantise(model: Any) -> None:
@@ -169,8 +195,14 @@ FULL_WIDTH = (
         lora_rank=16,
     ),
 )
+OTHER_ROWS = tuple(
+    replace(model, name=f"{model.name}, {rows}", rows=rows)
+    for model in FULL_WIDTH[:2]
+    for rows in ("packed", "padded")
+)
 MODELS = (
     *FULL_WIDTH,
     replace(FULL_WIDTH[0], name="Llama-3.2-1B + QLoRA, 8 x 2048", lora_rank=16, quantized=True),
     replace(FULL_WIDTH[-1], name="Qwen3-8B + QLoRA, 4 x 2048", quantized=True),
+    *OTHER_ROWS,
 )

@@ -2,6 +2,7 @@
 
     python -m benchmarks training_step                all models
     python -m benchmarks training_step --model Gemma --model Llama --compile
+    python -m benchmarks training_step --model packed --model padded
 
 The contenders of a model share one set of weights and one batch, so all of them are interleaved in
 this one process; models run one after the other. One step of each is
@@ -156,7 +157,13 @@ def cases(options: argparse.Namespace) -> Cases:
     parts = options.model or [""]
     return {
         "steps": [
-            partial(run_model, model, rounds=options.rounds, compiled=options.compile, of=chosen)
+            partial(
+                run_model,
+                model,
+                rounds=options.rounds,
+                compiled=options.compile,
+                of=partial(chosen, masked=model.rows != "whole"),
+            )
             for model in MODELS
             if any(part in model.name for part in parts)
         ]

@@ -21,6 +21,7 @@ from benchmarks.__main__ import main
 from benchmarks.heads import IGNORE_INDEX
 from benchmarks.model_contenders import (
     FLEX_LAYERS,
+    MASKED,
     NAMES,
     NORMS_APART,
     NORMS_LEFT,
@@ -28,12 +29,12 @@ from benchmarks.model_contenders import (
     some_contenders,
 )
 from benchmarks.model_contenders import contenders as model_contenders
-from benchmarks.models import FULL_WIDTH, MODELS, Model
+from benchmarks.models import FULL_WIDTH, MODELS, OTHER_ROWS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 from liger_patch import apply_patch, patch_status
 from liger_patch.kernels.normed_rotary import normed_rotary
-from liger_patch.layers import normed_heads
+from liger_patch.layers import masked_attention, normed_heads
 from liger_patch.layers.replace import count_layers
 
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
@@ -229,6 +230,7 @@ def test_every_contender_has_a_name_that_can_be_asked_for(monkeypatch: pytest.Mo
     found = set()
     for model in (each for each in MODELS if not each.quantized):  # these need bitsandbytes
         found |= model_contenders(tiny(model).build("cpu"), compiled=True).keys()
+        found |= model_contenders(tiny(model).build("cpu"), masked=True).keys()
     assert found == set(NAMES)
 
 
@@ -263,6 +265,40 @@ def test_norms_of_queries_and_keys_can_be_left_out_of_the_rotary_kernel(
     assert called == {"liger_patch, layers": 2, NORMS_APART: 0}
     assert torch.equal(*losses.values())
     assert NORMS_APART not in model_contenders(tiny(MODELS[0]).build("cpu"))
+
+
+@pytest.mark.parametrize("model", OTHER_ROWS, ids=lambda model: model.name)
+def test_masks_of_packed_and_padded_rows_can_be_left_in(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    read = []
+
+    def segments_of(*arguments: Any) -> None:
+        read.append(1)
+
+    monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
+    monkeypatch.setattr(masked_attention, "segments_of", segments_of)
+    case = replace(tiny(model), length=950)  # more than a sequence has
+    made = model_contenders(case.build("cpu"), masked=True)
+    for name, expected in {"liger_patch, layers": 1, MASKED: 0, "liger_patch": 0}.items():
+        read.clear()
+        made[name]()(case.batch("cpu"))
+        assert len(read) == expected, name
+
+
+def test_packed_rows_hold_several_sequences_and_padded_ones_end_early():
+    packed, padded = (replace(each, length=2048, sequences=3) for each in OTHER_ROWS[:2])
+    batch = packed.batch("cpu")
+    places, labels = batch["position_ids"], batch["labels"]
+    starts = places == 0
+    assert 2 < starts.sum() / 3 < 12
+    assert (places.diff()[~starts[:, 1:]] == 1).all()
+    assert (labels[starts] == -100).all()
+    batch = padded.batch("cpu")
+    mask, labels = batch["attention_mask"], batch["labels"]
+    assert mask.sum(1).tolist() == [512, 1280, 2048]
+    assert (labels[mask == 0] == -100).all()
+    assert (labels[mask == 1] != -100).any()
 
 
 def test_flex_attention_is_a_contender_where_windows_slide():
