@@ -30,6 +30,8 @@ from trl_models import (
 from unusual_heads import float8, weight_norm
 
 from liger_patch import registry
+from liger_patch.kernels import reference
+from liger_patch.layers import masked_attention
 
 pytestmark = MARKS
 
@@ -74,6 +76,28 @@ def test_a_call_gives_trls_outputs_and_gradients(
     )
     for name, value in trls.items():
         assert getattr(ours[name], "dtype", None) == getattr(value, "dtype", None), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_padding_needs_no_mask(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in the loss of a router. On a CPU, the reference stands for flash attention."""
+    found = []
+
+    def flash(*states: Any) -> Tensor:
+        found.append(1)
+        return reference.segment_attention(*states)
+
+    monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
+    monkeypatch.setattr(masked_attention, "segment_attention", flash)
+    model = with_head(widened(make_model(model_type)), OUTPUTS)
+    batch = tiny_batch(model)
+    assert not batch["attention_mask"].all()
+    trls = call(model, batch)
+    assert not found
+    ours = call(apply_trl_patch(model), batch)
+    assert_fused(model)
+    assert len(found) == (2 if model_type == "llama" else 0)
+    assert_same(ours, trls)
 
 
 # TRL's own head fails: names in the config, or a backbone that base_model is not
