@@ -24,14 +24,14 @@ from liger_patch.integrations.trl_adapters import (
     without_refusal,
 )
 from liger_patch.kernels.linear_log_probs import LogProbs
-from liger_patch.layers.masked_attention import Supervised, using_results_of
+from liger_patch.layers.masked_attention import using_results_of
 from liger_patch.patch import flags
 from liger_patch.patch.forward import (
     deferring,
-    has_router_loss,
     leads_to_patch,
     patched_class,
     record_of,
+    used_tokens,
 )
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
@@ -178,8 +178,8 @@ class LogProbsCall:
                 record.fall_back(forward_pass.unfused)
                 return None
             targets = _targets(own)
-            routes = has_router_loss(model, kwargs)
-            with using_results_of(None if routes else Supervised(targets, IGNORE_INDEX)):
+            used = used_tokens(model, record, targets, IGNORE_INDEX, kwargs)
+            with using_results_of(used):
                 outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
         labels = targets.to(logits.device)

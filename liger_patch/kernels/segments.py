@@ -8,8 +8,11 @@ more than this:
     query i sees keys j with    start(i) <= j <= i    and    i - j < window
 
 where start(i) is the first token of its sequence. ``segment_attention`` computes just those
-products, with the flash attention of PyTorch. Padding, tokens that no query sees, counts as a
-sequence of its own: what its queries give is then another result than with the mask.
+products, with the flash attention of PyTorch.
+
+Padding is tokens whose key no query sees. On the right, where they see the tokens before them, they
+count as the end of that sequence. On the left, where they see nothing, they count as a sequence of
+their own. They see each other then: their result is another one than with the mask.
 
 B: rows, T: tokens of a row, S: sequences in all rows, D: features of an attention head. Flash
 attention: Dao, "FlashAttention-2" (arXiv:2307.08691).
@@ -50,8 +53,8 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
     Args:
         mask: (rows or 1, T, T) bool, True where a query (its row) sees a key.
         rows: B.
-        used: (B, T) bool, True for queries whose result is used. A mask with padding is described
-            only if no query of the padding is. None: all are used.
+        used: (B, T) bool, True for queries whose result is used; None for all. A mask with padding
+            is described only if no result of the padding is used.
     """
     if mask.numel() == 0:
         return None
@@ -60,23 +63,25 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
     tokens = mask.shape[-1]
     place = torch.arange(tokens, device=mask.device)
     counts = mask.sum(-1)  # of the keys that a query sees
-    is_padding = ~mask.diagonal(dim1=1, dim2=2)
-    before = is_padding.roll(1, -1)
-    before[:, 0] = False
-    begins = torch.where(is_padding, ~before, counts == 1)
+    is_real = mask.diagonal(dim1=1, dim2=2)
+    is_blind = counts == 0
+    begins = torch.where(is_blind, ~_before(is_blind), is_real & (counts == 1))
     first = torch.where(begins, place, 0).cummax(-1).values  # of the query's sequence
     lengths = place - first + 1  # of its sequence, up to it
-    window = counts.masked_fill(is_padding, 0).max()
-    is_described = (counts == torch.minimum(lengths, window)) | is_padding
-    is_described = is_described.all() & begins[:, 0].all()
+    window = counts.masked_fill(~is_real, 0).max()
+    is_described = torch.where(is_real, counts == torch.minimum(lengths, window), True).all()
+    is_described &= begins[:, 0].all()
+    is_described &= (begins | ~is_real | _before(is_real))[
+        :, 1:
+    ].all()  # none goes on behind padding
     step = max(1, BLOCK_BYTES // (len(mask) * tokens))
     for start in range(0, tokens, step):
         of = slice(start, start + step)
         behind = place[of, None] - place  # (rows of the block, T)
         seen = (behind >= 0) & (behind < counts[:, of, None])
-        is_described &= ((seen == mask[:, of]) | is_padding[:, of, None]).all()
-    is_described &= ~(is_padding if used is None else is_padding & used).any()
-    most = lengths.masked_fill(is_padding, 0).max()
+        is_described &= ((seen == mask[:, of]) | ~is_real[:, of, None]).all()
+    is_described &= (is_real if used is None else is_real | ~used).all()
+    most = lengths.masked_fill(~is_real, 0).max()
     described = is_described.to(counts.dtype)
     numbers = torch.stack([described, window, most, lengths.max(), begins.sum()])
     described, window, most, longest, sequences = numbers.tolist()
@@ -91,6 +96,13 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
         ends = torch.cat([places.sort().values[:sequences], places.new_tensor([len(starts)])])
         ends = ends.to(torch.int32)
     return Segments(ends, longest, window if window < most else None)
+
+
+def _before(tokens: Tensor) -> Tensor:
+    """Return (B, T) bool: what holds for the token before each one, False for the first."""
+    before = tokens.roll(1, -1)
+    before[:, 0] = False
+    return before
 
 
 def serves_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:

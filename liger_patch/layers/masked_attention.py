@@ -5,8 +5,9 @@ Transformers hands ``scaled_dot_product_attention`` a mask (B, 1, T, T) for thes
 function here reads the mask once a forward pass, and computes with ``segment_attention`` what it
 describes. For any other mask, and without one, it calls Transformers' own function.
 
-What a padded token gives is another result without the mask. So a mask with padding is left out
-only where a call has labels, and none for a padded token.
+Padding gets another result without the mask. So a mask with padding is left out only where no
+result of the padding is used: see ``UsedTokens``. Each call of a patched model reads its masks
+anew: they may have changed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
@@ -33,7 +35,6 @@ from liger_patch.kernels.segments import (
 from liger_patch.layers.checks import names_of, needs_own_code
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"  # the name by which attentions look their function up
-NOTED = "_liger_patch_segments"  # attribute of a mask: what it describes, and for which mask
 # arguments of Transformers' function that this one does not know, or refuses
 OTHERS = {
     *inspect.signature(sdpa_attention_forward).parameters,
@@ -44,31 +45,46 @@ OTHERS = {
     "kwargs",
 }
 
-_running = threading.local()  # the Supervised tokens of the call that this thread runs
+_running = threading.local()  # the UsedTokens of the call that this thread runs
+# what masks describe, as the last call has read them
+_noted: MutableMapping[Tensor, tuple[UsedTokens | None, int, Segments | None]]
+_noted = WeakTensorKeyDictionary()
 
 
-class Supervised:
-    """The tokens of a call whose results are used: those with a label to predict."""
+class UsedTokens:
+    """The tokens of one call whose results are used: those with a label to predict, or all.
 
-    def __init__(self, targets: Tensor, ignore_index: int) -> None:
-        self._targets, self._ignore_index = targets, ignore_index  # (B, T)
+    Args:
+        targets: (B, T) the label that each token predicts; None if all results are used.
+        ignore_index: the label of tokens that predict none.
+        recurrent: whether results also depend on those of earlier tokens that attention does not
+            see, as in a model with state-space layers.
+    """
 
-    def tokens(self, rows: int, mask: Tensor) -> Tensor | None:
-        """Return (rows, T) bool for a mask (..., T); None where the labels have another shape."""
-        if tuple(self._targets.shape) != (rows, mask.shape[-1]):
+    def __init__(
+        self, targets: Tensor | None = None, ignore_index: int = -100, *, recurrent: bool = False
+    ) -> None:
+        self._targets, self._ignore_index, self._recurrent = targets, ignore_index, recurrent
+
+    def among(self, rows: int, mask: Tensor) -> Tensor | None:
+        """Return (rows, T) bool for a mask (..., T); None for all tokens."""
+        if self._targets is None or tuple(self._targets.shape) != (rows, mask.shape[-1]):
             return None
-        return (self._targets != self._ignore_index).to(mask.device)
+        used = (self._targets != self._ignore_index).to(mask.device)
+        if self._recurrent:
+            used = used.flip(-1).cummax(-1).values.flip(-1)
+        return used
 
 
 @contextmanager
-def using_results_of(supervised: Supervised | None) -> Iterator[None]:
-    """Within this context, only the results of these tokens are used; None: those of all."""
-    before = getattr(_running, "supervised", None)
-    _running.supervised = supervised
+def using_results_of(used: UsedTokens) -> Iterator[None]:
+    """Run one call of a model within this context."""
+    before = getattr(_running, "used", None)
+    _running.used = used
     try:
         yield
     finally:
-        _running.supervised = before
+        _running.used = before
 
 
 class AttentionTable:
@@ -157,15 +173,17 @@ def _as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def _noted_segments(mask: Any, rows: int) -> Segments | None:
-    """Return what a mask (rows or 1, 1, T, T) describes. It is read once, and noted on the mask:
-    all layers of a forward pass share one, and checkpointing brings it again in the backward pass.
+    """Return what a mask (rows or 1, 1, T, T) describes. It is read once in a call of the model:
+    layers share it, and checkpointing brings it again in the backward pass. Outside of such a call,
+    each layer reads it.
     """
-    supervised = getattr(_running, "supervised", None)
-    for_what = mask._version, rows
-    noted_for, noted_with, segments = getattr(mask, NOTED, (None, None, None))
+    used: UsedTokens | None = getattr(_running, "used", None)
+    noted_with, noted_rows, segments = _noted.get(mask, (None, None, None))
     is_again = torch._C._current_graph_task_id() != -1
-    if noted_for != for_what or not (is_again or noted_with is supervised):
-        used = None if supervised is None else supervised.tokens(rows, mask)
-        segments = segments_of(mask[:, 0], rows, used)
-        setattr(mask, NOTED, (for_what, supervised, segments))
+    is_known = is_again or (used is not None and noted_with is used)
+    if noted_rows != rows or not is_known:
+        among = None if used is None else used.among(rows, mask)
+        with torch.inference_mode(False):
+            segments = segments_of(mask[:, 0], rows, among)
+        _noted[mask] = used, rows, segments
     return segments

@@ -23,7 +23,7 @@ from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
-from liger_patch.layers.masked_attention import Supervised, using_results_of
+from liger_patch.layers.masked_attention import UsedTokens, using_results_of
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
@@ -42,6 +42,8 @@ from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
+# the layers whose tokens only see what their mask shows, by Transformers' names
+ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
@@ -83,7 +85,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         added = PatchArguments(number, take_weights(kwargs))
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
-            with nullcontext() if is_traced() else using_results_of(None):
+            with nullcontext() if is_traced() else using_results_of(UsedTokens()):
                 return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs, named, added)
 
@@ -219,37 +221,55 @@ def _deferred_forward(
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not is_traced():
-                supervised = _supervised(model, record, forward_pass.expected, named)
-                stack.enter_context(using_results_of(supervised))
+                used = _used_by_loss(model, record, forward_pass.expected, named)
+                stack.enter_context(using_results_of(used))
             outputs = inner(*args, **kwargs)
         if not forward_pass.done:
             _note_own_loss(model, record, forward_pass)
     return outputs
 
 
-def _supervised(
+def _used_by_loss(
     model: PreTrainedModel,
     record: PatchRecord,
     expected: ExpectedLabels | None,
     named: Mapping[str, Any],
-) -> Supervised | None:
-    """Return the only tokens whose results are used; None where others may be: in a loss that is
-    not fused, in that of a mixture's router, or of an architecture that is not tested.
+) -> UsedTokens:
+    """Return the tokens whose results a call uses: all of them in a loss that is not fused, or that
+    may not be the one that is expected.
     """
-    if expected is None or not record.tested or has_router_loss(model, named):
-        return None
-    return Supervised(expected.targets.view(expected.labels.shape), expected.ignore_index)
+    if expected is None or not getattr(type(model), IN_GRAPH):
+        return UsedTokens()
+    targets = expected.targets.view(expected.labels.shape)
+    return used_tokens(model, record, targets, expected.ignore_index, named)
 
 
-def has_router_loss(model: PreTrainedModel, named: Mapping[str, Any]) -> bool:
-    """Return whether a call computes the auxiliary loss of a mixture of experts.
+def used_tokens(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    targets: Tensor,  # (B, T)
+    ignore_index: int,
+    named: Mapping[str, Any],
+) -> UsedTokens:
+    """Return the tokens whose results a call uses: those that predict a label. All of them, where a
+    router's loss or the caller may use others; where the mask is the caller's own, who may give it
+    to other calls; and in architectures that are not tested.
 
     Args:
         named: the arguments of the call, by their names.
     """
-    asked = named.get("output_router_logits")
     config = model.config.get_text_config()
-    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+    asked = ("output_router_logits", "output_hidden_states", "output_attentions")
+    uses_others = getattr(config, "z_loss_coefficient", 0.0) or any(
+        getattr(config, name, False) if named.get(name) is None else named[name] for name in asked
+    )
+    mask = named.get("attention_mask")
+    has_own_mask = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)
+    is_dispatched = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    if uses_others or has_own_mask or is_dispatched or not record.tested:
+        return UsedTokens()
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTIONS
+    return UsedTokens(targets, ignore_index, recurrent=bool(model._is_stateful or others))
 
 
 def _is_settled(record: PatchRecord) -> bool:

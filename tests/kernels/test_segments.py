@@ -110,8 +110,8 @@ def _without(mask: Tensor, query: int, key: int) -> Tensor:
 
 CAUSAL = mask_of([[TOKENS]] * 2)
 OTHERS = {
-    "bidirectional": torch.ones(1, TOKENS, TOKENS, dtype=torch.bool),
     "nothing": torch.zeros(1, TOKENS, TOKENS, dtype=torch.bool),
+    "bidirectional": torch.ones(1, TOKENS, TOKENS, dtype=torch.bool),
     "padded on the right": CAUSAL & (torch.arange(TOKENS) < 20),
     "padded on the left": CAUSAL & (torch.arange(TOKENS) >= 4),
     "a prefix that sees itself": CAUSAL | (torch.arange(TOKENS) < 5),
@@ -134,37 +134,68 @@ def test_no_token_is_none() -> None:
     assert segments_of(torch.ones(2, 0, 0, dtype=torch.bool), 2) is None
 
 
-REAL = {
-    "right": [[1] * 20 + [0] * 4, [1] * TOKENS],
-    "left": [[0] * 4 + [1] * 20, [1] * TOKENS],
-    "between": [[1] * 5 + [0] * 3 + [1] * 16, [1] * 10 + [0] * 14],
-    "everywhere": [[0] * TOKENS, [0] + [1] * 22 + [0]],
-}
+def padded(*rows: str, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """The causal mask of rows that begin with tokens "0" or end with tokens "0", padding; and which
+    tokens are none.
+    """
+    kept = torch.tensor([[token == "1" for token in row] for row in rows])
+    return mask_of([[TOKENS]] * len(rows), window) & kept[:, None], kept
+
+
+ONES = "1" * TOKENS
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
-def test_padding_whose_results_are_not_used(real: list[list[int]], window: int | None) -> None:
-    """Queries that see themselves see as many keys as before; a hole between tokens ends no
-    sequence, and is none of its keys.
-    """
-    kept = torch.tensor(real, dtype=torch.bool)
-    mask = mask_of([[TOKENS]] * 2, window) & kept[:, None]
-    is_whole = not any("01" in "".join(map(str, row)).strip("0") for row in real)
+def test_padding_on_the_right_whose_results_are_not_used(window: int | None) -> None:
+    """It counts as the end of its sequence."""
+    mask, kept = padded("1" * 20 + "0" * 4, ONES, window=window)
     assert segments_of(mask, 2) is None
     for used in (kept, torch.zeros_like(kept)):
-        found = segments_of(mask, 2, used)
-        if not is_whole:  # a token behind the hole sees one before it
-            assert found is None
-            continue
-        assert found is not None
-        assert found.window == (window if kept.any() else None)
-        seen = reference.segment_mask(found, 2, TOKENS)
-        torch.testing.assert_close(seen[kept], mask[kept])
+        assert_same(segments_of(mask, 2, used), Segments(None, TOKENS, window))
     used = torch.zeros_like(kept)
-    row, place = (~kept).nonzero()[0].tolist()
-    used[row, place] = True
+    used[0, 20] = True
     assert segments_of(mask, 2, used) is None
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_padding_on_the_left_whose_results_are_not_used(window: int | None) -> None:
+    """It counts as a sequence of its own, and so does a row of nothing else."""
+    mask, kept = padded(
+        "0" * 4 + "1" * 20, "0" * TOKENS, "0" * 3 + "1" * 15 + "0" * 6, window=window
+    )
+    assert segments_of(mask, 3) is None
+    found = segments_of(mask, 3, kept)
+    assert found is not None
+    assert found.ends is not None
+    assert found.ends.diff().tolist() == [4, 20, 24, 3, 21]
+    torch.testing.assert_close(reference.segment_mask(found, 3, TOKENS)[kept], mask[kept])
+    assert segments_of(mask, 3, torch.ones_like(kept)) is None
+    used = kept.clone()
+    used[0, 3] = True
+    assert segments_of(mask, 3, used) is None
+
+
+def test_padding_between_sequences() -> None:
+    """As in a packed row whose sequences are padded: it belongs to the sequence before it."""
+    mask = mask_of([[8, 16]])
+    kept = torch.ones(TOKENS, dtype=torch.bool)
+    kept[5:8] = False
+    mask &= kept
+    assert segments_of(mask, 1) is None
+    assert_same(segments_of(mask, 1, kept[None]), make_segments([[8, 16]]))
+
+
+BEHIND_PADDING = {
+    "padding on the left whose keys are seen": CAUSAL & (torch.arange(TOKENS) >= 4)[:, None],
+    "a query that sees nothing": CAUSAL & (torch.arange(TOKENS) != 9)[:, None],
+    "a sequence around padding": CAUSAL & (torch.arange(TOKENS) != 9),
+}
+
+
+@pytest.mark.parametrize("mask", BEHIND_PADDING.values(), ids=BEHIND_PADDING)
+def test_no_sequence_goes_on_behind_padding(mask: Tensor) -> None:
+    used = mask.diagonal(dim1=1, dim2=2)
+    assert segments_of(mask, len(mask), used) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from torch import Tensor
 from training_step import Step, call, gradients, joined, step, widened
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma3TextConfig,
     LlamaConfig,
+    M2M100Config,
     MistralConfig,
     PreTrainedConfig,
+    Qwen3NextConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -67,7 +71,7 @@ def make_model(model_type: str, attention: str = "sdpa") -> Any:
 
 
 def make_batch(kind: str) -> dict[str, Tensor]:
-    """Rows of tokens: two of one sequence each, or packed with three, or with padding."""
+    """Two rows of one sequence each, or packed with three, or one of them with padding."""
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(3, SIZES["vocab_size"], (2, TOKENS), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(input_ids % 3 == 0, -100)}
@@ -79,9 +83,9 @@ def make_batch(kind: str) -> dict[str, Tensor]:
         return batch | {"position_ids": places, "labels": labels}
     if kind == "ones":
         return batch | {"attention_mask": torch.ones_like(input_ids)}
-    if kind == "padded":
+    if kind in ("padded", "padded left"):
         mask = torch.ones_like(input_ids)
-        mask[1, 30:] = 0
+        mask[1, slice(30, None) if kind == "padded" else slice(10)] = 0
         return batch | {
             "attention_mask": mask,
             "labels": batch["labels"].masked_fill(mask == 0, -100),
@@ -170,7 +174,7 @@ def test_windows_and_sequences_are_those_of_the_mask(model_type: str, calls: Cal
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_padding_without_a_label_needs_no_mask(
+def test_padding_on_the_right_without_a_label_needs_no_mask(
     model_type: str, checkpointing: bool, calls: Calls
 ) -> None:
     model, batch = make_model(model_type), make_batch("padded")
@@ -179,64 +183,169 @@ def test_padding_without_a_label_needs_no_mask(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     calls.own.clear()
     ours = step(apply_patch(model, layers=["attention"]), batch)
+    times = 1 + checkpointing
+    assert len(calls.flash) == times * SLIDING[model_type]
+    assert calls.own == [False] * (times * (2 - SLIDING[model_type]))
+    assert_right(ours, own, truth)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_padding_on_the_left_without_a_label_needs_no_mask(
+    model_type: str, checkpointing: bool, calls: Calls
+) -> None:
+    model, batch = make_model(model_type), make_batch("padded left")
+    truth, own = step(widened(model), batch), step(model, batch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls.own.clear()
+    ours = step(apply_patch(model, layers=["attention"]), batch)
     assert (len(calls.flash), calls.own) == (4 if checkpointing else 2, [])
-    ends = torch.tensor([0, TOKENS, TOKENS + 30, 2 * TOKENS], dtype=torch.int32)
+    ends = torch.tensor([0, TOKENS, TOKENS + 10, 2 * TOKENS], dtype=torch.int32)
     assert all(torch.equal(ends, found.ends) for found in calls.flash)
     assert_right(ours, own, truth)
 
 
-def test_results_of_other_tokens_than_the_padding_are_the_same(calls: Calls) -> None:
-    model, batch = make_model("llama"), make_batch("padded")
+@pytest.mark.parametrize("kind", ["padded", "padded left"])
+def test_results_of_other_tokens_than_the_padding_are_the_same(kind: str, calls: Calls) -> None:
+    model, batch = make_model("llama"), make_batch(kind)
     own = apply_patch(model, layers=False)(**batch).logits
+    calls.own.clear()
     ours = apply_patch(model, layers=["attention"])(**batch).logits
-    assert len(calls.flash) == 2
+    assert True not in calls.own
     kept = batch["attention_mask"].bool()
     torch.testing.assert_close(torch.as_tensor(ours)[kept], torch.as_tensor(own)[kept])
 
 
-def _needs_results_of_padding(kind: str, model: Any, batch: dict[str, Tensor]) -> Any:
-    if kind == "a label behind padding":  # predicted by the last padded token
-        mask = batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-        mask[1, :5] = 0
-        batch["labels"][1, 5] = 7
-    if kind == "a padded label":
-        batch["labels"][1, 35] = 7
-    if kind == "no labels":
-        del batch["labels"]
-    return model(**batch)
+@pytest.mark.parametrize("kind", ["padded", "padded left"])
+def test_recurrent_layers_see_padding_on_the_left(kind: str, calls: Calls) -> None:
+    """Of Qwen3-Next: its linear attention and its convolutions see all tokens before theirs."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        **SIZES,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    apply_patch(model, layers=["attention"])(**make_batch(kind))
+    assert (calls.flash, calls.own) == ([], [kind == "padded left"])
+
+
+USES_OF_PADDING = {
+    "a label behind padding": {"token": 29},  # the last padded token predicts token 30
+    "a padded label": {"token": 35},
+    "no labels": {"labels": None},
+    "own logits": {"environment": "LIGER_PATCH_RETURN_LOGITS"},
+    "not tested": {"tested": False},
+    "a router": {"config": "output_router_logits"},
+    "a router, asked for": {"argument": "output_router_logits"},
+    "hidden states": {"argument": "output_hidden_states"},
+    "logits in the loss": {"config": "z_loss_coefficient"},
+    "several devices": {"devices": {"model": "cpu", "lm_head": "meta"}},
+    "a mask of the caller's": {"dimensions": 4},
+}
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch has no test of LlamaForCausalLM")
-@pytest.mark.parametrize(
-    "kind",
-    ["a label behind padding", "a padded label", "no labels", "own logits", "not tested", "router"],
-)
-def test_padding_whose_results_are_used_keeps_its_mask(
+@pytest.mark.parametrize("kind", USES_OF_PADDING)
+def test_padding_whose_results_may_be_used_keeps_its_mask(
     kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = make_model("llama"), make_batch("padded")
-    apply_patch(model, layers=["attention"])
-    if kind == "own logits":
-        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    if kind == "not tested":
-        record = record_of(model)
-        assert record is not None
-        record.tested, record.compared = False, "before"
-    if kind == "router":
-        model.config.output_router_logits = True
-    _needs_results_of_padding(kind, model, batch)
+    model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("padded")
+    options: dict[str, Any] = {}
+    match USES_OF_PADDING[kind]:
+        case {"token": place}:
+            batch["attention_mask"][1] = torch.arange(TOKENS) < place
+            batch["labels"][1, place + 1] = 7
+        case {"labels": None}:
+            del batch["labels"]
+        case {"environment": name}:
+            monkeypatch.setenv(name, "1")
+        case {"tested": False}:
+            record = record_of(model)
+            assert record is not None
+            record.tested, record.compared = False, "before"
+        case {"config": name}:
+            setattr(model.config, name, 0.1)
+        case {"argument": name}:
+            options[name] = True
+        case {"devices": devices}:
+            model.hf_device_map = devices
+        case {"dimensions": 4}:
+            place = torch.arange(TOKENS)
+            kept = batch["attention_mask"].bool()[:, None, None]
+            batch["attention_mask"] = kept & (place <= place[:, None])
+    model(**batch, **options)
     assert (calls.flash, calls.own, calls.read) == ([], [True, True], 1)
 
 
-def test_a_mask_with_padding_is_read_again_for_other_labels(calls: Calls) -> None:
-    model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("padded")
+def test_a_loss_that_does_not_shift_its_labels_keeps_the_mask(calls: Calls) -> None:
+    """Of M2M-100, whose first padded token may have a label."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "vocab_size": 131, "encoder_layers": 1, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 1}
+    config = M2M100Config(**sizes, **heads, **widths, **tokens, use_cache=False)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").eval()
+    batch = make_batch("padded")
+    given = {
+        "input_ids": torch.randint(3, 131, (2, 9)),
+        "decoder_input_ids": batch["input_ids"],
+        "decoder_attention_mask": batch["attention_mask"],
+        "labels": batch["labels"].index_fill(1, torch.tensor([30]), 7),
+    }
+    model(**given)
+    own = calls.own.copy()
+    calls.own.clear()
+    apply_patch(model, layers=["attention"])(**given)
+    assert (calls.flash, calls.own) == ([], own)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_each_layer_reads_the_mask_in_a_call_of_the_model_inside(
+    checkpointing: bool, calls: Calls
+) -> None:
+    model, batch = apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model(batch["input_ids"]).last_hidden_state.sum().backward()
+    times = 1 + checkpointing
+    assert (len(calls.flash), calls.own, calls.read) == (2 * times, [], 2)
+    calls.flash.clear()
+    kept = make_batch("padded")["attention_mask"]
+    model.model(batch["input_ids"], attention_mask=kept).last_hidden_state.sum().backward()
+    assert (calls.flash, calls.own) == ([], [True, True] * times)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_mask_of_two_calls_is_the_same_when_a_layer_runs_again(
+    reentrant: bool, calls: Calls
+) -> None:
+    """A policy with labels and its reference without them, in a loop with one mask."""
+    model, batch = make_model("mistral"), make_batch("plain")
     place = torch.arange(TOKENS)
-    mask = batch["attention_mask"].bool()[:, None, None] & (place <= place[:, None])
+    mask = (place <= place[:, None]).expand(2, 1, -1, -1).clone()
+    mask[1, :, 20:, :20] = False
     batch["attention_mask"] = mask
-    model(**batch)
-    assert (len(calls.flash), calls.read) == (2, 1)
-    model(input_ids=batch["input_ids"], attention_mask=mask)
-    assert (len(calls.flash), calls.own, calls.read) == (2, [True, True], 2)
+    truth, own = step(widened(model), batch), step(model, batch)
+    reference_model = apply_patch(copy.deepcopy(model), layers=["attention"])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    apply_patch(model, layers=["attention"])
+    loss = call(model, batch).loss
+    with torch.no_grad():
+        reference_model(batch["input_ids"], attention_mask=mask)
+    assert_right({"loss": loss.detach(), **gradients(model, loss)}, own, truth)
+    assert (len(calls.flash), calls.read) == (6, 2)
 
 
 def test_a_mask_of_the_callers_that_is_causal_is_left_out(calls: Calls) -> None:
@@ -249,17 +358,43 @@ def test_a_mask_of_the_callers_that_is_causal_is_left_out(calls: Calls) -> None:
     torch.testing.assert_close(ours, own, rtol=0, atol=0)
 
 
-def test_a_mask_that_changes_is_read_again(calls: Calls) -> None:
+def _in_place(mask: Tensor) -> Tensor:
+    mask[..., 20:, :20] = False
+    return mask
+
+
+def _unseen(mask: Tensor) -> Tensor:
+    mask.data[..., 20:, :20] = False  # PyTorch counts no write
+    return mask
+
+
+@pytest.mark.parametrize(
+    "changed", [_in_place, _unseen, lambda mask: _in_place(copy.deepcopy(mask))]
+)
+def test_a_mask_that_changes_is_read_again(
+    changed: Callable[[Tensor], Tensor], calls: Calls
+) -> None:
     model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("plain")
     wide = widened(revert_patch(copy.deepcopy(model)))
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
     step(model, batch | {"attention_mask": mask})
-    mask[..., 20:, :20] = False
-    batch |= {"attention_mask": mask}
+    assert not vars(mask)
+    batch |= {"attention_mask": changed(mask)}
     packed = step(model, batch)
     assert calls.read == 2
     assert [found.longest for found in calls.flash] == [20, 20]
     assert_right(packed, step(revert_patch(model), batch), step(wide, batch))
+
+
+def test_a_mask_that_an_evaluation_has_read_can_train(calls: Calls) -> None:
+    model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("plain")
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
+    mask[..., 20:, :20] = False
+    with torch.inference_mode():
+        model(**batch | {"attention_mask": mask})
+    assert not any(found.ends.is_inference() for found in calls.flash)
+    step(model, batch | {"attention_mask": mask})
+    assert len(calls.flash) == 4
 
 
 @pytest.mark.parametrize("kind", ["float mask", "dropout", "inference mode"])
@@ -335,7 +470,7 @@ def test_generation_is_the_models_own(calls: Calls) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_step_on_a_gpu_is_no_worse(
     model_type: str, kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
@@ -355,7 +490,7 @@ def test_a_step_on_a_gpu_is_no_worse(
     found = Calls(monkeypatch, served=False)
     apply_patch(model, layers=["attention"])
     ours = in_autocast()
-    masked = SLIDING[model_type] if kind == "plain" else 2
+    masked = SLIDING[model_type] if kind in ("plain", "padded") else 2
     assert len(found.flash) == masked * (1 + checkpointing)
     assert not any(found.own)
     truth, eager, ours = joined(truth, eager, ours)

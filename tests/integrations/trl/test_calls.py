@@ -30,7 +30,6 @@ from trl_models import (
 from unusual_heads import float8, weight_norm
 
 from liger_patch import registry
-from liger_patch.kernels import reference
 from liger_patch.layers import masked_attention
 
 pytestmark = MARKS
@@ -80,23 +79,27 @@ def test_a_call_gives_trls_outputs_and_gradients(
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_padding_needs_no_mask(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But in the loss of a router. On a CPU, the reference stands for flash attention."""
-    found = []
+    """But in the loss of a router. On a CPU, attention is told that flash attention serves it."""
+    masks = []
+    own = torch.nn.functional.scaled_dot_product_attention
 
-    def flash(*states: Any) -> Tensor:
-        found.append(1)
-        return reference.segment_attention(*states)
+    def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        masks.append(attn_mask is not None)
+        return own(*states, attn_mask=attn_mask, **options)
 
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
-    monkeypatch.setattr(masked_attention, "segment_attention", flash)
     model = with_head(widened(make_model(model_type)), OUTPUTS)
     batch = tiny_batch(model)
-    assert not batch["attention_mask"].all()
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    batch["attention_mask"][0, -2:] = 0
+    batch["labels"][0, -2:] = -100
     trls = call(model, batch)
-    assert not found
+    assert masks == [True, True]
+    masks.clear()
     ours = call(apply_trl_patch(model), batch)
     assert_fused(model)
-    assert len(found) == (2 if model_type == "llama" else 0)
+    assert masks == [model_type != "llama"] * 2
     assert_same(ours, trls)
 
 
