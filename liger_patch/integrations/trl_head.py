@@ -31,11 +31,11 @@ from liger_patch.patch.forward import (
     leads_to_patch,
     patched_class,
     record_of,
-    used_tokens,
 )
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.patch.token_weights import take_weights, weights_of_targets
+from liger_patch.patch.used_tokens import used_tokens
 
 SUPPORTED = "trl 1.15 and 1.16"
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head

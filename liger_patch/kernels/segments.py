@@ -69,11 +69,8 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
     first = torch.where(begins, place, 0).cummax(-1).values  # of the query's sequence
     lengths = place - first + 1  # of its sequence, up to it
     window = counts.masked_fill(~is_real, 0).max()
-    is_described = torch.where(is_real, counts == torch.minimum(lengths, window), True).all()
-    is_described &= begins[:, 0].all()
-    is_described &= (begins | ~is_real | _before(is_real))[
-        :, 1:
-    ].all()  # none goes on behind padding
+    goes_on = _before(is_real) & (counts == torch.minimum(lengths, window))  # none behind padding
+    is_described = (~is_real | begins | goes_on).all() & begins[:, 0].all()
     step = max(1, BLOCK_BYTES // (len(mask) * tokens))
     for start in range(0, tokens, step):
         of = slice(start, start + step)

@@ -38,12 +38,11 @@ from liger_patch.patch.packing import (
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, take_weights
 from liger_patch.patch.untested import TrialRecord, compare_losses
+from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
-# the layers whose tokens only see what their mask shows, by Transformers' names
-ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
@@ -242,34 +241,6 @@ def _used_by_loss(
         return UsedTokens()
     targets = expected.targets.view(expected.labels.shape)
     return used_tokens(model, record, targets, expected.ignore_index, named)
-
-
-def used_tokens(
-    model: PreTrainedModel,
-    record: PatchRecord,
-    targets: Tensor,  # (B, T)
-    ignore_index: int,
-    named: Mapping[str, Any],
-) -> UsedTokens:
-    """Return the tokens whose results a call uses: those that predict a label. All of them, where a
-    router's loss or the caller may use others; where the mask is the caller's own, who may give it
-    to other calls; and in architectures that are not tested.
-
-    Args:
-        named: the arguments of the call, by their names.
-    """
-    config = model.config.get_text_config()
-    asked = ("output_router_logits", "output_hidden_states", "output_attentions")
-    uses_others = getattr(config, "z_loss_coefficient", 0.0) or any(
-        getattr(config, name, False) if named.get(name) is None else named[name] for name in asked
-    )
-    mask = named.get("attention_mask")
-    has_own_mask = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)
-    is_dispatched = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
-    if uses_others or has_own_mask or is_dispatched or not record.tested:
-        return UsedTokens()
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTIONS
-    return UsedTokens(targets, ignore_index, recurrent=bool(model._is_stateful or others))
 
 
 def _is_settled(record: PatchRecord) -> bool:
