@@ -18,6 +18,7 @@ from training_step import Step, call, gradients, joined, step, widened
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     LlamaConfig,
     M2M100Config,
@@ -91,6 +92,12 @@ def make_batch(kind: str) -> dict[str, Tensor]:
             "labels": batch["labels"].masked_fill(mask == 0, -100),
         }
     return batch
+
+
+def causal_mask(kept: Tensor) -> Tensor:
+    """Return (B, 1, T, T) bool: a caller's own mask of tokens (B, T) that are no padding."""
+    place = torch.arange(TOKENS)
+    return kept.bool()[:, None, None] & (place <= place[:, None])
 
 
 class Calls:
@@ -173,36 +180,48 @@ def test_windows_and_sequences_are_those_of_the_mask(model_type: str, calls: Cal
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "padded left"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_padding_on_the_right_without_a_label_needs_no_mask(
-    model_type: str, checkpointing: bool, calls: Calls
+def test_padding_without_a_label_needs_no_mask(
+    model_type: str, kind: str, checkpointing: bool, calls: Calls
 ) -> None:
-    model, batch = make_model(model_type), make_batch("padded")
+    """On the right it is the end of its sequence: whole rows. On the left, a sequence."""
+    model, batch = make_model(model_type), make_batch(kind)
     truth, own = step(widened(model), batch), step(model, batch)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     calls.own.clear()
     ours = step(apply_patch(model, layers=["attention"]), batch)
-    times = 1 + checkpointing
-    assert len(calls.flash) == times * SLIDING[model_type]
-    assert calls.own == [False] * (times * (2 - SLIDING[model_type]))
+    times, on_flash = 1 + checkpointing, 2 if kind == "padded left" else SLIDING[model_type]
+    assert len(calls.flash) == times * on_flash
+    assert calls.own == [False] * (times * (2 - on_flash))
+    expected = [0, TOKENS, TOKENS + 10, 2 * TOKENS] if kind == "padded left" else None
+    ends = [None if found.ends is None else found.ends.tolist() for found in calls.flash]
+    assert ends == [expected] * len(ends)
     assert_right(ours, own, truth)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_padding_on_the_left_without_a_label_needs_no_mask(
-    model_type: str, checkpointing: bool, calls: Calls
-) -> None:
-    model, batch = make_model(model_type), make_batch("padded left")
+def test_padding_of_zeros_gives_finite_gradients(calls: Calls) -> None:
+    """Gemma 3n divides by the size of a hidden state, and that of a new padding token is zero."""
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        vocab_size_per_layer_input=131,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        activation_sparsity_pattern=[0.0] * 4,
+        use_cache=False,
+    )
+    model, batch = AutoModelForCausalLM.from_config(config), make_batch("padded")
+    batch["input_ids"] = batch["input_ids"] * batch["attention_mask"]
+    assert not model.get_input_embeddings().weight[0].any()
     truth, own = step(widened(model), batch), step(model, batch)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     calls.own.clear()
     ours = step(apply_patch(model, layers=["attention"]), batch)
-    assert (len(calls.flash), calls.own) == (4 if checkpointing else 2, [])
-    ends = torch.tensor([0, TOKENS, TOKENS + 10, 2 * TOKENS], dtype=torch.int32)
-    assert all(torch.equal(ends, found.ends) for found in calls.flash)
+    assert True not in calls.own
     assert_right(ours, own, truth)
 
 
@@ -280,9 +299,7 @@ def test_padding_whose_results_may_be_used_keeps_its_mask(
         case {"devices": devices}:
             model.hf_device_map = devices
         case {"dimensions": 4}:
-            place = torch.arange(TOKENS)
-            kept = batch["attention_mask"].bool()[:, None, None]
-            batch["attention_mask"] = kept & (place <= place[:, None])
+            batch["attention_mask"] = causal_mask(batch["attention_mask"])
     model(**batch, **options)
     assert (calls.flash, calls.own, calls.read) == ([], [True, True], 1)
 
@@ -332,8 +349,7 @@ def test_a_mask_of_two_calls_is_the_same_when_a_layer_runs_again(
 ) -> None:
     """A policy with labels and its reference without them, in a loop with one mask."""
     model, batch = make_model("mistral"), make_batch("plain")
-    place = torch.arange(TOKENS)
-    mask = (place <= place[:, None]).expand(2, 1, -1, -1).clone()
+    mask = causal_mask(torch.ones_like(batch["input_ids"]))
     mask[1, :, 20:, :20] = False
     batch["attention_mask"] = mask
     truth, own = step(widened(model), batch), step(model, batch)
