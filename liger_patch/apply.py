@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from liger_patch import registry
 from liger_patch.kernels.head.inputs import default_chunk_mib
+from liger_patch.layers.attention import with_masks
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch import flags
@@ -169,7 +170,8 @@ def _choose_layers(
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
-            "hook of accelerate. A gated layer must be one whose activation is silu or gelu"
+            "hook of accelerate. A gated layer must be one whose activation is silu or gelu, an "
+            "attention must be causal and take its function from Transformers' table"
         )
     restore_layers(model, frozenset(LAYERS) - names)
 
@@ -187,7 +189,7 @@ def _set_offload(record: PatchRecord, wanted: bool | float, every: int = 1) -> N
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
     if isinstance(layers, bool):
         return frozenset(LAYERS if layers else ())
-    several = isinstance(layers, Collection) and not isinstance(layers, (str, bytes))
+    several = isinstance(layers, Collection) and not isinstance(layers, (str, bytes, Mapping))
     names: Any = layers if several else (layers,)
     if not all(name in LAYERS for name in names):
         raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
@@ -295,6 +297,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
+            *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
@@ -309,6 +312,8 @@ def patch_status(model: nn.Module) -> PatchStatus:
 
 def _described_head(head: nn.Module | None, weight: Tensor | None) -> str:
     """Return the class of the head, and the shape (V, H), dtype and device of its weight."""
+    if head is None:
+        return "none"
     if weight is None:
         return class_name(head)
     shape = tuple(weight.shape)

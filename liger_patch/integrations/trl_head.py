@@ -26,12 +26,7 @@ from liger_patch.integrations.trl_adapters import (
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.layers.masked_attention import using_results_of
 from liger_patch.patch import flags
-from liger_patch.patch.forward import (
-    deferring,
-    leads_to_patch,
-    patched_class,
-    record_of,
-)
+from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.patch.token_weights import take_weights, weights_of_targets

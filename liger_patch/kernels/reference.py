@@ -139,8 +139,8 @@ def segment_mask(
     """Return (rows, T, T) bool, True where a query sees a key."""
     place = torch.arange(rows * tokens, device=device)
     ends = torch.arange(0, rows * tokens + 1, tokens, device=device)
-    if segments.ends is not None:
-        ends = segments.ends
+    if segments.cu_seqlens is not None:
+        ends = segments.cu_seqlens
     sequence = torch.searchsorted(ends.to(place.dtype), place, right=True).view(rows, tokens)
     behind = place[:tokens, None] - place[:tokens]
     window = tokens if segments.window is None else segments.window

@@ -23,32 +23,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 64 * 2**20  # of a mask that is read at a time: bounds the temporary tensors
+BLOCK_BYTES = 256 * 2**20  # bounds the temporary tensors of reading a mask
 
 
 class Segments(NamedTuple):
     """The keys that each query of rows (B, T) sees.
 
     Attributes:
-        ends: (S + 1,) int32, 0 and where each sequence ends, counted along all rows; None where
-            each row is one sequence.
-        longest: the tokens of the longest sequence.
+        cu_seqlens: (S + 1,) int32, 0 and where each sequence ends, counted along all rows; None
+            where each row is one sequence.
+        max_seqlen: the tokens of the longest sequence.
         window: how many keys a query sees at most; None for all of its sequence up to itself.
+        has_padding: whether these keys are others than those that the mask shows to its padding.
     """
 
-    ends: Tensor | None
-    longest: int
+    cu_seqlens: Tensor | None
+    max_seqlen: int
     window: int | None
+    has_padding: bool = False
 
     @property
     def is_causal(self) -> bool:
         """Return whether each query sees all keys of its row up to its own."""
-        return self.ends is None and self.window is None
+        return self.cu_seqlens is None and self.window is None
 
 
 def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments | None:
-    """Return the segments that a mask describes, None for a mask of another kind. Reads the mask on
-    its device, and a few numbers on the host.
+    """Return the segments that a mask describes, None for a mask of another kind.
+
+    Reads the mask on its device, block by block, and a few numbers on the host. Beside numbers for
+    each token, it takes about BLOCK_BYTES of memory.
 
     Args:
         mask: (rows or 1, T, T) bool, True where a query (its row) sees a key.
@@ -61,38 +65,39 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
     if mask.stride(0) == 0:  # one for all rows
         mask = mask[:1]
     tokens = mask.shape[-1]
-    place = torch.arange(tokens, device=mask.device)
-    counts = mask.sum(-1)  # of the keys that a query sees
+    positions = torch.arange(tokens, device=mask.device, dtype=torch.int32)
+    # of the queries of a block at a time; a sum of bool makes a copy of 4 bytes a number
+    step = max(1, BLOCK_BYTES // (8 * len(mask) * tokens))
+    blocks = [slice(start, start + step) for start in range(0, tokens, step)]
+    # of the keys that a query sees
+    counts = torch.cat([mask[:, of].sum(-1, dtype=torch.int32) for of in blocks], 1)
     is_real = mask.diagonal(dim1=1, dim2=2)
-    is_blind = counts == 0
-    begins = torch.where(is_blind, ~_before(is_blind), is_real & (counts == 1))
-    first = torch.where(begins, place, 0).cummax(-1).values  # of the query's sequence
-    lengths = place - first + 1  # of its sequence, up to it
+    sees_nothing = counts == 0
+    is_first = torch.where(sees_nothing, ~_before(sees_nothing), is_real & (counts == 1))
+    first = torch.where(is_first, positions, 0).cummax(-1).values  # of the query's sequence
+    lengths = positions - first + 1  # of its sequence, up to it
     window = counts.masked_fill(~is_real, 0).max()
-    goes_on = _before(is_real) & (counts == torch.minimum(lengths, window))  # none behind padding
-    is_described = (~is_real | begins | goes_on).all() & begins[:, 0].all()
-    step = max(1, BLOCK_BYTES // (len(mask) * tokens))
-    for start in range(0, tokens, step):
-        of = slice(start, start + step)
-        behind = place[of, None] - place  # (rows of the block, T)
-        seen = (behind >= 0) & (behind < counts[:, of, None])
+    continues = _before(is_real) & (counts == torch.minimum(lengths, window))  # none behind padding
+    is_described = (~is_real | is_first | continues).all() & is_first[:, 0].all()
+    for of in blocks:
+        distances = positions[of, None] - positions  # (queries of the block, T)
+        seen = (distances >= 0) & (distances < counts[:, of, None])
         is_described &= ((seen == mask[:, of]) | ~is_real[:, of, None]).all()
     is_described &= (is_real if used is None else is_real | ~used).all()
     most = lengths.masked_fill(~is_real, 0).max()
-    described = is_described.to(counts.dtype)
-    numbers = torch.stack([described, window, most, lengths.max(), begins.sum()])
-    described, window, most, longest, sequences = numbers.tolist()
+    numbers = [is_described, window, most, lengths.max(), is_first.sum(), is_real.all()]
+    described, window, most, max_seqlen, sequences, all_real = torch.stack(numbers).tolist()
     if not described:
         return None
-    ends = None
+    cu_seqlens = None
     if sequences > len(mask):
-        starts = begins.expand(rows, tokens).flatten()
+        starts = is_first.expand(rows, tokens).flatten()
         sequences *= rows // len(mask)
         # sorted, because the host knows their number already, and nonzero() would ask the device
         places = torch.arange(len(starts), device=mask.device).where(starts, len(starts))
-        ends = torch.cat([places.sort().values[:sequences], places.new_tensor([len(starts)])])
-        ends = ends.to(torch.int32)
-    return Segments(ends, longest, window if window < most else None)
+        ends = [places.sort().values[:sequences], places.new_tensor([len(starts)])]
+        cu_seqlens = torch.cat(ends).to(torch.int32)
+    return Segments(cu_seqlens, max_seqlen, window if window < most else None, not all_real)
 
 
 def _before(tokens: Tensor) -> Tensor:
@@ -102,11 +107,17 @@ def _before(tokens: Tensor) -> Tensor:
     return before
 
 
-def serves_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether PyTorch's flash attention serves these (B, num_heads, T, D): their dtype and
-    sizes, on this GPU, and nobody has turned it off.
+def serves_flash_attention(
+    query: Tensor,  # (B, num_heads, T, D)
+    key: Tensor,  # (B, num_key_value_heads, T, D)
+    value: Tensor,  # (B, num_key_value_heads, T, D)
+) -> bool:
+    """Return whether PyTorch's flash attention serves these: their dtype and sizes, on this GPU,
+    and nobody has turned it off.
     """
     if not query.is_cuda or torch.version.hip is not None:
+        return False
+    if query.shape[-1] % 8:  # SDPA would pad them
         return False
     cuda = torch.backends.cuda
     is_grouped = query.shape[1] != key.shape[1]
@@ -128,7 +139,7 @@ def segment_attention(
     """
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     shape = query.shape
-    if segments.ends is not None:
+    if segments.cu_seqlens is not None:
         query, key, value = (each.flatten(0, 1) for each in (query, key, value))
     y = _flash_attention(query, key, value, segments, scale)
     return y.view(shape)
@@ -142,15 +153,15 @@ def _flash_attention(
     scale: float | None,
 ) -> Tensor:
     # the public varlen_attn came with torch 2.10, and takes more of the host's time
-    ends, longest, window = segments
+    cu_seqlens, max_seqlen, window, _ = segments
     y, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
-        ends,
-        ends,
-        longest,
-        longest,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
         0.0,
         window is None,
         False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Collection, Hashable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
-from liger_patch.layers.checks import is_transformers
+from liger_patch.layers.checks import is_transformers, layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
 from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
@@ -51,8 +52,19 @@ def attention_class(module: Any, names: Collection[str]) -> Any:
 
 
 def attention_configuration(module: nn.Module) -> Hashable:
-    """Return what tells two attentions apart: with the same, they have the same class here."""
+    """Return the key under which attentions share one class on kernels."""
     return type(module), getattr(module, "is_causal", None)
+
+
+def with_masks(model: nn.Module) -> Counter[str]:
+    """Return how many attentions on kernels keep all their masks, by the reason."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if "attention" in layers_of(module):
+            name = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+            if name != "sdpa":
+                found[f"attn_implementation={name!r} is not 'sdpa'"] += 1
+    return found
 
 
 @once_for_each_class

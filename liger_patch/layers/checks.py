@@ -27,9 +27,7 @@ def names_of(cls: Any) -> frozenset[str]:
 
 
 def layers_of(module: object) -> tuple[str, ...]:
-    """Return the names of the layers that a module is on kernels: none, one, or of an attention
-    two.
-    """
+    """Return the names of the layers that a module is on kernels; an attention may be two."""
     return getattr(type(module), LAYER_NAMES, ())
 
 

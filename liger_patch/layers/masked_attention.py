@@ -7,7 +7,7 @@ describes. For any other mask, and without one, it calls Transformers' own funct
 
 Padding gets another result without the mask. So a mask with padding is left out only where no
 result of the padding is used: see ``UsedTokens``. Each call of a patched model reads its masks
-anew: they may have changed.
+anew: they may have changed. Calls of its inner model by itself keep them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from liger_patch.kernels.segments import (
 from liger_patch.layers.checks import names_of, needs_own_code
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"  # the name by which attentions look their function up
-# arguments of Transformers' function that this one does not know, or refuses
-OTHERS = {
+SDPA = nn.functional.scaled_dot_product_attention  # PyTorch's own: libraries replace it
+# with a value for one of these arguments, Transformers' own function computes the attention
+UNSUPPORTED = {
     *inspect.signature(sdpa_attention_forward).parameters,
     "softcap",
     "output_attentions",
@@ -47,8 +48,8 @@ OTHERS = {
 
 _running = threading.local()  # the UsedTokens of the call that this thread runs
 # what masks describe, as the last call has read them
-_noted: MutableMapping[Tensor, tuple[UsedTokens | None, int, Segments | None]]
-_noted = WeakTensorKeyDictionary()
+_read: MutableMapping[Tensor, tuple[UsedTokens, int, Segments | None]]
+_read = WeakTensorKeyDictionary()
 
 
 class UsedTokens:
@@ -59,14 +60,18 @@ class UsedTokens:
         ignore_index: the label of tokens that predict none.
         recurrent: whether results also depend on those of earlier tokens that attention does not
             see, as in a model with state-space layers.
+
+    Attributes:
+        without_padding: whether a mask with padding was left out in the call.
     """
 
     def __init__(
         self, targets: Tensor | None = None, ignore_index: int = -100, *, recurrent: bool = False
     ) -> None:
         self._targets, self._ignore_index, self._recurrent = targets, ignore_index, recurrent
+        self.without_padding = False
 
-    def among(self, rows: int, mask: Tensor) -> Tensor | None:
+    def of_mask(self, rows: int, mask: Tensor) -> Tensor | None:
         """Return (rows, T) bool for a mask (..., T); None for all tokens."""
         if self._targets is None or tuple(self._targets.shape) != (rows, mask.shape[-1]):
             return None
@@ -78,7 +83,9 @@ class UsedTokens:
 
 @contextmanager
 def using_results_of(used: UsedTokens) -> Iterator[None]:
-    """Run one call of a model within this context."""
+    """Run one call of a patched model in this thread, which uses the results of these tokens. Only
+    within this context, masks are left out.
+    """
     before = getattr(_running, "used", None)
     _running.used = used
     try:
@@ -120,8 +127,8 @@ def is_causal_by_table(module: Any) -> bool:
 def attention(
     module: nn.Module,
     query: Tensor,  # (B, num_heads, T, D)
-    key: Tensor,
-    value: Tensor,
+    key: Tensor,  # (B, num_key_value_heads, T, D)
+    value: Tensor,  # (B, num_key_value_heads, T, D)
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -133,7 +140,7 @@ def attention(
     if not _needs_mask(query, key, attention_mask, dropout, options):
         states = _as_autocast(query, key, value)
         if serves_flash_attention(*states):
-            segments = _noted_segments(attention_mask, len(query))
+            segments = _segments_of_call(attention_mask, len(query))
         if segments is not None and not segments.is_causal:
             return segment_attention(*states, segments, scaling), None
     if segments is not None:  # whole rows: PyTorch may have a faster kernel
@@ -143,7 +150,11 @@ def attention(
 
 
 def _needs_mask(
-    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]
+    query: Tensor,  # (B, num_heads, T, D)
+    key: Tensor,  # (B, num_key_value_heads, keys, D)
+    mask: Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
 ) -> bool:
     """Return whether Transformers' function must be given the mask, or None for none.
 
@@ -157,7 +168,9 @@ def _needs_mask(
         return True
     if tokens != key.shape[2] or dropout or mask.is_inference():
         return True
-    if any(options.get(name) is not None and options[name] is not False for name in OTHERS):
+    if any(options.get(name) is not None and options[name] is not False for name in UNSUPPORTED):
+        return True
+    if nn.functional.scaled_dot_product_attention is not SDPA:
         return True
     if in_tracing_mode() or torch._C._is_tracing() or needs_own_code(query, key, mask):
         return True
@@ -167,23 +180,26 @@ def _needs_mask(
 def _as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three in the dtype that autocast gives scaled_dot_product_attention."""
     dtype = autocast_dtype(query.device.type)
-    if dtype is None:
+    if dtype is None or torch.float64 in (query.dtype, key.dtype, value.dtype):
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _noted_segments(mask: Any, rows: int) -> Segments | None:
-    """Return what a mask (rows or 1, 1, T, T) describes. It is read once in a call of the model:
-    layers share it, and checkpointing brings it again in the backward pass. Outside of such a call,
-    each layer reads it.
+def _segments_of_call(mask: Any, rows: int) -> Segments | None:
+    """Return what a mask (rows or 1, 1, T, T) describes, None for a mask that is not left out.
+
+    It is read once in a call of a patched model: layers share it, and checkpointing brings it again
+    in the backward pass.
     """
     used: UsedTokens | None = getattr(_running, "used", None)
-    noted_with, noted_rows, segments = _noted.get(mask, (None, None, None))
-    is_again = torch._C._current_graph_task_id() != -1
-    is_known = is_again or (used is not None and noted_with is used)
-    if noted_rows != rows or not is_known:
-        among = None if used is None else used.among(rows, mask)
-        with torch.inference_mode(False):
-            segments = segments_of(mask[:, 0], rows, among)
-        _noted[mask] = used, rows, segments
+    read_for, rows_read, segments = _read.get(mask, (None, None, None))
+    runs_again = torch._C._current_graph_task_id() != -1
+    if rows_read == rows and (runs_again or read_for is used):
+        return segments
+    if used is None:
+        return None
+    with torch.inference_mode(False):
+        segments = segments_of(mask[:, 0], rows, used.of_mask(rows, mask))
+    used.without_padding |= segments is not None and segments.has_padding
+    _read[mask] = used, rows, segments
     return segments

@@ -23,6 +23,7 @@ from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.sharding import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
+from liger_patch.layers.checks import is_transformers
 from liger_patch.layers.masked_attention import UsedTokens, using_results_of
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
@@ -222,6 +223,7 @@ def _deferred_forward(
             if not is_traced():
                 used = _used_by_loss(model, record, forward_pass.expected, named)
                 stack.enter_context(using_results_of(used))
+                forward_pass.used = used if torch.is_grad_enabled() else None
             outputs = inner(*args, **kwargs)
         if not forward_pass.done:
             _note_own_loss(model, record, forward_pass)
@@ -235,9 +237,11 @@ def _used_by_loss(
     named: Mapping[str, Any],
 ) -> UsedTokens:
     """Return the tokens whose results a call uses: all of them in a loss that is not fused, or that
-    may not be the one that is expected.
+    may not be the one that is expected, as in a forward that is not Transformers' own.
     """
     if expected is None or not getattr(type(model), IN_GRAPH):
+        return UsedTokens()
+    if record.replaced_forward is not None or not is_transformers(original_class(model).forward):
         return UsedTokens()
     targets = expected.targets.view(expected.labels.shape)
     return used_tokens(model, record, targets, expected.ignore_index, named)

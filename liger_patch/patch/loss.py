@@ -23,6 +23,7 @@ from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels
 from liger_patch.patch.fallback import description
@@ -81,6 +82,7 @@ class ForwardPass:
         unreached: the option that the model's own loss could not be given, None if none.
         loss_of_graph: the fused loss that a graph of torch.compile has computed, None without.
         expected: the labels of the call, counted before the model ran; None where they were not.
+        used: the tokens whose results model and loss use; None in a call without gradients.
     """
 
     record: PatchRecord
@@ -95,6 +97,7 @@ class ForwardPass:
     unreached: str | None = None
     loss_of_graph: Tensor | None = None
     expected: ExpectedLabels | None = None
+    used: UsedTokens | None = None
 
     @property
     def head_name(self) -> str:
@@ -106,6 +109,12 @@ class ForwardPass:
         that comes later is then not fused.
         """
         self.read_by = self.read_by or operation
+        if self.used is not None and self.used.without_padding and torch.is_grad_enabled():
+            self.record.warn_once(
+                "outputs.logits of padded tokens are not eager's, because attention left out their "
+                "mask: keep these tokens out of your loss, or call apply_patch with layers that "
+                "lack 'attention'"
+            )
 
     def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
@@ -133,10 +142,15 @@ class ForwardPass:
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
+        given = labels if shift_labels is None else shift_labels
+        if given.numel() != logits.shape[:-1].numel():
+            name = "labels" if shift_labels is None else "shift_labels"
+            expected = tuple(logits.shape[:-1])
+            raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
         flat = self._flat_targets(labels, shift_labels, ignore_index)
-        targets = flat.view((labels if shift_labels is None else shift_labels).shape)
+        targets = flat.view(given.shape)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan

@@ -94,7 +94,7 @@ class PatchRecord:
         settings: the options of ``apply_patch`` that concern the loss.
         fused: whether the last loss was fused; None before the first.
         reason: why the last loss was not fused; None if it was.
-        warned: the reasons that have been warned of.
+        warned: the warnings that were given.
         tested: whether the architecture has a row in the registry. Without one, ``patch.untested``
             compares its first calls with the ordinary path.
         architecture: the model's class and model type, for messages.
@@ -172,9 +172,13 @@ class PatchRecord:
         if flags.return_logits() is False:
             raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
         self.fused, self.reason = False, reason
-        if reason not in self.warned:
-            self.warned.add(reason)
-            otherwise = "computes ordinary logits and an ordinary loss"
-            if self.other_call is not None:
-                otherwise = self.other_call.otherwise
-            warnings.warn(f"liger_patch {otherwise}: {reason}", stacklevel=2)
+        otherwise = "computes ordinary logits and an ordinary loss"
+        if self.other_call is not None:
+            otherwise = self.other_call.otherwise
+        self.warn_once(f"{otherwise}: {reason}")
+
+    def warn_once(self, message: str) -> None:
+        """Warn of something, once for this model."""
+        if message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(f"liger_patch {message}", stacklevel=3)

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.settings import PatchRecord
 
-ASKED = ("output_router_logits", "output_hidden_states", "output_attentions")
+OUTPUT_FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
 # the layers whose tokens only see what their mask shows, by Transformers' names
-ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def used_tokens(
@@ -34,12 +34,13 @@ def used_tokens(
     """
     config = model.config.get_text_config()
     uses_others = getattr(config, "z_loss_coefficient", 0.0) or any(
-        getattr(config, name, False) if named.get(name) is None else named[name] for name in ASKED
+        getattr(config, name, False) if named.get(name) is None else named[name]
+        for name in OUTPUT_FLAGS
     )
     mask = named.get("attention_mask")
     has_own_mask = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if uses_others or has_own_mask or len(devices) > 1 or not record.tested:
         return UsedTokens()
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTIONS
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
     return UsedTokens(targets, ignore_index, recurrent=bool(model._is_stateful or others))

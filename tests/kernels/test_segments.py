@@ -41,11 +41,11 @@ def mask_of(lengths: list[list[int]], window: int | None = None) -> Tensor:
 
 def assert_same(found: Segments | None, expected: Segments) -> None:
     assert found is not None
-    assert (found.longest, found.window) == (expected.longest, expected.window)
-    if expected.ends is None:
-        assert found.ends is None
+    assert (found.max_seqlen, found.window) == (expected.max_seqlen, expected.window)
+    if expected.cu_seqlens is None:
+        assert found.cu_seqlens is None
     else:
-        torch.testing.assert_close(found.ends, expected.ends)
+        torch.testing.assert_close(found.cu_seqlens, expected.cu_seqlens)
 
 
 LENGTHS = {
@@ -166,8 +166,8 @@ def test_padding_on_the_left_whose_results_are_not_used(window: int | None) -> N
     assert segments_of(mask, 3) is None
     found = segments_of(mask, 3, kept)
     assert found is not None
-    assert found.ends is not None
-    assert found.ends.diff().tolist() == [4, 20, 24, 3, 21]
+    assert found.cu_seqlens is not None
+    assert found.cu_seqlens.diff().tolist() == [4, 20, 24, 3, 21]
     torch.testing.assert_close(reference.segment_mask(found, 3, TOKENS)[kept], mask[kept])
     assert segments_of(mask, 3, torch.ones_like(kept)) is None
     used = kept.clone()
@@ -231,7 +231,7 @@ GPU_CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("features", [64, 128, 256])
+@pytest.mark.parametrize("features", [8, 64, 256])
 @pytest.mark.parametrize(("lengths", "window"), GPU_CASES.values(), ids=GPU_CASES)
 def test_no_worse_than_with_the_mask(
     lengths: list[list[int]], window: int | None, features: int, dtype: torch.dtype
@@ -260,6 +260,23 @@ def test_no_worse_than_with_the_mask(
         return y.transpose(1, 2)
 
     check(ours, eager, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [4, 20, 264])
+def test_flash_attention_does_not_serve_other_sizes(features: int) -> None:
+    states = [torch.randn(1, 2, 8, features, dtype=torch.bfloat16, device="cuda")] * 3
+    assert not serves_flash_attention(states[0], states[1], states[2])
+
+
+@pytest.mark.gpu
+def test_reading_a_long_mask_takes_no_copy_of_it() -> None:
+    tokens = 32768
+    mask = torch.ones(1, tokens, tokens, dtype=torch.bool, device="cuda").tril()  # 1 GiB
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert_same(segments_of(mask, 1), Segments(None, tokens, None))
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * segments.BLOCK_BYTES
 
 
 @pytest.mark.gpu

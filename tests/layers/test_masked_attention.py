@@ -21,15 +21,17 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     M2M100Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
-from liger_patch import apply_patch, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.kernels import reference, segments
 from liger_patch.layers import masked_attention
 from liger_patch.layers.replace import count_layers
@@ -87,10 +89,9 @@ def make_batch(kind: str) -> dict[str, Tensor]:
     if kind in ("padded", "padded left"):
         mask = torch.ones_like(input_ids)
         mask[1, slice(30, None) if kind == "padded" else slice(10)] = 0
-        return batch | {
-            "attention_mask": mask,
-            "labels": batch["labels"].masked_fill(mask == 0, -100),
-        }
+        labels = batch["labels"].masked_fill(mask == 0, -100)
+        labels[1, 10] = -100  # as of a prompt: the last padded token predicts it
+        return batch | {"attention_mask": mask, "labels": labels}
     return batch
 
 
@@ -126,6 +127,7 @@ class Calls:
         monkeypatch.setattr(masked_attention, "segment_attention", flash)
         monkeypatch.setattr(masked_attention, "segments_of", read)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
 
@@ -175,8 +177,8 @@ def test_windows_and_sequences_are_those_of_the_mask(model_type: str, calls: Cal
     windows = {"gemma3_text": [WINDOW, None], "mistral": [WINDOW] * 2, "llama": [None] * 2}
     assert [found.window for found in calls.flash] == windows[model_type]
     for found in calls.flash:
-        torch.testing.assert_close(found.ends, ends)
-        assert found.longest == 30
+        torch.testing.assert_close(found.cu_seqlens, ends)
+        assert found.max_seqlen == 30
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -196,7 +198,9 @@ def test_padding_without_a_label_needs_no_mask(
     assert len(calls.flash) == times * on_flash
     assert calls.own == [False] * (times * (2 - on_flash))
     expected = [0, TOKENS, TOKENS + 10, 2 * TOKENS] if kind == "padded left" else None
-    ends = [None if found.ends is None else found.ends.tolist() for found in calls.flash]
+    ends = [
+        None if found.cu_seqlens is None else found.cu_seqlens.tolist() for found in calls.flash
+    ]
     assert ends == [expected] * len(ends)
     assert_right(ours, own, truth)
 
@@ -228,12 +232,31 @@ def test_padding_of_zeros_gives_finite_gradients(calls: Calls) -> None:
 @pytest.mark.parametrize("kind", ["padded", "padded left"])
 def test_results_of_other_tokens_than_the_padding_are_the_same(kind: str, calls: Calls) -> None:
     model, batch = make_model("llama"), make_batch(kind)
-    own = apply_patch(model, layers=False)(**batch).logits
-    calls.own.clear()
-    ours = apply_patch(model, layers=["attention"])(**batch).logits
+    with torch.no_grad():
+        own = apply_patch(model, layers=False)(**batch).logits
+        calls.own.clear()
+        ours = apply_patch(model, layers=["attention"])(**batch).logits
     assert True not in calls.own
     kept = batch["attention_mask"].bool()
     torch.testing.assert_close(torch.as_tensor(ours)[kept], torch.as_tensor(own)[kept])
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded"])
+def test_logits_of_padding_that_are_read_with_gradients_are_warned_of(
+    kind: str, calls: Calls, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, batch = apply_patch(make_model("mistral"), layers=["attention"]), make_batch(kind)
+    with torch.no_grad():  # as in metrics
+        logits = model(**batch).logits
+    logits.sum()
+    assert not recwarn.list
+    for _ in range(2):
+        outputs = model(**batch)
+        (outputs.loss + outputs.logits.logsumexp(-1).mean()).backward()
+    assert len(calls.flash) == 6
+    found = [str(each.message) for each in recwarn.list]
+    expected = "liger_patch outputs.logits of padded tokens are not eager's"
+    assert [each.startswith(expected) for each in found] == [True] * (kind == "padded")
 
 
 @pytest.mark.parametrize("kind", ["padded", "padded left"])
@@ -261,6 +284,7 @@ def test_recurrent_layers_see_padding_on_the_left(kind: str, calls: Calls) -> No
 USES_OF_PADDING = {
     "a label behind padding": {"token": 29},  # the last padded token predicts token 30
     "a padded label": {"token": 35},
+    "a label behind padding on the left": {"first": 10},
     "no labels": {"labels": None},
     "own logits": {"environment": "LIGER_PATCH_RETURN_LOGITS"},
     "not tested": {"tested": False},
@@ -284,6 +308,9 @@ def test_padding_whose_results_may_be_used_keeps_its_mask(
         case {"token": place}:
             batch["attention_mask"][1] = torch.arange(TOKENS) < place
             batch["labels"][1, place + 1] = 7
+        case {"first": place}:
+            batch["attention_mask"][1] = torch.arange(TOKENS) >= place
+            batch["labels"][1, place] = 7
         case {"labels": None}:
             del batch["labels"]
         case {"environment": name}:
@@ -328,19 +355,65 @@ def test_a_loss_that_does_not_shift_its_labels_keeps_the_mask(calls: Calls) -> N
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_layer_reads_the_mask_in_a_call_of_the_model_inside(
-    checkpointing: bool, calls: Calls
-) -> None:
+def test_a_call_of_the_inner_model_keeps_its_mask(checkpointing: bool, calls: Calls) -> None:
     model, batch = apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model(batch["input_ids"]).last_hidden_state.sum().backward()
-    times = 1 + checkpointing
-    assert (len(calls.flash), calls.own, calls.read) == (2 * times, [], 2)
-    calls.flash.clear()
-    kept = make_batch("padded")["attention_mask"]
-    model.model(batch["input_ids"], attention_mask=kept).last_hidden_state.sum().backward()
-    assert (calls.flash, calls.own) == ([], [True, True] * times)
+    assert (calls.flash, calls.read) == ([], 0)
+    assert calls.own == [True, True] * (1 + checkpointing)
+
+
+class WithPenalty(LlamaForCausalLM):
+    """A user's class: its loss has a term of all hidden states, those of padding too."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs: Any) -> Any:
+        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(states)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss + states.square().mean(), logits=logits)
+
+
+def test_a_forward_of_the_users_keeps_its_mask(calls: Calls) -> None:
+    torch.manual_seed(0)
+    model, batch = WithPenalty(CONFIGS["llama"]).train(), make_batch("padded left")
+    truth, own = step(widened(model), batch), step(model, batch)
+    calls.own.clear()
+    ours = step(apply_patch(model, layers=["attention"]), batch)
+    assert (calls.flash, calls.own) == ([], [True, True])
+    assert_right(ours, own, truth)
+
+
+def test_a_replaced_sdpa_is_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries replace the function, as SageAttention's users do."""
+    counted, replaced = torch.nn.functional.scaled_dot_product_attention, []
+
+    def another(*arguments: Any, **options: Any) -> Tensor:
+        replaced.append(1)
+        return counted(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", another)
+    step(apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain"))
+    assert (len(replaced), calls.flash, calls.read) == (2, [], 0)
+
+
+def test_float64_keeps_its_dtype_under_autocast(calls: Calls) -> None:
+    """Autocast casts all floats but these."""
+    model, batch = make_model("mistral").double(), make_batch("plain")
+    del batch["labels"]
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(**batch).logits
+        ours = apply_patch(model, layers=["attention"])(**batch).logits
+    assert len(calls.flash) == 2
+    torch.testing.assert_close(ours, own)
+
+
+def test_status_names_attention_that_keeps_its_masks() -> None:
+    model = apply_patch(make_model("mistral", "eager"), layers=["attention"])
+    expected = "2 attention with masks: attn_implementation='eager' is not 'sdpa'"
+    assert expected in str(patch_status(model))
+    model.set_attn_implementation("sdpa")
+    assert "with masks" not in str(patch_status(model))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -398,7 +471,7 @@ def test_a_mask_that_changes_is_read_again(
     batch |= {"attention_mask": changed(mask)}
     packed = step(model, batch)
     assert calls.read == 2
-    assert [found.longest for found in calls.flash] == [20, 20]
+    assert [found.max_seqlen for found in calls.flash] == [20, 20]
     assert_right(packed, step(revert_patch(model), batch), step(wide, batch))
 
 
@@ -408,7 +481,7 @@ def test_a_mask_that_an_evaluation_has_read_can_train(calls: Calls) -> None:
     mask[..., 20:, :20] = False
     with torch.inference_mode():
         model(**batch | {"attention_mask": mask})
-    assert not any(found.ends.is_inference() for found in calls.flash)
+    assert not any(found.cu_seqlens.is_inference() for found in calls.flash)
     step(model, batch | {"attention_mask": mask})
     assert len(calls.flash) == 4
 
