@@ -35,7 +35,8 @@ PATCHES: dict[str, Callable[[Any], object]] = {
 CONTENDERS = tuple(PATCHES)
 TENSOR_PARALLEL = "tensor parallel"
 ONE_SHARD = "liger_patch, one shard alone"  # without communication
-HEADS = ("loss_parallel", "liger_patch", ONE_SHARD)
+SMALL_CHUNKS = "liger_patch, chunk_mib=192"
+HEADS = ("loss_parallel", "liger_patch", SMALL_CHUNKS, ONE_SHARD)
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,12 @@ def _head_loss(
     if name == ONE_SHARD:
         own = labels % len(weight)
         return lambda: linear_cross_entropy(x, weight, own)
-    if name == "liger_patch":
+    if name in ("liger_patch", SMALL_CHUNKS):
         from liger_patch.kernels.vocab_shard import VocabShard
 
         shard = VocabShard(distributed.group.WORLD, start, vocab_size)
-        return lambda: linear_cross_entropy(x, weight, labels, vocab_shard=shard)
+        how = {"vocab_shard": shard, "chunk_mib": 192 if name == SMALL_CHUNKS else None}
+        return lambda: linear_cross_entropy(x, weight, labels, **how)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
