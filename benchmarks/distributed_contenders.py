@@ -149,7 +149,7 @@ def _head_loss(
     if name in ("liger_patch", SMALL_CHUNKS):
         from liger_patch.kernels.vocab_shard import VocabShard
 
-        shard = VocabShard(distributed.group.WORLD, start, vocab_size)
+        shard = VocabShard(distributed.group.WORLD, vocab_size)
         how = {"vocab_shard": shard, "chunk_mib": 192 if name == SMALL_CHUNKS else None}
         return lambda: linear_cross_entropy(x, weight, labels, **how)
     from torch.distributed.device_mesh import init_device_mesh

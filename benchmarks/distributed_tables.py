@@ -9,10 +9,10 @@ from .markdown import TIME_AND_MEMORY, Row, cells_of, document, model_of
 def distributed_table(report: dict) -> str:
     rows = report["distributed_steps"]
     differ = [f"{row['model']}, {row['contender']}" for row in _with_other_collectives(rows)]
-    said = f"not those of eager: {'; '.join(differ)}" if differ else "those of eager in every row"
+    said = f"all rows but: {'; '.join(differ)}" if differ else "all rows"
     note = (
         ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
-        f"of the weights, {{command}}. Collectives, by kind, size and number: {said}."
+        f"of the weights, {{command}}. The same collectives as eager in {said}."
     )
     cells = cells_of("training step, ms / GiB a GPU", rows, model_of)
     return document(report, cells, note)

@@ -1,5 +1,6 @@
 """Patched against unpatched: do they agree, as a table and as a picture."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,11 @@ def relative_difference(
 
 
 def title(settings: Settings, run: Run) -> str:
+    each = " a process" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     return (
         f"{settings.model_type}, {run.parameters / 1e6:.1f} M parameters, "
         f"vocabulary {settings.vocab_size:,}\n{settings.steps} steps of "
-        f"{settings.tokens_per_step:,} tokens, {settings.dtype} on {settings.device}"
+        f"{settings.tokens_per_step:,} tokens{each}, {settings.dtype} on {settings.device}"
     )
 
 

@@ -60,6 +60,7 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stand_in = getattr(operations, name)
             stack.enter_context(_replaced(masked_attention, name, stand_in))
+        stack.enter_context(masked_attention.using_results_of(masked_attention.UsedTokens()))
         # with torch 2.6, this question about the meta device is an error
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
         stack.enter_context(memory)

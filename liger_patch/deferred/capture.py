@@ -140,7 +140,7 @@ def deferring_head(
         return
     with ExitStack() as stack:
         hold = None
-        # in a graph no weight is freed: ``why_weight_is_freed`` falls back there
+        # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
         if in_process_group() and not torch.compiler.is_compiling():
             hold = stack.enter_context(keeping_weight(module))
         for layer in _quantized_layers(module):

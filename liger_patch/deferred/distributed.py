@@ -105,10 +105,7 @@ def is_distributed(tensor: object) -> bool:
 
 def own_rows(weight: Any, bias: Any) -> OwnRows:
     """Return the local tensors of parameters that are sharded alike, with autograd."""
-    mesh, vocab_size = weight.device_mesh, weight.shape[0]
-    size = -(-vocab_size // mesh.size())  # rows of each shard but the last ones
-    start = min(mesh.get_local_rank() * size, vocab_size)
-    shard = VocabShard(mesh.get_group(), start, vocab_size)
+    shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
     return OwnRows(weight.to_local(), None if bias is None else bias.to_local(), shard)
 
 

@@ -30,12 +30,14 @@ def has_flat_units(head: nn.Module) -> bool:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+    return hasattr(type(module), "_get_fsdp_state")
 
 
 def can_be_kept(unit: Any) -> bool:
     """Return whether ``without_resharding`` knows how to keep the parameters of a unit."""
-    return all(hasattr(g, "post_forward_mesh_info") for g in groups_of(unit._get_fsdp_state()))
+    state = unit._get_fsdp_state()
+    groups = groups_of(state)
+    return hasattr(state, "_is_root") and all(hasattr(g, "post_forward_mesh_info") for g in groups)
 
 
 def free_what_was_kept(unit: Any) -> None:

@@ -24,14 +24,13 @@ from liger_patch.deferred.fully_sharded import (
 from liger_patch.deferred.stored import is_partitioned, note_stored
 from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_hooks
 
-Hold = Callable[
-    [Tensor], Tensor
-]  # from a gathered parameter to a tensor that stays when it is freed
+# from a gathered parameter to a tensor that stays when it is freed
+Hold = Callable[[Tensor], Tensor]
 
 
-def why_weight_is_freed(head: nn.Module) -> str | None:
-    """Return why the head's weight is gone when the loss is computed; None where it stays, by
-    itself or within ``keeping_weight``.
+def why_weight_cannot_be_kept(head: nn.Module) -> str | None:
+    """Return why the head's weight cannot be kept until the loss is computed; None where it stays,
+    by itself or within ``keeping_weight``.
     """
     freed = "frees the head's weight before the loss"
     units = resharding_units(head)
@@ -60,7 +59,9 @@ def keeping_units(head: nn.Module | None) -> Iterator[None]:
     This holds for every forward pass with gradients: with labels or without, fused or not. If it
     depended on the batch of a rank, the ranks would make different collectives.
     """
-    units = [] if head is None or why_weight_is_freed(head) is not None else resharding_units(head)
+    units = []
+    if head is not None and why_weight_cannot_be_kept(head) is None:
+        units = resharding_units(head)
     with ExitStack() as stack:
         for unit in units:
             free_what_was_kept(unit)

@@ -7,6 +7,7 @@ Every rank makes the same collectives in the same order. R: ranks, V: vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, distributed
@@ -14,11 +15,11 @@ from torch import Tensor, distributed
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of a head's weight that this rank holds; together, those of all ranks are (V, H).
+    """The rows of a head's weight that this rank holds, as PyTorch's DTensor shards (V, H): each
+    rank ceil(V / R) rows, in the order of the ranks; the last ones fewer, or none.
 
     Attributes:
-        group: the process group of the ranks.
-        start: the class of this rank's first row.
+        group: the process group of the ranks; None for the default one.
         vocab_size: V.
 
     Raises:
@@ -26,26 +27,32 @@ class VocabShard:
     """
 
     group: Any  # torch.distributed.ProcessGroup, which some builds of PyTorch lack
-    start: int
     vocab_size: int
 
     def __post_init__(self) -> None:
-        for name, least in (("start", 0), ("vocab_size", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+        size = self.vocab_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"vocab_size must be a whole number >= 1, got {size!r}")
 
-    @property
+    @cached_property
     def largest(self) -> int:
-        """Return the rows of the largest shard of PyTorch's layout, the same on every rank."""
+        """Return the rows of the largest shard, the same on every rank."""
         return -(-self.vocab_size // distributed.get_world_size(self.group))
 
+    @cached_property
+    def start(self) -> int:
+        """Return the class of this rank's first row."""
+        return min(distributed.get_rank(self.group) * self.largest, self.vocab_size)
+
     def check(self, rows: int) -> None:
-        """Raise ValueError unless a weight of so many rows is within the vocabulary."""
-        if self.start + rows > self.vocab_size:
+        """Raise ValueError unless a weight has this rank's number of rows. Each rank knows only of
+        its own.
+        """
+        expected = min(self.largest, self.vocab_size - self.start)
+        if rows != expected:
             raise ValueError(
-                f"weight must have rows within a vocabulary of {self.vocab_size}, got {rows} rows "
-                f"from class {self.start}"
+                f"weight must have {expected} rows on rank {distributed.get_rank(self.group)}, "
+                f"from class {self.start} of {self.vocab_size} on, got {rows}"
             )
 
     def gather(self, numbers: Tensor) -> Tensor:
@@ -57,10 +64,6 @@ class VocabShard:
         gather = gather or distributed.all_gather_into_tensor
         gather(gathered.flatten(0, 1), numbers, group=self.group)
         return gathered
-
-    def sum_(self, values: Tensor) -> None:
-        """Sum values over the ranks, in place."""
-        distributed.all_reduce(values, group=self.group)
 
     def start_sum_(self, values: Tensor) -> Any:
         """Start to sum values over the ranks, in place; wait() of the result ends it."""

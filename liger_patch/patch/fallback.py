@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.sharding import why_weight_is_freed
+from liger_patch.deferred.sharding import why_weight_cannot_be_kept
 from liger_patch.deferred.stored import in_process_group
 
 
@@ -20,7 +20,7 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
     if in_process_group():
-        reason = why_weight_is_freed(head)
+        reason = why_weight_cannot_be_kept(head)
         if reason is not None:
             return reason
     if getattr(model, "_is_replica", False):

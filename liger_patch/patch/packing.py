@@ -149,7 +149,7 @@ def why_sequences_are_split() -> str | None:
         return None
     from accelerate.state import AcceleratorState
 
-    config = AcceleratorState._shared_state.get("parallelism_config")
+    config = getattr(AcceleratorState, "_shared_state", {}).get("parallelism_config")
     sizes = ((name, getattr(config, name, None) or 1) for name in ("cp_size", "sp_size"))
     return next((f"{name}={size}" for name, size in sizes if size > 1), None)
 

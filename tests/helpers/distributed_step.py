@@ -117,6 +117,7 @@ def compare(
 
 def check_collectives(ours: list[Collective], eager: list[Collective]) -> None:
     """Ours are some of eager's, of the same kinds and sizes, and the same on all ranks."""
+    assert eager, "no collective is seen"
     more = Counter(ours) - Counter(eager)
     assert not more, (
         f"collectives that eager does not have: {more}, not {Counter(eager) - Counter(ours)}"

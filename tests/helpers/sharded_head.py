@@ -84,7 +84,7 @@ def sharded(operator: Callable[..., Any]) -> Callable[..., Any]:
             labels,
             bias=None if bias is None else own(bias),
             low_rank=None if low_rank is None else (low_rank[0], own(low_rank[1])),
-            vocab_shard=VocabShard(None, start, len(weight)),
+            vocab_shard=VocabShard(None, len(weight)),
             **options,
         )
         for value in result if isinstance(result, tuple) else (result,):
@@ -196,15 +196,18 @@ def check_backward_twice() -> None:
 
 
 def check_errors() -> None:
-    """Every rank raises, before a collective that others would wait in."""
+    """Every rank raises, before a collective. A rank alone that has other rows leaves the others
+    waiting: each knows only of its own.
+    """
     inputs, labels = linear_inputs(torch.float32, device)
     with pytest.raises(ValueError, match=r"labels must be in \[0, 131\)"):
         loss(**inputs, labels=labels.clamp(min=0) + 131)
     x, weight = inputs.values()
-    with pytest.raises(ValueError, match="within a vocabulary of 9, got 131 rows"):
-        linear_cross_entropy(x, weight, labels, vocab_shard=VocabShard(None, 0, 9))
-    with pytest.raises(ValueError, match="start must be a whole number >= 0, got -1"):
-        VocabShard(None, -1, 9)
+    for size, rows in ((9, 131), (131, 0), (131, bounds(131)[1] - bounds(131)[0] - 1)):
+        with pytest.raises(ValueError, match=rf"rows on rank {dist.get_rank()}, .*got {rows}"):
+            linear_cross_entropy(x, weight[:rows], labels, vocab_shard=VocabShard(None, size))
+    with pytest.raises(ValueError, match="vocab_size must be a whole number >= 1, got 0"):
+        VocabShard(None, 0)
 
 
 @contextmanager
@@ -237,7 +240,7 @@ def check_collectives() -> None:
     )
     start, stop = bounds(vocab_size)
     own = {**inputs, "weight": inputs["weight"][start:stop]}
-    how: dict[str, Any] = {"vocab_shard": VocabShard(None, start, vocab_size)}
+    how: dict[str, Any] = {"vocab_shard": VocabShard(None, vocab_size)}
     how["chunk_mib"] = 3 * 64 * 4 / MIB  # rows of a multiple of 64: on a GPU none has padding
     gather, summed = (GATHER, 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
     with collectives() as found:

@@ -181,7 +181,7 @@ def check_memory_that_fits_no_descriptor() -> None:
     inputs, labels = linear_inputs(dtype, device, ignored=0.0)
     start, stop = bounds(131)
     own = {**inputs, "weight": inputs["weight"][start:stop].contiguous()}
-    shard = VocabShard(None, start, 131)
+    shard = VocabShard(None, 131)
     expected = linear_cross_entropy(**own, labels=labels, vocab_shard=shard)
     if dist.get_rank() == 0:
         own = {name: _unaligned(each) for name, each in own.items()}
@@ -217,7 +217,7 @@ def check_collectives() -> None:
     inputs, labels = linear_inputs(dtype, device, tokens, hidden_size, vocab_size, ignored=0)
     start, stop = bounds(vocab_size)
     own = {**inputs, "weight": inputs["weight"][start:stop].contiguous()}
-    how: dict[str, Any] = {"vocab_shard": VocabShard(None, start, vocab_size)}
+    how: dict[str, Any] = {"vocab_shard": VocabShard(None, vocab_size)}
     how["chunk_mib"] = rows_mib(3, vocab_size)
     of_labels = "all_reduce", 3 * 8 * 4  # six numbers, aligned
     gathers = [(GATHER, 4 * 3 * 4)] * 2

@@ -91,6 +91,9 @@ def check(arguments: argparse.Namespace) -> None:
             assert not computed, f"real logits were computed {len(computed)} times"
             largest = batch["labels"].numel() * model.config.hidden_size
             assert gathers.largest <= largest, "logits were gathered"
+            with torch.no_grad(), Gathers() as gathers:
+                whole(model(**batch).logits)
+            assert gathers.largest > largest, "a gather of logits is not seen"
         for name, value in expected.items():
             value = whole(value)
             off = (whole(results[name]) - value).norm() / value.norm()

@@ -58,6 +58,10 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
         "hsdp_head",
         "hsdp_replicated_head",
         "fsdp2_head --lora --evaluate",
+        "fsdp2_head --leftover",
+        "fsdp2_head --distrusted",
+        "hsdp_replicated_head --layers",
+        "fsdp2_offload --layers",
     )
 
 
@@ -70,6 +74,7 @@ def test_fsdp1(tmp_path: Path) -> None:
         "fsdp1_head --evaluate --labels none --metric",
         "fsdp1_head --no-sync --late evaluation",
         "fsdp1_head --layers --lora --alone",
+        "fsdp1_head --leftover",
     )
 
 
@@ -136,6 +141,9 @@ def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
     steps(
         tmp_path,
         "zero2 --late step",
+        "zero1 --layers",
+        "zero2 --layers",
+        "zero3 --distrusted",
         "zero3 --layers --labels none --metric",
         "zero3_plain --tied --evaluate --metric",
         "zero3_regathered",

@@ -163,10 +163,11 @@ class _Product:
 
     def _end_sum(self) -> None:
         """Wait for the sum over the ranks, on the device, and take its chunk."""
-        if self._running is None or self._dstates is None:
+        if self._running is None:
             return
         (work, total, chunk), self._running = self._running, None
         work.wait()
+        assert self._dstates is not None
         if self._rows is None:
             self._dstates[chunk] = total
         else:

@@ -43,7 +43,7 @@ class ShardedOddsForm(OddsForm):
         )
         self._shard, self._vocab_size = shard, shard.vocab_size
         if len(labels.labels):
-            shard.sum_(self._label_numbers)
+            shard.start_sum_(self._label_numbers).wait()
 
     def _numbers(
         self, partial: Tensor, own_labels: Tensor, start: int, only_on_overflow: int

@@ -96,6 +96,7 @@ def test_padding_needs_no_mask(
         return own(*states, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(masked_attention, "SDPA", counted)
     monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
     model = with_head(widened(make_model(model_type)), OUTPUTS)
     batch = tiny_batch(model)
