@@ -1,0 +1,123 @@
+"""Small models whose attention has masks, their batches, and which functions computed it: on a CPU,
+the reference stands for flash attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from torch import Tensor
+from training_step import Step, joined
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
+
+from liger_patch.kernels import reference, segments
+from liger_patch.layers import masked_attention
+
+TOKENS, WINDOW = 40, 12
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 131,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=16,
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "llama": LlamaConfig(**SIZES),
+}
+SLIDING = {"gemma3_text": 1, "mistral": 2, "llama": 0}  # of the two layers
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated"),
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
+]
+
+
+def make_model(model_type: str, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[model_type])
+    config.use_cache = False  # as Trainer has it
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.train()
+
+
+def make_batch(kind: str) -> dict[str, Tensor]:
+    """Two rows of one sequence each, or packed with three, or one of them with padding."""
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, SIZES["vocab_size"], (2, TOKENS), generator=generator)
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(input_ids % 3 == 0, -100)}
+    if kind == "packed":
+        lengths = [[7, 20, 13], [30, 1, 9]]
+        places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        # a patched model does not predict these, whatever the labels
+        labels = batch["labels"].masked_fill(places == 0, -100)
+        return batch | {"position_ids": places, "labels": labels}
+    if kind == "ones":
+        return batch | {"attention_mask": torch.ones_like(input_ids)}
+    if kind in ("padded", "padded left"):
+        mask = torch.ones_like(input_ids)
+        mask[1, slice(30, None) if kind == "padded" else slice(10)] = 0
+        labels = batch["labels"].masked_fill(mask == 0, -100)
+        labels[1, 10] = -100  # as of a prompt: the last padded token predicts it
+        return batch | {"attention_mask": mask, "labels": labels}
+    return batch
+
+
+def causal_mask(kept: Tensor) -> Tensor:
+    """Return (B, 1, T, T) bool: a caller's own mask of tokens (B, T) that are no padding."""
+    place = torch.arange(TOKENS)
+    return kept.bool()[:, None, None] & (place <= place[:, None])
+
+
+class Calls:
+    """The calls of flash attention and of PyTorch's SDPA, and the masks that were read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, served: bool) -> None:
+        self.flash: list[segments.Segments] = []
+        self.own: list[bool] = []  # whether there was a mask
+        self.read = 0
+        own = torch.nn.functional.scaled_dot_product_attention
+
+        def flash(query, key, value, found, scale=None) -> Tensor:
+            self.flash.append(found)
+            if served:
+                return reference.segment_attention(query, key, value, found, scale)
+            return segments.segment_attention(query, key, value, found, scale)
+
+        def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+            self.own.append(attn_mask is not None)
+            return own(*states, attn_mask=attn_mask, **options)
+
+        def read(mask: Tensor, rows: int, used: Tensor | None) -> Any:
+            self.read += 1
+            return segments.segments_of(mask, rows, used)
+
+        monkeypatch.setattr(masked_attention, "segment_attention", flash)
+        monkeypatch.setattr(masked_attention, "segments_of", read)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        monkeypatch.setattr(masked_attention, "SDPA", counted)
+        if served:
+            monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
+
+
+def assert_right(ours: Step, own: Step, truth: Step) -> None:
+    truth, own, ours = joined(truth, own, ours)
+    assert_no_worse(ours, own, truth, torch.float32)
