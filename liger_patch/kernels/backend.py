@@ -85,9 +85,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes products in now, None where it is off."""
+def autocast_dtype(device_type: str, operand: torch.dtype | None = None) -> torch.dtype | None:
+    """Return the dtype that autocast computes products in now, None where it is off, and for
+    operands of float64, which it does not cast.
+    """
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has none
+        return None
+    if operand == torch.float64:
         return None
     return torch.get_autocast_dtype(device_type)
 

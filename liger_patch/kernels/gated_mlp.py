@@ -227,7 +227,4 @@ def _product_dtype(tensor: Tensor | QuantizedWeight) -> torch.dtype:
     """Return the dtype in which a product of the weight, or of x, would run now."""
     if not isinstance(tensor, Tensor):
         return tensor.dtype
-    dtype = autocast_dtype(tensor.device.type)
-    if dtype is None or tensor.dtype == torch.float64:  # which autocast does not cast
-        return tensor.dtype
-    return dtype
+    return autocast_dtype(tensor.device.type, tensor.dtype) or tensor.dtype

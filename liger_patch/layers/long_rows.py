@@ -49,7 +49,7 @@ def tokens_of_slice(x: Tensor, size: int) -> int | None:
     """
     if _is_in_graph() or x.dim() == 0:
         return None
-    itemsize = (autocast_dtype(x.device.type) or x.dtype).itemsize
+    itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
     tokens = slice_tokens(math.prod(x.shape[:-1]), size, itemsize)
     if tokens is None or torch._C._is_tracing() or not is_checkpointed():
         return None

@@ -225,7 +225,7 @@ def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain
         _last_call[layer] = reason
         return reason
     dtype = dtype or x.dtype
-    autocast = None if dtype == torch.float64 else autocast_dtype(x.device.type)
+    autocast = autocast_dtype(x.device.type, dtype)
     dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
     _last_call[layer] = dtypes
     return _plain(layer, dtypes)

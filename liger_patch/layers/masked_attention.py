@@ -179,8 +179,8 @@ def _needs_mask(
 
 def _as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three in the dtype that autocast gives scaled_dot_product_attention."""
-    dtype = autocast_dtype(query.device.type)
-    if dtype is None or torch.float64 in (query.dtype, key.dtype, value.dtype):
+    dtype = autocast_dtype(query.device.type, query.dtype)
+    if dtype is None:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
 

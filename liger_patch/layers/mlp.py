@@ -221,8 +221,6 @@ def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
 
     if not bitsandbytes.is_4bit(module) or getattr(module, "bias", None) is not None:
         return None
-    dtype = x.dtype
-    if dtype != torch.float64:
-        dtype = autocast_dtype(x.device.type) or dtype
+    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
     weight = bitsandbytes.quantized_weight(module, dtype)
     return weight if weight is not None and weight.dtype == dtype else None

@@ -123,15 +123,14 @@ def products_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of products with x (..., H) now; ValueError unless x can be multiplied."""
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
-    autocast = None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
-    return autocast or x.dtype
+    return autocast_dtype(x.device.type, x.dtype) or x.dtype
 
 
 def check_projection(name: str, projection: LoraProjection, features: int, x: Tensor) -> None:
     """Raise ValueError unless a projection of so many features fits, beside x (..., H)."""
     weight, bias, a, b, _, dropout = projection
     size, rank, dtype = weight.shape[0], a.shape[0], products_dtype(x)
-    casts = x.dtype != torch.float64 and autocast_dtype(x.device.type) is not None
+    casts = autocast_dtype(x.device.type, x.dtype) is not None
     if weight.shape[1] != features:
         raise ValueError(
             f"{name}.weight must have shape (O, {features}), got {tuple(weight.shape)}"
