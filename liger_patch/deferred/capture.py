@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_patch.deferred.distributed import (
+from liger_patch.deferred.head_call import Head, HeadCall, Owner
+from liger_patch.deferred.kept_weight import Hold, keeping_weight
+from liger_patch.deferred.record import Step
+from liger_patch.deferred.stored import in_process_group, is_partitioned
+from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor_parallel import (
     DistributedLogits,
     distributed_call,
     distributed_inputs,
     local_tensor,
 )
-from liger_patch.deferred.head_call import Head, HeadCall, Owner
-from liger_patch.deferred.record import Step
-from liger_patch.deferred.sharding import Hold, keeping_weight
-from liger_patch.deferred.stored import in_process_group, is_partitioned
-from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
 from liger_patch.kernels.backend import inlined_only
 

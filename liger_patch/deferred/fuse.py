@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.distributed import is_distributed, own_rows
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor_parallel import is_distributed, own_rows
 from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy

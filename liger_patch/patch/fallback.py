@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.sharding import why_weight_cannot_be_kept
+from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.stored import in_process_group
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.capture import MISSING, deferring_head
-from liger_patch.deferred.sharding import keeping_units
+from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.kernels.backend import is_traced
 from liger_patch.layers.checks import is_transformers

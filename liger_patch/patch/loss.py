@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.distributed import DistributedLogits, is_distributed
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor_parallel import DistributedLogits, is_distributed
 from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy

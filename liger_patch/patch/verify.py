@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from liger_patch.deferred.distributed import (
+from liger_patch.deferred.fuse import Parts
+from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
+from liger_patch.deferred.tensor_parallel import (
     distributed_product,
     is_distributed,
     local_tensor,
     own_rows,
 )
-from liger_patch.deferred.fuse import Parts
-from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.kernels import reference
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.odds_inputs import is_worth_odds

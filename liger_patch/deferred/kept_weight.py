@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from liger_patch.deferred.fully_sharded import (
+from liger_patch.deferred.fsdp import (
     can_be_kept,
     free_what_was_kept,
     has_flat_units,
