@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_forms import FORMS, INTERPRETED
+from kernel_forms import FORMS, INTERPRETED, patch_triton_once
+
+patch_triton_once()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,14 @@ kernel that has no row in KERNELS fails `test_every_kernel_is_in_the_matrix`.
 
 import importlib
 import inspect
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernel_forms import INTERPRETED
+from slow_cases import slow_but
 
 import liger_patch
 
@@ -42,6 +44,9 @@ SPILLED_BYTES_OF = {
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 OPTIONS_OF = {"_nf4_kernel": {"enable_fp_fusion": False}}  # as it is launched
+# the case that each target in turn compiles in quick runs: dtypes and flags vary between these
+QUICK_CASES = (0, 1, 2, 4, 7, 10, 13, 16, 19, 22)
+SM_90_EVERY = 10  # sm_90 also those that are so many apart: it alone has all cases of a kernel
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
@@ -129,12 +134,20 @@ def lacking(target: GPUTarget) -> str:
     return ""
 
 
-def marks_of(target: GPUTarget, number: int) -> list[pytest.MarkDecorator]:
-    """Of the case of that number: one target in turn compiles it in each quick run."""
+def in_turn(kernel: int) -> list[GPUTarget]:
+    """The targets, beginning with others for each kernel, and with one that every Triton serves."""
+    served, others = TARGETS[:4], TARGETS[4:]
+    turned = (each[kernel % len(each) :] + each[: kernel % len(each)] for each in (served, others))
+    return [target for pair in zip_longest(*turned) for target in pair if target is not None]
+
+
+def marks_of(target: GPUTarget, kernel: int, number: int) -> list[pytest.MarkDecorator]:
+    """Of the case of that number: in a quick run, each target in turn compiles another case."""
     reason = lacking(target)
-    is_slow = number % len(TARGETS) != TARGETS.index(target)
+    place = QUICK_CASES[in_turn(kernel).index(target)]
+    is_quick = (number - place) % SM_90_EVERY == 0 if target == FULL else number == place
     skipped = pytest.mark.skipif(bool(reason), reason=reason)
-    return [skipped, pytest.mark.slow] if is_slow else [skipped]
+    return [skipped] if is_quick else [skipped, pytest.mark.slow]
 
 
 def spilled_at_most(name: str, target: GPUTarget) -> int:
@@ -149,10 +162,10 @@ MATRIX = [
         name,
         case,
         id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
-        marks=marks_of(target, number),
+        marks=marks_of(target, kernel, number),
     )
     for target in TARGETS
-    for name, cases in (() if INTERPRETED else KERNELS.items())
+    for kernel, (name, cases) in enumerate(() if INTERPRETED else KERNELS.items())
     for number, case in enumerate(cases(target))
 ]
 
@@ -186,7 +199,11 @@ def test_compiles(target, name, case, kernels):
         assert spilled <= spilled_at_most(name, target)
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t.backend == "cuda"], ids=str)
+@pytest.mark.parametrize(
+    "target",  # of most and of least memory
+    slow_but([FULL, TARGETS[2]], [t for t in TARGETS if t.backend == "cuda"]),
+    ids=str,
+)
 def test_tiles_on_their_way_fit_the_gpu(target, kernels):
     """Of the backward pass of a norm: the last part of a case's name is the memory there is."""
     if reason := lacking(target):

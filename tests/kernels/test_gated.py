@@ -28,7 +28,7 @@ def test_gated(activation, shape, dtype, device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(2,), (64, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (8, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
 def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
     act = ACTIVATIONS[activation]

@@ -13,6 +13,7 @@ from lora_inputs import HIDDEN, mlp_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
+from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
@@ -22,15 +23,22 @@ SQUARE = 24  # features of x, of gate and of y, so that one adapter can copy any
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 # float64: in float32, sums in place round more often (torch 2.6 on a CPU: 4 to 17 % too much)
 @pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
-@pytest.mark.parametrize("slice_tokens", [None, 400])
+@pytest.mark.parametrize("slice_tokens", [None, 160])
 def test_dropout_has_one_mask_forward_and_backward(
-    slice_tokens: int | None, way: str, activation: str, device: torch.device
+    slice_tokens: int | None,
+    way: str,
+    activation: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The masks are read from adapters that only copy; after the same seed, they are drawn so."""
+    if HAS_TRITON:  # several programs, of several blocks
+        for name in ("dropout", "gated_lora"):
+            monkeypatch.setattr(f"liger_patch.kernels.triton.{name}.PROGRAM_ROWS", 128)
     dtype, adapters, autocast = WAYS[way]
     rates = 0.25, 0.5, 0.75
     options = {"dtype": dtype, "adapters": adapters, "device": device}
-    x = (torch.randn(50, 30, SQUARE) / 2).to(device, dtype)
+    x = (torch.randn(20, 20, SQUARE) / 2).to(device, dtype)
     parts = [projection(SQUARE, SQUARE, SQUARE, dropout=rate, **options) for rate in rates]
     one, zero = (make(SQUARE, SQUARE, device=device) for make in (torch.eye, torch.zeros))
     ones = torch.ones(SQUARE, device=device, dtype=dtype)

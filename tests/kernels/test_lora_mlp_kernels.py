@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -35,8 +36,10 @@ BOTH = ["gated_lora", "gated_lora_backward_"]
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "activation"),
+    slow_but(list(zip(RANKS, cycle(ACTIVATIONS))), list(product(RANKS, ACTIVATIONS))),
+)
 @pytest.mark.parametrize("size", slow_but([200], [128, 200, 9]))
 @pytest.mark.parametrize("tokens", slow_but([150, 5], [64, 150, 5]))
 def test_kernels_of_several_programs(

@@ -5,6 +5,7 @@ float64, and the same bits as the two operators apart.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -109,15 +110,20 @@ FORMS = {  # dtypes of q, weight, norm, cos; D, R, offset
 }
 
 
-@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    slow_but(
+        list(zip(FORMS, cycle(["tokens first", "heads first"]))),
+        list(product(FORMS, ["tokens first", "heads first"])),
+    ),
+)
 def test_the_bits_are_those_of_norms_and_rotation_apart(form, layout, device):
     """Of all but the weights' gradients, which are sums of the same numbers in another order.
 
     Where a norm or a table is float32 no product is rounded before it is added: a GPU's compiler
     joins one of the two to the addition, and not the same one in every kernel.
     """
-    dtype, weight_dtype, norm_dtype, table_dtype, size, turned, offset = form
+    dtype, weight_dtype, norm_dtype, table_dtype, size, turned, offset = FORMS[form]
     inputs = heads_of(size, tokens=11)
     weights = {"q_weight", "k_weight"}
     inputs = {n: x.to(device, weight_dtype if n in weights else dtype) for n, x in inputs.items()}

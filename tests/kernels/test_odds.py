@@ -42,23 +42,32 @@ def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, 
 
 
 @pytest.mark.parametrize("rank", slow_but([24], [8, 16, 24, 64]))
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden_states", "weight")], ids=str)
-def test_an_adapter_of_any_rank(rank, frozen, odds):
+@pytest.mark.parametrize(
+    ("tokens", "frozen"),
+    [
+        (130, ()),  # two tiles of rows
+        (20, ("weight",)),
+        (20, ("hidden_states", "weight")),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_any_rank(rank, tokens, frozen, odds):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 150, rank=rank)
+    inputs, labels = linear_inputs(dtype, device, tokens, rank=rank, ignored=0.0)
     options = filled(SERVED["everything"], len(labels), 131, device)
     check_linear(inputs, labels, frozen=frozen, **options)
-    check_linear(inputs, labels, frozen=frozen, chunk_mib=chunk_mib(40, 131, dtype))
+    inputs, labels = linear_inputs(dtype, device, 60, rank=rank)  # of fewer, errors are luck
+    check_linear(inputs, labels, frozen=frozen, chunk_mib=chunk_mib(25, 131, dtype))
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        (300, 72, 131),  # three tiles of rows, the last with 44
-        (130, 8, 128),  # exactly one tile of classes
+        (150, 72, 131),  # two tiles of rows, the last with 5
+        (20, 8, 128),  # exactly one tile of classes
         (3, 64, 257),  # a class alone in its tile
         (1, 8, 2),
-        (2, 200, 9001),
+        (2, 200, 2001),
     ],
     ids=str,
 )
@@ -71,14 +80,14 @@ def test_any_shape(shape, odds):
 
 def test_twice_the_same_bits(odds):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 150)
+    inputs, labels = linear_inputs(dtype, device, 40)
     first, second = (check_linear(inputs, labels) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
     given = []
     run = hopper.OddsForm.run
 
@@ -103,7 +112,7 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
 def test_backward_twice_gives_the_same_bits(odds):
     """Also with ignored tokens: the second backward pass knows their number, the first did not."""
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.4)
+    inputs, labels = linear_inputs(dtype, device, 20, ignored=0.4)
     leaves = [value.requires_grad_() for value in inputs.values()]
     loss = linear_cross_entropy(*leaves, labels, chunk_mib=chunk_mib(7, 131, dtype))
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -112,10 +121,10 @@ def test_backward_twice_gives_the_same_bits(odds):
 
 
 @pytest.mark.parametrize("ignored", slow_but([0.4], [0.0, 0.4, 0.95]))
-@pytest.mark.parametrize("rows", [1, 2, 3, 39, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 19, 20])
 def test_any_number_of_chunks(rows, ignored, odds):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=ignored)
+    inputs, labels = linear_inputs(dtype, device, 20, ignored=ignored)
     check_linear(inputs, labels, chunk_mib=chunk_mib(rows, 131, dtype))
 
 
@@ -124,7 +133,7 @@ def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     device, dtype = odds
     monkeypatch.setattr(hopper, "GROUPED_COLUMNS", columns)
     hopper.tile_constants.cache_clear()
-    inputs, labels = linear_inputs(dtype, device, 500, 8, ignored=0.0)
+    inputs, labels = linear_inputs(dtype, device, 260, 8, ignored=0.0)  # three tiles of rows
     check_linear(inputs, labels)
     hopper.tile_constants.cache_clear()
 

@@ -38,7 +38,7 @@ def test_losses_beyond_60_nats(scale, options, odds):
 def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch):
     """The flag lies in memory that may have been used before: 1 would compute a chunk twice."""
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
     new_empty, run, flags = torch.Tensor.new_empty, hopper.OddsForm.run, []
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **how: new_empty(*a, **how).fill_(1))
 

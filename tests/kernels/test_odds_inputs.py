@@ -26,26 +26,26 @@ def refuse_odds(monkeypatch):
 
 def test_the_kernels_of_other_gpus_can_be_asked_for(odds, monkeypatch):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    inputs, labels = linear_inputs(dtype, device, ignored=0.2)
     check_linear(inputs, labels)
 
     refuse_odds(monkeypatch)
     operator = partial(linear_cross_entropy, hopper_kernels=False)
     check_linear(inputs, labels, operator=operator)
     # the gradients are computed again in the backward pass, by the same kernels
-    upstream = torch.rand(40, device=device)
+    upstream = torch.rand(len(labels), device=device)
     check_linear(inputs, labels, operator=operator, reduction="none", upstream=upstream)
 
 
 def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     device, dtype = odds
-    inputs, labels = linear_inputs(dtype, device, 40, ignored=0.2)
+    inputs, labels = linear_inputs(dtype, device, 12, ignored=0.2)
     check_linear(inputs, labels)
 
     refuse_odds(monkeypatch)
-    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 40)
+    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 12)
     check_linear(inputs, labels)
-    for tokens, hopper_kernels in ((40, True), (39, None)):
+    for tokens, hopper_kernels in ((12, True), (11, None)):
         monkeypatch.setattr(odds_inputs, "SMALL_BATCH", tokens)
         operator = partial(linear_cross_entropy, hopper_kernels=hopper_kernels)
         with pytest.raises(AssertionError, match="odds are computed"):

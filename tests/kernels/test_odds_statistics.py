@@ -53,7 +53,7 @@ def test_lse_of_any_loss(scale, ignored, odds):
     check_log_probs(inputs, labels, outputs=("lse", "is_top1"), chunk_mib=budget)
 
 
-@pytest.mark.parametrize("shape", [(130, 8, 128), (3, 64, 257), (2, 8, 2), (2, 16, 9001)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 8, 128), (3, 64, 257), (2, 8, 2), (2, 16, 2001)], ids=str)
 def test_statistics_of_any_shape(shape, bf16_odds):
     inputs, labels = linear_inputs(torch.bfloat16, bf16_odds, *shape, ignored=0.0)
     labels[-1] = shape[-1] - 1
