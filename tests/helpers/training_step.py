@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, revert_patch
@@ -33,13 +32,12 @@ class Float64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is Tensor.float:
             return args[0] if args[0].dtype == torch.float64 else args[0].double()
-        if func is Tensor.view:  # the same bits as another dtype
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(
-            torch.dtype, lambda d: torch.float64 if d == torch.float32 else d, (args, kwargs or {})
-        )
+        if func is not Tensor.view:  # the same bits as another dtype
+            args = [torch.float64 if each is torch.float32 else each for each in args]
+            kwargs = {n: torch.float64 if v is torch.float32 else v for n, v in kwargs.items()}
         return func(*args, **kwargs)
 
 

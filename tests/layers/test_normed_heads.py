@@ -311,14 +311,16 @@ def test_tables_without_memory_of_their_own_take_the_models_own_way(calls: Calls
 
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_torch_compile_traces_the_norms(calls: Calls) -> None:
-    model = apply_patch(make_model()).double()
+    model: Any = make_model().double()
+    del model.model.layers[1:]  # each takes the compiler seconds
+    apply_patch(model)
     ids = tiny_batch(model)["input_ids"]
 
     def backbone(ids: Tensor) -> Tensor:
         return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
     expected, taken = calls.taken(lambda: backbone(ids))
-    assert taken == [TOGETHER] * 2
+    assert taken == [TOGETHER]
     compiled = torch.compile(backbone, backend="aot_eager")
     ours, taken = calls.taken(lambda: compiled(ids))
     assert TOGETHER not in taken

@@ -49,6 +49,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Any]:
     return {name: (type(m), vars(m).get("forward")) for name, m in model.named_modules()}
 
 
+@pytest.mark.slow  # test_architectures.py takes the same step, test_every_architecture.py counts
 @pytest.mark.parametrize("row", every_row(), ids=row_name)
 def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
@@ -66,6 +67,7 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
     assert_no_worse(ours, eager, truth, torch.float32)
 
 
+@pytest.mark.slow  # test_architectures.py takes the same step
 @pytest.mark.parametrize("row", every_row(WITH_IMAGES), ids=row_name)
 def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
@@ -109,16 +111,17 @@ def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) ->
     model = make_model(model_type)
     if kind == "weights":
         model.bfloat16()
+    wide = widened(model)
     found: list[list[Tensor]] = [[], [], []]
     for seed in range(3):
         batch = tiny_batch(model, seed=seed)
-        steps = [step(widened(model), batch)]
+        steps = [step(wide, batch)]
         for layers in (False, True):
-            with patched(copy.deepcopy(model), layers=layers) as half:
+            with patched(model, layers=layers):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
-                    outputs = call(half, batch)
+                    outputs = call(model, batch)
                 assert outputs.logits.dtype == torch.bfloat16
-                steps.append({"loss": outputs.loss.detach(), **gradients(half, outputs.loss)})
+                steps.append({"loss": outputs.loss.detach(), **gradients(model, outputs.loss)})
         for values, each in zip(found, joined(*steps), strict=True):
             values.extend(each.values())
     truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ from offloaded_models import (
     step,
     tiny_batch_of,
 )
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from liger_patch import apply_patch, patch_status, registry
@@ -32,13 +34,22 @@ from liger_patch.patch.offload import CheckpointOffload
 pytestmark = MARKS
 
 ROWS = {row.model_type: row for row in registry.available()}
-EVERY = pytest.mark.parametrize("every", [2, 3, 9])
 
 
-@KINDS
-@EVERY
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "every", "autocast", "layers"),
+    slow_but(
+        [
+            (False, 2, False, True),
+            (True, 2, True, False),
+            (False, 3, True, True),
+            (True, 3, False, False),
+            (False, 9, False, False),
+            (True, 9, True, True),
+        ],
+        list(itertools.product((False, True), (2, 3, 9), (False, True), (False, True))),
+    ),
+)
 def test_gradients_are_those_of_plain_checkpoints(
     reentrant: bool, every: int, autocast: bool, layers: bool
 ) -> None:

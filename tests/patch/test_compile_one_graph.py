@@ -170,6 +170,7 @@ def test_a_layer_as_wide_as_the_vocabulary_is_not_the_head() -> None:
     for _ in range(2):
         config = tiny_model(ROWS["llama"]).config
         config.intermediate_size = config.vocab_size
+        config.num_hidden_layers = 1
         torch.manual_seed(0)
         models.append(apply_patch(LlamaForCausalLM(config).double(), layers=False))
     model, uncompiled = models

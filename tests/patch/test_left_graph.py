@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled_graphs import WARNINGS
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import tell_apart
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, registry
 from liger_patch.deferred.traced import TRACES_LOGITS
 
-(GEMMA,) = (row for row in registry.available() if row.model_type == "gemma2")
+ROWS = {row.model_type: row for row in registry.available()}
 pytestmark = [
     *WARNINGS,
     pytest.mark.skipif(not TRACES_LOGITS, reason="needs torch 2.11: TRACES_LOGITS"),
@@ -32,18 +33,19 @@ class Compiled(NamedTuple):
     call: Callable[..., Any]
 
 
-def make_model() -> Any:
+def make_model(model_type: str) -> Any:
     """With one layer, for the sake of the compiler's time."""
-    model = tiny_model(GEMMA).double()
+    model = tiny_model(ROWS[model_type]).double()
     del model.model.layers[1:]
     return model
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiled]:
+# Both compute with the logits; for gemma2, the compiler traces twice.
+@pytest.fixture(scope="module", params=slow_but(["cohere"], ["cohere", "gemma2"]))
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     """One for all tests: its first call compiles."""
     torch._dynamo.reset()
-    model = apply_patch(make_model())
+    model = apply_patch(make_model(request.param))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     yield Compiled(model, weights, torch.compile(model, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
@@ -63,7 +65,7 @@ def outputs(compiled: Compiled, model: PreTrainedModel) -> Any:
 
 def test_values_and_gradients(model: PreTrainedModel, outputs: Any) -> None:
     outputs.logits.square().mean().backward()
-    uncompiled = apply_patch(make_model())
+    uncompiled = apply_patch(make_model(model.config.model_type))
     uncompiled(**tiny_batch(model, ignored=0.3)).logits.square().mean().backward()
     ours, truth = ({n: p.grad for n, p in m.named_parameters()} for m in (model, uncompiled))
     truth, ours = tell_apart(truth, ours)

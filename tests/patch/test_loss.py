@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -74,9 +76,20 @@ def step_with(model: Any, batch: dict, loss_function: Loss, fused: bool) -> Step
     return {"loss": loss.detach(), **gradients(model, loss)}
 
 
-@pytest.mark.parametrize("name", [*USER_LOSSES, *UNFUSED])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_a_users_loss_on_the_logits_is_eagers(row: registry.Architecture, name: str) -> None:
+LOSSES = [*USER_LOSSES, *UNFUSED]
+OF_SCALED_LOGITS = ("class weights, label smoothing", "scaled", "softcapped", "twice capped")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    slow_but(
+        [("llama", name) for name in LOSSES]
+        + list(itertools.product(("cohere", "gemma2"), OF_SCALED_LOGITS)),
+        list(itertools.product([row.model_type for row in ROWS], LOSSES)),
+    ),
+)
+def test_a_users_loss_on_the_logits_is_eagers(model_type: str, name: str) -> None:
+    (row,) = (row for row in ROWS if row.model_type == model_type)
     loss_function = USER_LOSSES.get(name) or UNFUSED[name]
     capped_twice = row.model_type == "gemma2" and name == "softcapped"
     fused = name in USER_LOSSES and not capped_twice

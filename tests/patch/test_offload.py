@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from offloaded_models import (
     step,
     tiny_batch_of,
 )
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -52,9 +54,21 @@ def test_gradients_are_those_of_plain_checkpoints(
     assert str(offload) == f"2 layer inputs, {2 * PIECE_BYTES / 2**20:g} MiB of host memory"
 
 
-@KINDS
-@EVERY
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe"])
+PASS_MORE = ("gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "every", "reentrant"),
+    slow_but(
+        [
+            ("gemma2", 1, False),
+            ("gemma3n_text", 2, True),
+            ("gemma4_text", 2, False),
+            ("qwen3_moe", 1, True),
+        ],
+        list(itertools.product(PASS_MORE, (1, 2), (False, True))),
+    ),
+)
 def test_architectures_that_pass_more_to_their_layers(
     model_type: str, every: int, reentrant: bool
 ) -> None:
@@ -172,7 +186,8 @@ def test_calls_without_labels_offload_too() -> None:
 def test_compiled_models_keep_their_checkpoints() -> None:
     results = []
     for is_offloaded in (False, True):
-        model = apply_patch(model_of(attention_dropout=0.0), layers=False)
+        # two layers, each of which takes the compiler seconds: the input of one would be offloaded
+        model = apply_patch(model_of(attention_dropout=0.0, num_hidden_layers=2), layers=False)
         offload = offloaded(model, layers=False) if is_offloaded else None
         results.append(step(torch.compile(model, backend="eager")))
         assert offload is None or offload.host_bytes == 0
