@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from gloo_group import run_alone
 
-import liger_patch
 from liger_patch.__main__ import _parser
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = 12
-
-
-def run_example(script: str, *arguments: str, cwd: Path) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(liger_patch.__file__).parent.parent), str(EXAMPLES)]
-        ),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    finished = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
 
 
 def held_out(name: str, printed: str) -> list[float]:
@@ -73,9 +49,8 @@ def test_train_compares_patched_with_unpatched(
         "--steps": STEPS,
         "--output": "figures",
     }
-    printed = run_example(
-        "train.py", *(str(part) for option in options.items() for part in option), cwd=tmp_path
-    )
+    given = (str(part) for option in options.items() for part in option)
+    printed = run_alone(EXAMPLES / "train.py", *given, folder=tmp_path)
     assert printed.splitlines()[-1] == (
         f"patched and unpatched AGREE, as closely as {dtype} allows."
     )
@@ -144,14 +119,14 @@ def test_a_wrong_figure_is_a_disagreement(figure: str, wrong: float, monkeypatch
 
 
 def test_apply_patch_trains_fused(tmp_path: Path):
-    printed = run_example("apply_patch.py", cwd=tmp_path)
+    printed = run_alone(EXAMPLES / "apply_patch.py", folder=tmp_path)
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1
     assert re.search(r"last loss +fused", printed)
 
 
 def test_return_logits_gives_the_same_loss(tmp_path: Path):
-    printed = run_example("return_logits.py", cwd=tmp_path)
+    printed = run_alone(EXAMPLES / "return_logits.py", folder=tmp_path)
     losses = re.findall(r"loss (\S+)", printed)
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
     assert printed.splitlines()[-1] == "same loss, same gradients"
@@ -173,12 +148,11 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
 
     def run(flag: str) -> str:
         options = ["--config", "sft.yaml", "--use_liger_patch", flag, "--output_dir", flag]
-        return run_example("sft.py", *options, cwd=tmp_path)
+        return run_alone(EXAMPLES / "sft.py", *options, folder=tmp_path)
 
     logged, status = {}, {"false": r"patched +no", "true": r"last loss +fused"}
-    with ThreadPoolExecutor() as both:  # most of their time goes into imports
-        outputs = dict(zip(status, both.map(run, status), strict=True))
-    for flag, printed in outputs.items():
+    for flag in status:
+        printed = run(flag)
         assert "285 conversations, 15 held out; " in printed
         assert re.search(status[flag], printed)
         rows = re.findall(r"^ *(\d+|held out) +([\d.]+) +([\d.]+) +([\d.]+)%$", printed, re.M)
@@ -193,7 +167,7 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]
-    printed = run_example("qlora.py", *options, cwd=tmp_path)
+    printed = run_alone(EXAMPLES / "qlora.py", *options, folder=tmp_path)
     loss, perplexity, accuracy, _ = (
         held_out(name, printed) for name in ("loss", "perplexity", "accuracy", "entropy")
     )
@@ -208,13 +182,14 @@ CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_the_notebook_trains_on_a_cpu(tmp_path: Path):
+def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its lines of the shell are left out: they install, and estimate."""
     lines = "".join("".join([*cell["source"], "\n"]) for cell in CODE).splitlines()
     python = [line for line in lines if not line.startswith(("%", "!"))]
     assert len(lines) == len(python) + 2
     (tmp_path / "notebook.py").write_text("\n".join(python))
-    printed = run_example(str(tmp_path / "notebook.py"), cwd=tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    printed = run_alone(tmp_path / "notebook.py", folder=tmp_path)
     loss, perplexity = held_out("loss", printed), held_out("perplexity", printed)
     assert loss[1] < loss[0] - 0.1
     assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
@@ -237,8 +212,9 @@ def test_the_notebook_is_saved_without_outputs():
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 def test_dpo_trains_fused(tmp_path: Path):
-    options = "--max_steps 4 --logging_steps 1 --conversations 60 --hidden_size 64 --max_length 48"
-    printed = run_example("dpo.py", *options.split(), "--vocab_size", "1024", cwd=tmp_path)
+    options = "--max_steps 4 --logging_steps 1 --conversations 60"
+    options += " --vocab_size 1024 --hidden_size 64 --max_length 48"
+    printed = run_alone(EXAMPLES / "dpo.py", *options.split(), folder=tmp_path)
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-3)  # model and reference are the same
     assert losses[1] != losses[0]

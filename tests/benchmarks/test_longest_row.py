@@ -69,14 +69,16 @@ def test_a_process_that_is_ended_leaves_its_rows():
         "sys.modules['benchmarks.made_up'] = types.SimpleNamespace(main=main)\n"
     )
     found: list[dict] = []
-    failure = run_process("made_up", "", made_up, 5.0, found)
+    failure = run_process("made_up", "", made_up, 2.0, found)
     assert found == [{"tokens": 8}]
-    assert failure == "takes longer than 5 s"
+    assert failure == "takes longer than 2 s"
 
 
-SLEEPER = """import sys, time, types
+SLEEPER = """import os, signal, sys, time, types
 def main(request, results):
     results.write_text('{"gib": 1.0, "tokens": 8}\\n')
+    if '"liger_patch"' in request.read_text():  # the second contender
+        os.kill(os.getppid(), signal.SIGUSR1)
     time.sleep(600)
 sys.modules["benchmarks.row_search"] = types.SimpleNamespace(main=main)
 blocks = types.SimpleNamespace(install=lambda tokens: None)
@@ -87,22 +89,19 @@ sys.modules["benchmarks.attention_blocks"] = blocks
 def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(longest_row, "ALLOCATOR", SLEEPER)
     monkeypatch.setattr(longest_row, "save", lambda *_: None)
-    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit("ended"))
-    limits, found = Limits(gib=(1.0, 2.0), timed=(16,), seconds=5.0), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit("ended"))
+    limits, found = Limits(gib=(1.0, 2.0), timed=(16,), seconds=2.0), []
 
     def collect() -> None:
         for row in run_case(TINY, LORA, ("eager", "liger_patch", "Unsloth"), limits):
             found.append(row)
-            if len(found) == 3:  # eager's: the next process is at work when the signal comes
-                signal.setitimer(signal.ITIMER_REAL, 3.0)
 
     try:
         with pytest.raises(SystemExit, match="ended"):
             collect()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    late, ended = "takes longer than 5 s", "not reached: ended"
+        signal.signal(signal.SIGUSR1, before)
+    late, ended = "takes longer than 2 s", "not reached: ended"
     assert [(row["contender"], row.get("tokens"), row.get("failure")) for row in found] == [
         ("eager", None, late),
         ("eager", 8, None),

@@ -30,7 +30,7 @@ from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 
-HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 3, 512
+HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 2, 512
 STEP = TrainingStep(length=TOKENS, autocast=None, optimizer="none")
 TINY: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -165,10 +165,12 @@ def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
     assert a_token == pytest.approx(LAYERS * (attention + norms + 4 * SIZE), rel=0.05)
 
 
-def test_checkpointing_keeps_the_input_of_each_layer(config: LlamaConfig) -> None:
+def test_checkpointing_keeps_the_input_of_each_layer() -> None:
+    layers = 4  # of offloaded inputs, three are on the device at the peak
+    config = LlamaConfig(**TINY | {"num_hidden_layers": layers})
     step = replace(STEP, checkpointing=True, length=16384)
     found = parts(config, step, OURS)
-    assert found["kept by the layers"] == pytest.approx(LAYERS * 2 * 16384 * HIDDEN, rel=0.4)
+    assert found["kept by the layers"] == pytest.approx(layers * 2 * 16384 * HIDDEN, rel=0.4)
     offloaded = parts(config, replace(step, checkpoint_offload=True), OURS)
     assert sum(offloaded.values()) < sum(found.values())
 
@@ -281,13 +283,16 @@ def test_sliced_layers_take_what_the_real_ones_do(slices: int, trains: bool) -> 
             memory.close_backward()
         return memory.finish([]).peak()[0]
 
-    lengths = 64 * slices, 128 * slices
+    lengths = 4 * slices, 8 * slices
     real, ours = ((peak(lengths[1], each) - peak(lengths[0], each)) for each in (True, False))
-    assert real == ours == 64 * slices * 3 * 2 * HIDDEN  # x is given
+    assert real == ours == 4 * slices * 3 * 2 * HIDDEN  # x is given
 
 
-def test_the_longest_row_fits_and_one_token_more_does_not(config: LlamaConfig) -> None:
-    (eager, *_), reserve = estimates.estimate(config, STEP, 0), 0
+def test_the_longest_row_fits_and_one_token_more_does_not(
+    config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
+    (eager,), reserve = estimates.estimate(config, STEP, 0), 0
     longest = eager.longest[16]
     growth = estimates.Growth.of(config, STEP, EAGER)
     assert growth is not None

@@ -1,5 +1,6 @@
-"""Groups of processes that compute together, on the CPU or on a GPU each."""
+"""Groups of processes that compute together, on the CPU or on a GPU each; and single ones."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -10,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
@@ -25,36 +27,64 @@ _processes.set_forkserver_preload(["torch", "transformers.modeling_utils", "tran
 
 def run(script: str, *arguments: str, processes: int = 2) -> None:
     """Run a script of tests/helpers with these arguments in each of the processes."""
-    folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(folders),
+    group = {
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
     }
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        started = []
-        for rank in range(processes):
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            given = (script, arguments, own, f"{folder}/{rank}")
-            started.append(_processes.Process(target=_run_script, args=given))
-            started[-1].start()
+    ranks = (str(rank) for rank in range(processes))
+    _run(script, arguments, ROOT, [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks])
+
+
+def run_alone(script: Path, *arguments: str, folder: Path) -> str:
+    """Run a script in a process without a GPU that works in this folder, and return what it
+    prints.
+    """
+    return _run(str(script), arguments, folder, [{"CUDA_VISIBLE_DEVICES": ""}])
+
+
+def _run(
+    script: str, arguments: tuple[str, ...], folder: Path, variables: list[dict[str, str]]
+) -> str:
+    """Run a script in a process for each of these environments; return what the first prints."""
+    folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    common = {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with TemporaryDirectory() as place, ExitStack() as stack:
+        started, outputs = [], [Path(f"{place}/{i}") for i in range(len(variables))]
+        for own, output in zip(variables, outputs, strict=True):
+            # in the environment of the start too: what is imported first reads some
+            with patch.dict(os.environ, common | own):
+                given = (script, arguments, dict(os.environ), str(folder), str(output))
+                started.append(_processes.Process(target=_run_script, args=given))
+                started[-1].start()
             stack.callback(started[-1].kill)
-        for rank, process in enumerate(started):
+        for process, output in zip(started, outputs, strict=True):
             process.join(SECONDS)
-            assert process.exitcode == 0, Path(f"{folder}/{rank}").read_text(encoding="utf-8")
+            assert process.exitcode == 0, output.read_text(encoding="utf-8")
+        return outputs[0].read_text(encoding="utf-8")
 
 
-def _run_script(script: str, arguments: tuple[str, ...], variables: dict, output: str) -> None:
-    """Be a process that was started with these environment variables and prints to a file."""
+def _run_script(
+    script: str, arguments: tuple[str, ...], variables: dict, folder: str, output: str
+) -> None:
+    """Be a process that was started in this folder with these environment variables and prints to
+    a file.
+    """
+    gc.freeze()  # else each collection goes over all that the imports have made
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(folder)
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
+    path = HELPERS / script
     sys.argv[1:] = arguments
-    runpy.run_path(str(HELPERS / script), run_name="__main__")
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def join(file: str, rank: int, processes: int, device: str = "cpu") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from liger_patch.patch.offload import CheckpointOffload
 
 pytestmark = MARKS
 FALLBACK = "liger_patch computes ordinary logits"
+Q_AND_V = "q_proj", "v_proj"
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -50,7 +52,7 @@ def checkpoint(
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     "targets",
-    [pytest.param(("q_proj", "v_proj"), marks=pytest.mark.slow), ALL],
+    [pytest.param(Q_AND_V, marks=pytest.mark.slow), ALL],
     ids=["q and v", "all"],
 )
 @pytest.mark.parametrize("use_reentrant", slow_but([None, False], [None, False, True]))
@@ -152,8 +154,12 @@ def test_a_weight_that_is_packed_for_inference_is_said(checkpoint: Checkpoint) -
 
 
 @pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ALL], ids=["q and v", "all"])
+@pytest.mark.parametrize(
+    ("targets", "use_reentrant"),
+    slow_but(
+        [(Q_AND_V, False), (ALL, True)], list(itertools.product([Q_AND_V, ALL], [False, True]))
+    ),
+)
 def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     checkpoint: Checkpoint,
     targets: Sequence[str],

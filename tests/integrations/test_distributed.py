@@ -54,19 +54,34 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
         "fsdp2_norm_head --layers --labels uneven",
         "fsdp2_tied_head --tied --evaluate",
         "fsdp2_mixed",
-        "fsdp2_offload",
+        "fsdp2_offload --layers",
         "hsdp_head",
-        "hsdp_replicated_head",
+        "hsdp_replicated_head --layers",
         "fsdp2_head --lora --evaluate",
         "fsdp2_head --leftover",
         "fsdp2_head --distrusted",
-        "hsdp_replicated_head --layers",
-        "fsdp2_offload --layers",
     )
+
+
+@pytest.mark.slow
+@fully_shard
+def test_other_settings_of_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
+    steps(tmp_path, "fsdp2_offload", "hsdp_replicated_head")
 
 
 def test_fsdp1(tmp_path: Path) -> None:
     """A copy of the weight stays where the head is a unit."""
+    pytest.importorskip("peft")
+    steps(
+        tmp_path,
+        "fsdp1 --layers --lora --no-sync --alone",
+        "fsdp1_head --layers --evaluate --labels none --metric",
+        "fsdp1_head --no-sync --leftover --late evaluation",
+    )
+
+
+@pytest.mark.slow
+def test_other_settings_of_fsdp1(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     steps(
         tmp_path,
@@ -84,20 +99,34 @@ def test_fsdp2_of_a_compiled_model(tmp_path: Path) -> None:
     steps(tmp_path, 'fsdp2_head --compiled --fallback "torch.compile traces"')
 
 
-@fully_shard
-def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
+def skip_without_last_unit() -> None:
     fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
     if not hasattr(fsdp_utils, "_find_final_norm"):
         pytest.skip("this accelerate makes no unit of the last norm and the head")
+
+
+@fully_shard
+def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
+    skip_without_last_unit()
     steps(
         tmp_path,
         "accelerate_fsdp2 --labels none",
-        "accelerate_fsdp2 --layers",
-        "accelerate_fsdp2 --tied",
+        "accelerate_fsdp2 --tied --no-sync --alone",
         "accelerate_fsdp2_linear --layers --evaluate",
         "accelerate_fsdp2_linear --lora --layers",
-        "accelerate_fsdp2 --no-sync --alone",
         "accelerate_fsdp2_mixed --layers",
+    )
+
+
+@pytest.mark.slow
+@fully_shard
+def test_other_settings_of_accelerates_fsdp2(tmp_path: Path) -> None:
+    skip_without_last_unit()
+    steps(
+        tmp_path,
+        "accelerate_fsdp2 --layers",
+        "accelerate_fsdp2 --tied",
+        "accelerate_fsdp2 --no-sync --alone",
     )
 
 
@@ -127,10 +156,9 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
     steps(
         tmp_path,
         "zero1 --late step",
-        "zero3 --alone --evaluate --late step",
+        "zero3 --lora --alone --evaluate --late step",
         "zero3 --tied --labels uneven",
         "zero3_plain --late backward",
-        "zero3 --lora --evaluate",
     )
 
 
@@ -143,6 +171,8 @@ def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
         "zero2 --late step",
         "zero1 --layers",
         "zero2 --layers",
+        "zero3 --alone --evaluate --late step",
+        "zero3 --lora --evaluate",
         "zero3 --distrusted",
         "zero3 --layers --labels none --metric",
         "zero3_plain --tied --evaluate --metric",

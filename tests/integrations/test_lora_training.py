@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from lora_models import ALL, MLP, OUT, QKV, Calls, adapted
+from slow_cases import slow_but
 from tiny_models import tiny_batch
 from trainers import QUIET
 from training_step import Float64
@@ -54,8 +56,13 @@ def trained(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]
     }
 
 
-@pytest.mark.parametrize("checkpoints", [None, False, True], ids=str)
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("bf16", "checkpoints"),
+    slow_but(
+        [(False, None), (True, False), (True, True)],
+        list(itertools.product([False, True], [None, False, True])),
+    ),
+)
 def test_the_loss_curve_is_eagers(
     bf16: bool, checkpoints: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
