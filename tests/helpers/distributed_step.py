@@ -31,7 +31,8 @@ from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.patch.forward import record_of
 
-STEPS = 3  # ZeRO-3 records the order of its gatherings in the first two
+STEPS = 2
+ZERO3_STEPS = 3  # it records the order of its gatherings in the first two
 LOSS_ERROR, ERROR = 1e-6, 1e-5  # in float32, of the largest value
 NUM_ITEMS = 25  # of labels, in the mean of each forward pass with --labels
 
@@ -84,7 +85,7 @@ def check(arguments: argparse.Namespace) -> None:
         assert arguments.fallback in (status.reason or ""), status.reason
     else:
         assert status.fused, status.reason
-        if not engine.shares_batch:  # else ours are others: see sharded_head
+        if engine.sharing == 1:  # else ours are others: see sharded_head
             # those of DistributedDataParallel are made in C++
             assert eager_collectives or arguments.engine.startswith("ddp"), "none are seen"
             check_collectives(collectives, eager_collectives)
@@ -168,14 +169,23 @@ def count_logits() -> Iterator[list[HeadCall]]:
 
 def batch_of(engine: Engine, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of this rank; tensor parallel ranks share one."""
-    return batch_of_rank(engine, seed, 0 if engine.shares_batch else dist.get_rank(), arguments)
+    return numbered_batch(engine, seed, own_number(engine), arguments)
 
 
-def batch_of_rank(
-    engine: Engine, seed: int, rank: int, arguments: argparse.Namespace
+def own_number(engine: Engine) -> int:
+    """Of this rank's batches among those of a forward pass of all ranks."""
+    return dist.get_rank() // engine.sharing
+
+
+def number_of_batches(engine: Engine) -> int:
+    return dist.get_world_size() // engine.sharing
+
+
+def numbered_batch(
+    engine: Engine, seed: int, number: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    batch: dict[str, Any] = tiny_batch(base_of(engine.model), seed=2 * seed + rank)
-    if arguments.labels and rank == dist.get_world_size() - 1:
+    batch: dict[str, Any] = tiny_batch(base_of(engine.model), seed=2 * seed + number)
+    if arguments.labels and number == number_of_batches(engine) - 1:
         if arguments.labels == "none":
             batch["labels"].fill_(-100)
         else:  # fewer tokens, and of those fewer that count
@@ -194,7 +204,7 @@ def train(
         computed: must be empty, but for what is read here.
     """
     results = {}
-    for step in range(STEPS):
+    for step in range(steps_of(arguments)):
         for i in range(ACCUMULATED):
             if arguments.no_sync:
                 engine.synchronize(i + 1 == ACCUMULATED)
@@ -226,7 +236,7 @@ def train(
 
 def reads_logits(engine: Engine) -> bool:
     """Return whether this rank reads them: one, or all where reading is a collective."""
-    return dist.get_rank() == 0 or engine.shares_batch
+    return dist.get_rank() == 0 or engine.sharing > 1
 
 
 def evaluate(
@@ -249,20 +259,24 @@ def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tens
     """
     model = model_of(arguments)
     alone = Engine(model, model)
-    ranks = [0] if engine.shares_batch else range(dist.get_world_size())
+    batches = number_of_batches(engine)
     results = {}
-    for step in range(STEPS):
+    for step in range(steps_of(arguments)):
         for i in range(ACCUMULATED):
-            for rank in ranks:
-                batch = batch_of_rank(engine, step * ACCUMULATED + i, rank, arguments)
+            for number in range(batches):
+                batch = numbered_batch(engine, step * ACCUMULATED + i, number, arguments)
                 loss = model(**batch).loss
-                (loss * engine.loss_scale / len(ranks)).backward()
-                if rank == dist.get_rank() or engine.shares_batch:
+                (loss * engine.loss_scale / batches).backward()
+                if number == own_number(engine):
                     results[f"loss {step} {i}"] = loss.detach().cpu()
         if step == 0:
             results |= named(alone.gradients())
         alone.step()
     return results | alone.weights()
+
+
+def steps_of(arguments: argparse.Namespace) -> int:
+    return ZERO3_STEPS if arguments.engine.startswith("zero3") else STEPS
 
 
 def named(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

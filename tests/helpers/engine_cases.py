@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 COLUMNS = ("loss exact", "fused", "layers", "LoRA", "QLoRA", "logits readable", "evaluation")
+FSDP_TP = "Transformers, `DistributedConfig(fsdp_size=..., tp_size=...)`"
 UNSHARD, ON_EVERY_RANK = "after `unshard()`", "on every rank"
 
 
@@ -66,6 +67,7 @@ ROWS = (
     Row("zero2", "DeepSpeed ZeRO-2", qlora=True),
     Row("zero3", "DeepSpeed ZeRO-3", qlora=True),
     Row("tensor_parallel", "Tensor parallel", lora=False, logits=ON_EVERY_RANK),
+    Row("transformers_fsdp_tp", FSDP_TP, lora=False, logits=ON_EVERY_RANK),
     Row("context", "Context parallel (accelerate, Trainer)", logits=""),
     Row("ulysses", "Ulysses (DeepSpeed, Trainer)", logits="", evaluates=False),
     Row("device_map", "`device_map` over several GPUs", lora=False),

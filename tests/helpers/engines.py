@@ -27,13 +27,13 @@ class Engine:
     Attributes:
         module: that is called.
         model: the Transformers model within, or PEFT's around it.
-        shares_batch: whether all ranks are given the same.
+        sharing: the number of ranks in a row that are given the same batch.
         loss_scale: the factor on the loss of each forward pass.
         accelerator: accelerate's, where that has made it.
     """
 
-    def __init__(self, module: nn.Module, model: nn.Module, shares_batch: bool = False) -> None:
-        self.module, self.model, self.shares_batch = module, model, shares_batch
+    def __init__(self, module: nn.Module, model: nn.Module, sharing: int = 1) -> None:
+        self.module, self.model, self.sharing = module, model, sharing
         trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.SGD(trained, RATE, foreach=False)
         self.loss_scale = 1.0
@@ -245,22 +245,29 @@ def device_map(model: PreTrainedModel) -> Engine:
     devices = {f"{before}model": first, f"{before}lm_head": second}
     whole_model: Any = model
     dispatched = dispatch_model(whole_model, devices, main_device=first, force_hooks=True)
-    return Engine(dispatched, dispatched, shares_batch=True)
+    return Engine(dispatched, dispatched, sharing=dist.get_world_size())
 
 
-def transformers_fsdp(model: PreTrainedModel) -> Engine:
-    """Transformers' own ``DistributedConfig(fsdp_size=...)``, which loads a checkpoint."""
-    from transformers.distributed import DistributedConfig
+def transformers_own(*, tp_size: int = 1) -> Callable[[PreTrainedModel], Engine]:
+    """Transformers' ``DistributedConfig``, which loads a checkpoint: shards of FSDP over all ranks,
+    or over groups of so many, each with its own rows of the weights.
+    """
 
-    from liger_patch import apply_patch, patch_status
+    def make(model: PreTrainedModel) -> Engine:
+        from transformers.distributed import DistributedConfig
 
-    is_patched = patch_status(model).patched
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
-    loaded = type(model).from_pretrained(saved(model), distributed_config=config)
-    loaded.train()
-    if is_patched:
-        apply_patch(loaded)
-    return Engine(loaded, loaded)
+        from liger_patch import apply_patch
+        from liger_patch.patch.forward import record_of
+
+        record = record_of(model)
+        config = DistributedConfig(fsdp_size=dist.get_world_size() // tp_size, tp_size=tp_size)
+        loaded = type(model).from_pretrained(saved(model), distributed_config=config)
+        loaded.train()
+        if record is not None:
+            apply_patch(loaded, layers=record.layers)
+        return Engine(loaded, loaded, sharing=tp_size)
+
+    return make
 
 
 def tensor_parallel(model: PreTrainedModel, head: Any = None, **more: Any) -> Engine:
@@ -284,7 +291,7 @@ def tensor_parallel(model: PreTrainedModel, head: Any = None, **more: Any) -> En
     parallelize_module(model, mesh_of_all(), plan)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return Engine(model, model, shares_batch=True)
+    return Engine(model, model, sharing=dist.get_world_size())
 
 
 def deepspeed(stage: int, **zero: Any) -> Callable[[PreTrainedModel], Engine]:
@@ -366,7 +373,8 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "accelerate_fsdp2": accelerate_fsdp2,
     "accelerate_fsdp2_linear": accelerate_fsdp2_linear,
     "accelerate_fsdp2_mixed": accelerate_fsdp2_mixed,
-    "transformers_fsdp": transformers_fsdp,
+    "transformers_fsdp": transformers_own(),
+    "transformers_fsdp_tp": transformers_own(tp_size=2),
     "tensor_parallel": tensor_parallel,
     "device_map": device_map,
     "zero1": deepspeed(1),

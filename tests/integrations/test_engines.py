@@ -1,4 +1,6 @@
-"""Each cell of the table in docs/distributed.md, in two processes. UPDATE_README=1 writes it."""
+"""Each cell of the table in docs/distributed.md, in two or four processes. UPDATE_README=1 writes
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,20 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "distributed.md"
 SPLIT = ("context", "ulysses")
 DEEPSPEED = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest of the process
-OTHERS = tuple(row.engine for row in ROWS if row.engine not in (*SPLIT, *DEEPSPEED))
+GRID = ("transformers_fsdp_tp",)  # of two times two processes
+OTHERS = tuple(row.engine for row in ROWS if row.engine not in (*SPLIT, *DEEPSPEED, *GRID))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engines", [OTHERS[:6], OTHERS[6:], DEEPSPEED], ids="-".join)
 def test_engines(engines: tuple[str, ...], tmp_path: Path) -> None:
     run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases_of(*engines))
+
+
+@pytest.mark.slow
+def test_engines_of_a_grid(tmp_path: Path) -> None:
+    cases = cases_of(*GRID)
+    run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases, processes=4)
 
 
 def test_trainer_with_split_sequences(tmp_path: Path) -> None:
