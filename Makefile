@@ -46,8 +46,9 @@ test-oldest: $(OLDEST_INSTALLED) ## run the quick tests on the oldest supported 
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
 
-test-oldest-ci: $(OLDEST_INSTALLED) ## run what may differ on them: no benchmarks, no interpreter
+test-oldest-ci: $(OLDEST_INSTALLED) ## run what may differ on them: no benchmarks, no examples
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(LEFT_OUT) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
 
 check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
