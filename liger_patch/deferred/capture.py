@@ -142,7 +142,7 @@ def deferring_head(
         hold = None
         # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
         if in_process_group() and not torch.compiler.is_compiling():
-            hold = stack.enter_context(keeping_weight(module))
+            hold = stack.enter_context(keeping_weight(model, module))
         for layer in _quantized_layers(module):
             stack.enter_context(_replaced_forward(layer, _quantized_forward(layer, head)))
         if nn.functional.linear.__module__.startswith("deepspeed"):

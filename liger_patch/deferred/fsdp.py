@@ -6,7 +6,7 @@ There is no public API for this: attributes of torch 2.6 to 2.13 are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,17 +15,17 @@ from torch import nn
 from liger_patch.deferred.stored import groups_of
 
 
-def resharding_units(head: nn.Module) -> list[Any]:
-    """Return the units in a head (it may be one itself) that free their parameters after their
-    forward. A unit whose setting cannot be read counts as one that does.
+def resharding_units(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return those of the modules that are units which free their parameters after their forward.
+    A unit whose setting cannot be read counts as one that does.
     """
-    units: list[Any] = [m for m in head.modules() if _is_unit(m)]
+    units: list[Any] = [module for module in modules if _is_unit(module)]
     return [unit for unit in units if any(map(_reshards, groups_of(unit._get_fsdp_state())))]
 
 
-def has_flat_units(head: nn.Module) -> bool:
-    """Return whether units of FSDP1 (``FullyShardedDataParallel``) are in a head, or are it."""
-    names = (cls.__name__ for module in head.modules() for cls in type(module).__mro__)
+def has_flat_units(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules is a unit of FSDP1 (``FullyShardedDataParallel``)."""
+    names = (cls.__name__ for module in modules for cls in type(module).__mro__)
     return "FullyShardedDataParallel" in names
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +27,21 @@ from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_
 
 # from a gathered parameter to a tensor that stays when it is freed
 Hold = Callable[[Tensor], Tensor]
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of heads, in their models
 
 
-def why_weight_cannot_be_kept(head: nn.Module) -> str | None:
-    """Return why the head's weight cannot be kept until the loss is computed; None where it stays,
-    by itself or within ``keeping_weight``.
+def why_weight_cannot_be_kept(model: nn.Module, head: nn.Module) -> str | None:
+    """Return why the head's weight cannot be kept until the model has computed its loss; None where
+    it stays, by itself or within ``keeping_weight``.
     """
     freed = "frees the head's weight before the loss"
-    units = resharding_units(head)
+    modules = _modules_that_end_before_loss(model, head)
+    units = resharding_units(modules)
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         engine, is_known = "DeepSpeed ZeRO-3", has_known_hooks(head)
     elif units:
         engine, is_known = "FSDP", all(map(can_be_kept, units))
-    elif has_flat_units(head):
+    elif has_flat_units(modules):
         engine, is_known = "FSDP", True
     else:
         return None
@@ -52,16 +55,16 @@ def why_weight_cannot_be_kept(head: nn.Module) -> str | None:
 
 
 @contextmanager
-def keeping_units(head: nn.Module | None) -> Iterator[None]:
-    """Keep the parameters of FSDP's units in a head, from their forward within this context to the
-    backward pass.
+def keeping_units(model: nn.Module, head: nn.Module | None) -> Iterator[None]:
+    """Keep the parameters of FSDP's units in a head and around it, from their forward within this
+    context to the backward pass.
 
     This holds for every forward pass with gradients: with labels or without, fused or not. If it
     depended on the batch of a rank, the ranks would make different collectives.
     """
     units = []
-    if head is not None and why_weight_cannot_be_kept(head) is None:
-        units = resharding_units(head)
+    if head is not None and why_weight_cannot_be_kept(model, head) is None:
+        units = resharding_units(_modules_that_end_before_loss(model, head))
     with ExitStack() as stack:
         for unit in units:
             free_what_was_kept(unit)
@@ -71,7 +74,7 @@ def keeping_units(head: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_weight(head: nn.Module) -> Iterator[Hold]:
+def keeping_weight(model: nn.Module, head: nn.Module) -> Iterator[Hold]:
     """Give deferred logits a weight that stays until the backward pass, for a head that is called
     within this context and within ``keeping_units``.
 
@@ -86,7 +89,31 @@ def keeping_weight(head: nn.Module) -> Iterator[Hold]:
         with calling_hooks_later(head):
             yield _values
     else:
-        yield _copy if has_flat_units(head) or resharding_units(head) else _itself
+        modules = _modules_that_end_before_loss(model, head)
+        yield _copy if has_flat_units(modules) or resharding_units(modules) else _itself
+
+
+def _modules_that_end_before_loss(model: nn.Module, head: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters of the head: those between the model and it, itself, and
+    those within. An engine may free the parameters after the forward of each.
+    """
+    between = _modules_to(_names.get(head, ""), model)
+    if not between or between[-1] is not head:  # the walk over all modules takes milliseconds
+        _names[head] = next((name for name, each in model.named_modules() if each is head), "")
+        between = _modules_to(_names[head], model)
+    return [*between[:-1], *head.modules()]
+
+
+def _modules_to(name: str, model: nn.Module) -> list[nn.Module]:
+    """Return the modules from the model, without it, to that of this dotted name; [] for none."""
+    found: list[nn.Module] = []
+    module: nn.Module | None = model
+    for part in name.split(".") if name else ():
+        module = module._modules.get(part)
+        if module is None:
+            return []
+        found.append(module)
+    return found
 
 
 def _itself(parameter: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
     if in_process_group():
-        reason = why_weight_cannot_be_kept(head)
+        reason = why_weight_cannot_be_kept(model, head)
         if reason is not None:
             return reason
     if getattr(model, "_is_replica", False):

@@ -103,7 +103,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         with warning_of_dtypes(self, record):
             if not in_process_group():
                 return with_checkpoints(self, record, args, kwargs)
-            with keeping_units(self.get_output_embeddings()):
+            with keeping_units(self, self.get_output_embeddings()):
                 return with_checkpoints(self, record, args, kwargs)
 
     vars(patched_forward)["__signature__"] = signature

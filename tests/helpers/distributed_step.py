@@ -42,6 +42,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     join(file, rank, int(os.environ["WORLD_SIZE"]), device_type)
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--model", default="llama")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lora", action="store_true", help="on all layers and the head")
@@ -137,7 +138,7 @@ def device() -> torch.device:
 
 def model_of(arguments: argparse.Namespace) -> Any:
     how = {name: getattr(arguments, name) for name in ("tied", "lora", "quantized")}
-    return make_model(device(), **how)
+    return make_model(device(), model_type=arguments.model, **how)
 
 
 def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:

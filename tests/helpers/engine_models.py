@@ -20,21 +20,30 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
 def make_model(
-    device: torch.device, *, tied: bool = False, lora: bool = False, quantized: bool = False
+    device: torch.device,
+    *,
+    model_type: str = "llama",
+    tied: bool = False,
+    lora: bool = False,
+    quantized: bool = False,
 ) -> Any:
-    """A tiny Llama, the same at each call.
+    """A tiny model, the same at each call.
 
     Args:
+        tied: whether the head has the weight of the embedding.
         lora: with adapters on all layers and the head.
-        quantized: with such adapters, and the layers in 4 bits.
+        quantized: with such adapters, and the layers in 4 bits: a Llama.
     """
     if quantized:
         return with_adapters(_in_4_bits(device))
-    (row,) = (row for row in available() if row.model_type == "llama")
+    (row,) = (row for row in available() if row.model_type == model_type)
     model: Any = tiny_model(row)
+    model.config.tie_word_embeddings = tied
     if tied:
-        model.config.tie_word_embeddings = True
         model.tie_weights()
+    else:
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
     return (with_adapters(model) if lora else model).to(device)
 
 

@@ -83,6 +83,11 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def layers_of(base: Any) -> Any:
+    """The decoder layers of a model without an encoder."""
+    return getattr(base.model, "layers", ())
+
+
 def fsdp2(
     *last: str, replicas: int | None = None, every: dict[str, Any] | None = None, **root: Any
 ) -> Callable[[PreTrainedModel], Engine]:
@@ -104,7 +109,7 @@ def fsdp2(
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicas", "shards"))
         options: dict[str, Any] = {"mesh": mesh, **(every or {})}
         base = base_of(model)
-        for layer in base.model.layers:
+        for layer in layers_of(base):
             fully_shard(layer, **options)
         if last:
             units = [base.get_submodule(name) for name in last]
@@ -116,16 +121,18 @@ def fsdp2(
     return make
 
 
-def fsdp1(*more: type[nn.Module]) -> Callable[[PreTrainedModel], Engine]:
-    """PyTorch's older ``FullyShardedDataParallel``: each layer a unit, and modules of these types;
-    the rest with the root.
+def fsdp1(*more: type[nn.Module] | str) -> Callable[[PreTrainedModel], Engine]:
+    """PyTorch's older ``FullyShardedDataParallel``: each layer a unit, and modules of these types,
+    or of the types that modules of these names have; the rest with the root.
     """
 
     def make(model: PreTrainedModel) -> Engine:
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        units = {type(base_of(model).model.layers[0]), *more}
+        base = base_of(model)
+        types = (type(base.get_submodule(e)) if isinstance(e, str) else e for e in more)
+        units = {*map(type, layers_of(base)), *types}
         module = FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy(units),
@@ -361,6 +368,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "ddp_static": ddp(static_graph=True),
     "fsdp1": fsdp1(),
     "fsdp1_head": fsdp1(nn.Linear),
+    "fsdp1_lm_head": fsdp1("lm_head"),
     "fsdp2": fsdp2(),
     "fsdp2_resharded": fsdp2(reshard_after_forward=True),
     "fsdp2_head": fsdp2("lm_head"),

@@ -60,6 +60,7 @@ def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
         "fsdp2_head --lora --evaluate",
         "fsdp2_head --leftover",
         "fsdp2_head --distrusted",
+        "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
     )
 
 
@@ -77,6 +78,7 @@ def test_fsdp1(tmp_path: Path) -> None:
         "fsdp1 --layers --lora --no-sync --alone",
         "fsdp1_head --layers --evaluate --labels none --metric",
         "fsdp1_head --no-sync --leftover --late evaluation",
+        "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
     )
 
 
