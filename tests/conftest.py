@@ -53,6 +53,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{rows} architectures of the registry computed eager's step")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_are_not_collected() -> None:
+    """Each collection would go over all that imports and the tests of other files have left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Whichever tests run, and in whichever process."""

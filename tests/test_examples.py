@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -119,7 +121,12 @@ def test_a_wrong_figure_is_a_disagreement(figure: str, wrong: float, monkeypatch
 
 
 def test_apply_patch_trains_fused(tmp_path: Path):
-    printed = run_alone(EXAMPLES / "apply_patch.py", folder=tmp_path)
+    """In a new interpreter, as a user starts it."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, str(EXAMPLES / "apply_patch.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1
     assert re.search(r"last loss +fused", printed)
@@ -188,7 +195,7 @@ def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     python = [line for line in lines if not line.startswith(("%", "!"))]
     assert len(lines) == len(python) + 2
     (tmp_path / "notebook.py").write_text("\n".join(python))
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLES)  # which a process that is started has too
     printed = run_alone(tmp_path / "notebook.py", folder=tmp_path)
     loss, perplexity = held_out("loss", printed), held_out("perplexity", printed)
     assert loss[1] < loss[0] - 0.1

@@ -36,12 +36,6 @@ GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2
 CLASS = transformers.LlamaForCausalLM
 
 
-@pytest.fixture(scope="module", autouse=True)
-def earlier_objects_are_not_collected() -> None:
-    """A collection takes 0.3 s over what the tests of other files have left."""
-    gc.freeze()
-
-
 @pytest.fixture
 def model() -> Any:
     return tiny_model(LLAMA)

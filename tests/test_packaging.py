@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import transformers
-from gloo_group import run_alone
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -74,16 +73,15 @@ def test_wheel_holds_the_package_only_and_imports_from_elsewhere(source: str, tm
     elsewhere.mkdir()
     install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
     _python("-m", "pip", *install, str(wheel), cwd=elsewhere)
-    script = elsewhere / "script.py"
-    script.write_text(
-        "import importlib.metadata, sys\n"
-        f"sys.path.insert(0, {str(installed)!r})\n"
-        "import liger_patch\n"
+    found = _python(
+        "-c",
+        "import importlib.metadata, liger_patch\n"
         "from liger_patch.kernels import linear_cross_entropy as operator\n"
         "assert liger_patch.__version__ == importlib.metadata.version('liger_patch')\n"
-        "print(liger_patch.__file__, operator.__file__, sep='\\n')"
+        "print(liger_patch.__file__, operator.__file__, sep='\\n')",
+        cwd=elsewhere,
+        path=installed,
     )
-    found = run_alone(script, folder=elsewhere)
     assert [Path(line).resolve() for line in found.splitlines()] == [
         (installed / "liger_patch" / "__init__.py").resolve(),
         (installed / "liger_patch" / "kernels" / "linear_cross_entropy.py").resolve(),

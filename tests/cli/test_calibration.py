@@ -160,7 +160,7 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
 
 
 def _long_rows() -> list[Any]:
-    """Eager and Liger-Kernel have nothing of their own for long rows."""
+    """Return the measured rows; those of contenders that slice nothing are slow."""
     rows = [row for row in _rows("longest_row.json", "longest_rows") if "timed" in row]
     return slow_but([row for row in rows if LORA_CONTENDERS[row["contender"]] is OURS], rows)
 

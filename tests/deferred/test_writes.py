@@ -86,7 +86,7 @@ DERIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
         [
             (write, derivation)
             for write, derivation in itertools.product(WRITES, DERIVATIONS)
-            # each write before a view, a copy and a view of a copy, and after each derivation two
+            # each write after a view, a copy and a view of a copy; two writes after each derivation
             if derivation in ("slice of a view", "cast", "slice of a product")
             or write in ("mul_", "to a slice")
         ],

@@ -48,7 +48,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--lora", action="store_true", help="on all layers and the head")
     parser.add_argument("--quantized", action="store_true", help="such adapters on 4 bits")
     parser.add_argument("--compiled", action="store_true", help="the whole model")
-    parser.add_argument("--labels", choices=["uneven", "none"], help="of the last rank")
+    parser.add_argument("--labels", choices=["uneven", "none"], help="of the last batch")
     parser.add_argument("--no-sync", action="store_true", help="between steps")
     parser.add_argument("--metric", action="store_true", help="reads logits before backward")
     parser.add_argument("--evaluate", action="store_true")
@@ -86,10 +86,13 @@ def check(arguments: argparse.Namespace) -> None:
         assert arguments.fallback in (status.reason or ""), status.reason
     else:
         assert status.fused, status.reason
-        if engine.sharing == 1:  # else ours are others: see sharded_head
+        if engine.ranks_per_batch == 1:
             # those of DistributedDataParallel are made in C++
             assert eager_collectives or arguments.engine.startswith("ddp"), "none are seen"
             check_collectives(collectives, eager_collectives)
+        else:
+            assert collectives or arguments.engine == "device_map", "none are seen"
+            check_collectives_meet(collectives)
     compare(results, expected, arguments)
     if arguments.alone:
         compare(results, train_alone(engine, arguments), arguments)
@@ -128,6 +131,16 @@ def check_collectives(ours: list[Collective], eager: list[Collective]) -> None:
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, ours)
     assert all(each == ours for each in others)
+
+
+def check_collectives_meet(ours: list[Collective]) -> None:
+    """Where ranks share a batch, ours are others than eager's (sharded_head has them): of the same
+    kinds and dtypes on all ranks, whose batches and shards may differ in size.
+    """
+    found = [(name, dtype) for name, _, dtype in ours]
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, found)
+    assert all(each == found for each in others)
 
 
 def device() -> torch.device:
@@ -170,23 +183,24 @@ def count_logits() -> Iterator[list[HeadCall]]:
 
 def batch_of(engine: Engine, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of this rank; tensor parallel ranks share one."""
-    return numbered_batch(engine, seed, own_number(engine), arguments)
+    return numbered_batch(engine, seed, batch_index(engine), arguments)
 
 
-def own_number(engine: Engine) -> int:
-    """Of this rank's batches among those of a forward pass of all ranks."""
-    return dist.get_rank() // engine.sharing
+def batch_index(engine: Engine) -> int:
+    """Return which of the batches of a forward pass this rank is given."""
+    return dist.get_rank() // engine.ranks_per_batch
 
 
-def number_of_batches(engine: Engine) -> int:
-    return dist.get_world_size() // engine.sharing
+def batch_count(engine: Engine) -> int:
+    return dist.get_world_size() // engine.ranks_per_batch
 
 
 def numbered_batch(
     engine: Engine, seed: int, number: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    batch: dict[str, Any] = tiny_batch(base_of(engine.model), seed=2 * seed + number)
-    if arguments.labels and number == number_of_batches(engine) - 1:
+    seed = batch_count(engine) * seed + number
+    batch: dict[str, Any] = tiny_batch(base_of(engine.model), seed=seed)
+    if arguments.labels and number == batch_count(engine) - 1:
         if arguments.labels == "none":
             batch["labels"].fill_(-100)
         else:  # fewer tokens, and of those fewer that count
@@ -237,7 +251,7 @@ def train(
 
 def reads_logits(engine: Engine) -> bool:
     """Return whether this rank reads them: one, or all where reading is a collective."""
-    return dist.get_rank() == 0 or engine.sharing > 1
+    return dist.get_rank() == 0 or engine.ranks_per_batch > 1
 
 
 def evaluate(
@@ -260,7 +274,7 @@ def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tens
     """
     model = model_of(arguments)
     alone = Engine(model, model)
-    batches = number_of_batches(engine)
+    batches = batch_count(engine)
     results = {}
     for step in range(steps_of(arguments)):
         for i in range(ACCUMULATED):
@@ -268,7 +282,7 @@ def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tens
                 batch = numbered_batch(engine, step * ACCUMULATED + i, number, arguments)
                 loss = model(**batch).loss
                 (loss * engine.loss_scale / batches).backward()
-                if number == own_number(engine):
+                if number == batch_index(engine):
                     results[f"loss {step} {i}"] = loss.detach().cpu()
         if step == 0:
             results |= named(alone.gradients())

@@ -27,13 +27,13 @@ class Engine:
     Attributes:
         module: that is called.
         model: the Transformers model within, or PEFT's around it.
-        sharing: the number of ranks in a row that are given the same batch.
+        ranks_per_batch: how many ranks in a row are given the same batch.
         loss_scale: the factor on the loss of each forward pass.
         accelerator: accelerate's, where that has made it.
     """
 
-    def __init__(self, module: nn.Module, model: nn.Module, sharing: int = 1) -> None:
-        self.module, self.model, self.sharing = module, model, sharing
+    def __init__(self, module: nn.Module, model: nn.Module, ranks_per_batch: int = 1) -> None:
+        self.module, self.model, self.ranks_per_batch = module, model, ranks_per_batch
         trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.SGD(trained, RATE, foreach=False)
         self.loss_scale = 1.0
@@ -252,12 +252,14 @@ def device_map(model: PreTrainedModel) -> Engine:
     devices = {f"{before}model": first, f"{before}lm_head": second}
     whole_model: Any = model
     dispatched = dispatch_model(whole_model, devices, main_device=first, force_hooks=True)
-    return Engine(dispatched, dispatched, sharing=dist.get_world_size())
+    return Engine(dispatched, dispatched, ranks_per_batch=dist.get_world_size())
 
 
 def transformers_own(*, tp_size: int = 1) -> Callable[[PreTrainedModel], Engine]:
-    """Transformers' ``DistributedConfig``, which loads a checkpoint: shards of FSDP over all ranks,
-    or over groups of so many, each with its own rows of the weights.
+    """Transformers' ``DistributedConfig``, which loads a checkpoint.
+
+    Args:
+        tp_size: how many ranks split the rows of each weight; FSDP shards over the others.
     """
 
     def make(model: PreTrainedModel) -> Engine:
@@ -272,7 +274,9 @@ def transformers_own(*, tp_size: int = 1) -> Callable[[PreTrainedModel], Engine]
         loaded.train()
         if record is not None:
             apply_patch(loaded, layers=record.layers)
-        return Engine(loaded, loaded, sharing=tp_size)
+        weight: Any = loaded.lm_head.weight
+        assert weight.device_mesh.ndim == (1 if tp_size == 1 else 2)
+        return Engine(loaded, loaded, ranks_per_batch=tp_size)
 
     return make
 
@@ -298,7 +302,7 @@ def tensor_parallel(model: PreTrainedModel, head: Any = None, **more: Any) -> En
     parallelize_module(model, mesh_of_all(), plan)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return Engine(model, model, sharing=dist.get_world_size())
+    return Engine(model, model, ranks_per_batch=dist.get_world_size())
 
 
 def deepspeed(stage: int, **zero: Any) -> Callable[[PreTrainedModel], Engine]:

@@ -25,6 +25,14 @@ _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() el
 _processes.set_forkserver_preload(["torch", "transformers.modeling_utils", "transformers.trainer"])
 
 
+# huggingface_hub and OpenMP read theirs when they are imported
+COMMON = {
+    "PYTHONPATH": os.pathsep.join([str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def run(script: str, *arguments: str, processes: int = 2) -> None:
     """Run a script of tests/helpers with these arguments in each of the processes."""
     group = {
@@ -32,40 +40,34 @@ def run(script: str, *arguments: str, processes: int = 2) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # accelerate wants one; the group has met already
     }
-    ranks = (str(rank) for rank in range(processes))
-    _run(script, arguments, ROOT, [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks])
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    _run_each(HELPERS / script, arguments, ROOT, [group | rank for rank in ranks])
 
 
 def run_alone(script: Path, *arguments: str, folder: Path) -> str:
     """Run a script in a process without a GPU that works in this folder, and return what it
     prints.
     """
-    return _run(str(script), arguments, folder, [{"CUDA_VISIBLE_DEVICES": ""}])
+    (printed,) = _run_each(script, arguments, folder, [{"CUDA_VISIBLE_DEVICES": ""}])
+    return printed
 
 
-def _run(
-    script: str, arguments: tuple[str, ...], folder: Path, variables: list[dict[str, str]]
-) -> str:
-    """Run a script in a process for each of these environments; return what the first prints."""
-    folders = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    common = {
-        "PYTHONPATH": os.pathsep.join(folders),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+def _run_each(
+    script: Path, arguments: tuple[str, ...], folder: Path, variables: list[dict[str, str]]
+) -> list[str]:
+    """Run a script in one process for each of these environments; return what they print."""
     with TemporaryDirectory() as place, ExitStack() as stack:
-        started, outputs = [], [Path(f"{place}/{i}") for i in range(len(variables))]
+        stack.enter_context(patch.dict(os.environ, COMMON))
+        started, outputs = [], [Path(place) / str(i) for i in range(len(variables))]
         for own, output in zip(variables, outputs, strict=True):
-            # in the environment of the start too: what is imported first reads some
-            with patch.dict(os.environ, common | own):
-                given = (script, arguments, dict(os.environ), str(folder), str(output))
-                started.append(_processes.Process(target=_run_script, args=given))
-                started[-1].start()
+            given = (str(script), arguments, {**os.environ, **own}, str(folder), str(output))
+            started.append(_processes.Process(target=_run_script, args=given))
+            started[-1].start()
             stack.callback(started[-1].kill)
         for process, output in zip(started, outputs, strict=True):
             process.join(SECONDS)
             assert process.exitcode == 0, output.read_text(encoding="utf-8")
-        return outputs[0].read_text(encoding="utf-8")
+        return [output.read_text(encoding="utf-8") for output in outputs]
 
 
 def _run_script(
@@ -81,10 +83,9 @@ def _run_script(
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
-    path = HELPERS / script
     sys.argv[1:] = arguments
-    sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def join(file: str, rank: int, processes: int, device: str = "cpu") -> None:

@@ -18,8 +18,8 @@ fully_shard = pytest.mark.skipif(
 )
 
 
-def steps(folder: Path, *cases: str, device: str = "cpu") -> None:
-    run("distributed_step.py", str(folder / "group"), device, *cases)
+def steps(folder: Path, *cases: str, device: str = "cpu", processes: int = 2) -> None:
+    run("distributed_step.py", str(folder / "group"), device, *cases, processes=processes)
 
 
 def test_wrappers_of_torch(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_fsdp1(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     steps(
         tmp_path,
-        "fsdp1 --layers --lora --no-sync --alone",
-        "fsdp1_head --layers --evaluate --labels none --metric",
+        "fsdp1 --layers --no-sync --alone",
+        "fsdp1_head --layers --lora --evaluate --labels none --metric",
         "fsdp1_head --no-sync --leftover --late evaluation",
         "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
     )
@@ -144,7 +144,15 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
 def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
     if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
         pytest.skip("this Transformers shards nothing itself")
-    steps(tmp_path, "transformers_fsdp")
+    steps(tmp_path, "transformers_fsdp --layers")
+
+
+@fully_shard
+def test_fsdp2_and_tensor_parallel_of_transformers_own(tmp_path: Path) -> None:
+    """Two times two processes."""
+    if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
+        pytest.skip("this Transformers shards nothing itself")
+    steps(tmp_path, "transformers_fsdp_tp --layers --alone", processes=4)
 
 
 @fully_shard
@@ -158,8 +166,8 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
     steps(
         tmp_path,
         "zero1 --late step",
-        "zero3 --lora --alone --evaluate --late step",
-        "zero3 --tied --labels uneven",
+        "zero3 --lora --evaluate --late step",
+        "zero3 --tied --labels uneven --alone",
         "zero3_plain --late backward",
     )
 

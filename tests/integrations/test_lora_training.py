@@ -62,6 +62,7 @@ def trained(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]
         [(False, None), (True, False), (True, True)],
         list(itertools.product([False, True], [None, False, True])),
     ),
+    ids=[f"{name}-{kind}" for name in ("float32", "bf16") for kind in (None, False, True)],
 )
 def test_the_loss_curve_is_eagers(
     bf16: bool, checkpoints: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

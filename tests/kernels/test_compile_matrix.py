@@ -1,12 +1,12 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-The cases are in loss_compilations and layer_compilations. A compilation takes about a second. A
-kernel that has no row in KERNELS fails `test_every_kernel_is_in_the_matrix`.
+The cases are in loss_compilations and layer_compilations. A quick run compiles each case for one
+target, `make test-all` for all of them. A kernel that has no row in KERNELS fails
+`test_every_kernel_is_in_the_matrix`.
 """
 
 import importlib
 import inspect
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,8 @@ SPILLED_BYTES_OF = {
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 OPTIONS_OF = {"_nf4_kernel": {"enable_fp_fusion": False}}  # as it is launched
-# the case that each target in turn compiles in quick runs: dtypes and flags vary between these
-QUICK_CASES = (0, 1, 2, 4, 7, 10, 13, 16, 19, 22)
-SM_90_EVERY = 10  # sm_90 also those that are so many apart: it alone has all cases of a kernel
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
+CUDA = [target for target in TARGETS if target.backend == "cuda"]
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
     "_cross_entropy_kernel": loss.cross_entropy,
@@ -134,20 +132,12 @@ def lacking(target: GPUTarget) -> str:
     return ""
 
 
-def in_turn(kernel: int) -> list[GPUTarget]:
-    """The targets, beginning with others for each kernel, and with one that every Triton serves."""
-    served, others = TARGETS[:4], TARGETS[4:]
-    turned = (each[kernel % len(each) :] + each[: kernel % len(each)] for each in (served, others))
-    return [target for pair in zip_longest(*turned) for target in pair if target is not None]
-
-
-def marks_of(target: GPUTarget, kernel: int, number: int) -> list[pytest.MarkDecorator]:
-    """Of the case of that number: in a quick run, each target in turn compiles another case."""
+def marks_of(target: GPUTarget, number: int) -> list[pytest.MarkDecorator]:
+    """Of the case of that number: in a quick run one target compiles it, each in its turn."""
     reason = lacking(target)
-    place = QUICK_CASES[in_turn(kernel).index(target)]
-    is_quick = (number - place) % SM_90_EVERY == 0 if target == FULL else number == place
+    is_slow = number % len(TARGETS) != TARGETS.index(target)
     skipped = pytest.mark.skipif(bool(reason), reason=reason)
-    return [skipped] if is_quick else [skipped, pytest.mark.slow]
+    return [skipped, pytest.mark.slow] if is_slow else [skipped]
 
 
 def spilled_at_most(name: str, target: GPUTarget) -> int:
@@ -162,10 +152,10 @@ MATRIX = [
         name,
         case,
         id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
-        marks=marks_of(target, kernel, number),
+        marks=marks_of(target, number),
     )
     for target in TARGETS
-    for kernel, (name, cases) in enumerate(() if INTERPRETED else KERNELS.items())
+    for name, cases in (() if INTERPRETED else KERNELS.items())
     for number, case in enumerate(cases(target))
 ]
 
@@ -200,9 +190,7 @@ def test_compiles(target, name, case, kernels):
 
 
 @pytest.mark.parametrize(
-    "target",  # of most and of least memory
-    slow_but([FULL, TARGETS[2]], [t for t in TARGETS if t.backend == "cuda"]),
-    ids=str,
+    "target", slow_but([FULL, min(CUDA, key=lambda t: SHARED_KIB[t])], CUDA), ids=str
 )
 def test_tiles_on_their_way_fit_the_gpu(target, kernels):
     """Of the backward pass of a norm: the last part of a case's name is the memory there is."""

@@ -56,7 +56,9 @@ def test_an_adapter_of_any_rank(rank, tokens, frozen, odds):
     inputs, labels = linear_inputs(dtype, device, tokens, rank=rank, ignored=0.0)
     options = filled(SERVED["everything"], len(labels), 131, device)
     check_linear(inputs, labels, frozen=frozen, **options)
-    inputs, labels = linear_inputs(dtype, device, 60, rank=rank)  # of fewer, errors are luck
+    inputs, labels = linear_inputs(
+        dtype, device, 60, rank=rank
+    )  # with fewer, eager's error is luck
     check_linear(inputs, labels, frozen=frozen, chunk_mib=chunk_mib(25, 131, dtype))
 
 

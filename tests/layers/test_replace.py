@@ -49,7 +49,18 @@ def layers_of(model: PreTrainedModel) -> dict[str, Any]:
     return {name: (type(m), vars(m).get("forward")) for name, m in model.named_modules()}
 
 
-@pytest.mark.slow  # test_architectures.py takes the same step, test_every_architecture.py counts
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
+def test_every_row_has_its_layers_on_kernels(row: registry.Architecture) -> None:
+    model = apply_patch(tiny_model(row))
+    counts = count_layers(model)
+    if is_known_well(row):  # which of the others have, test_every_architecture asks the probes
+        assert (counts["rms_norm"] > 0) == (row.model_type not in SUBTRACT_A_MEAN)
+        assert counts["rotary"] > 0 or model.config.model_type == "recurrent_gemma"  # before 5.13
+    if any(type(m).__name__ == "Qwen2MLP" for m in model.modules()):
+        assert counts["gated"] >= model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.slow  # test_architectures.py takes the same step
 @pytest.mark.parametrize("row", every_row(), ids=row_name)
 def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
@@ -57,12 +68,6 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
     truth, eager = step(wide, batch, **arguments), step(model, batch, **arguments)
     with patched(model, layers=True):
         ours = step(model, batch, **arguments)
-        counts = count_layers(model)
-    if is_known_well(row):  # which of the others have, test_every_architecture asks the probes
-        assert (counts["rms_norm"] > 0) == (row.model_type not in SUBTRACT_A_MEAN)
-        assert counts["rotary"] > 0 or model.config.model_type == "recurrent_gemma"  # before 5.13
-    if any(type(m).__name__ == "Qwen2MLP" for m in model.modules()):
-        assert counts["gated"] >= model.config.get_text_config().num_hidden_layers
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 

@@ -1,16 +1,8 @@
-"""What several files of tests need."""
-
-import gc
+"""What several files of tests of architectures without a row need."""
 
 import pytest
 
 from liger_patch import registry
-
-
-@pytest.fixture(scope="module", autouse=True)
-def earlier_objects_are_not_collected() -> None:
-    """A collection takes 0.3 s over what the tests of other files have left."""
-    gc.freeze()
 
 
 @pytest.fixture
