@@ -77,7 +77,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from liger_patch.cli import report
     from liger_patch.cli.estimate import GIB, estimate, most_positions
-    from liger_patch.cli.model import TrainingStep, build, load_config
+    from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype
@@ -102,10 +102,11 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     except ValueError as error:
         parser.error(str(error))
     _, sizes = build(config, step)
+    what = options.model, model_class_name(config), step, sizes.parameters
     if options.json:
-        print(report.as_json(options.model, step, sizes.parameters, estimates))
+        print(report.as_json(*what, estimates))
     else:
-        title = report.title(options.model, step, sizes.parameters, most_positions(config))
+        title = report.title(*what, most_positions(config))
         print(report.table(title, estimates))
     if options.plot:
         report.plot(options.plot, options.model, estimates)

@@ -18,6 +18,7 @@ from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocati
 from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
+from liger_patch.patch.offload import MIN_BYTES
 from liger_patch.registry import row_of
 
 GIB = 2**30
@@ -236,6 +237,9 @@ class Growth:
         # polynomials of the length
         first = -(-(shortest or 1) // LEAST_PROBED) * LEAST_PROBED
         first = max(first, 2 * _window(config))
+        if step.checkpoint_offload:  # shorter rows than these stay on the GPU
+            row_bytes = step.batch * config.get_text_config().hidden_size * step.dtype.itemsize
+            first = max(first, -(-MIN_BYTES // (row_bytes * LEAST_PROBED)) * LEAST_PROBED)
         positions = most_positions(config)
         if positions is not None and 4 * first > positions and not _window(config):
             model, _ = build(config, step)

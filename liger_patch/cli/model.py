@@ -97,12 +97,19 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
+def model_class_name(config: Any) -> str:
+    """Return the class that is built: a config may name another, as a classifier's does."""
+    model_class: Any = _model_class(config)._model_mapping[type(config)]
+    return model_class.__name__
+
+
 def _model_class(config: Any) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
     raise ValueError(
-        f"MODEL must be a model that generates text, got model_type {config.model_type!r}"
+        "MODEL must be a decoder that generates text (of AutoModelForCausalLM or "
+        f"AutoModelForImageTextToText), got model_type {config.model_type!r}"
     )
 
 

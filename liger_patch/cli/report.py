@@ -35,9 +35,14 @@ def _line(first: str, others: Sequence[str]) -> str:
     return f"{first:<32}" + "".join(f"{each:>{WIDTH}}" for each in others)
 
 
-def title(model: str, step: TrainingStep, parameters: int, most_positions: int | None) -> str:
+def title(
+    model: str, class_name: str, step: TrainingStep, parameters: int, most_positions: int | None
+) -> str:
     """Return what was estimated, in a line, and how long the model's own positions are."""
-    words = [f"{model}: {parameters / 1e9:.2f} billion parameters", f"{step.batch} x {step.length}"]
+    words = [
+        f"{model} as {class_name}: {parameters / 1e9:.2f} billion parameters",
+        f"{step.batch} x {step.length}",
+    ]
     words.append(
         _dtype(step.dtype) + (f", autocast to {_dtype(step.autocast)}" if step.autocast else "")
     )
@@ -55,7 +60,13 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_json(model: str, step: TrainingStep, parameters: int, estimates: Sequence[Estimate]) -> str:
+def as_json(
+    model: str,
+    class_name: str,
+    step: TrainingStep,
+    parameters: int,
+    estimates: Sequence[Estimate],
+) -> str:
     """Return the same as JSON; sizes in bytes."""
     settings = {
         name: _dtype(value) if name.endswith("dtype") or name == "autocast" else value
@@ -68,6 +79,7 @@ def as_json(model: str, step: TrainingStep, parameters: int, estimates: Sequence
     ]
     found = {
         "model": model,
+        "class": class_name,
         "parameters": parameters,
         "settings": settings,
         "contenders": contenders,

@@ -18,7 +18,7 @@ from liger_patch.cli.operations import ChunkedHead, GpuOperations
 from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.layers import masked_attention, mlp
 
-IS_AUTOCAST_ENABLED = torch.is_autocast_enabled
+IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 
 
 def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[Trace, Sizes]:
@@ -63,6 +63,7 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
         stack.enter_context(masked_attention.using_results_of(masked_attention.UsedTokens()))
         # with torch 2.6, this question about the meta device is an error
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
+        stack.enter_context(_replaced(torch, "autocast", _autocast))
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
         with operations:
@@ -83,6 +84,13 @@ def _is_autocast_enabled(device_type: str | None = None) -> bool:
     if device_type == "meta":
         return False
     return IS_AUTOCAST_ENABLED() if device_type is None else IS_AUTOCAST_ENABLED(device_type)
+
+
+def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
+    """Autocast, which the meta device does not have: PEFT turns it off for experts' weights."""
+    if device_type == "meta":
+        return nullcontext()
+    return AUTOCAST(device_type, *arguments, **options)
 
 
 def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:

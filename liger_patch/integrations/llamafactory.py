@@ -30,9 +30,9 @@ def patch_model(model: Any, include_kernels: str | bool | None = None) -> Any:
     """
     if not include_kernels:
         return model
-    if include_kernels in ("auto", True):
+    names = [name.strip() for name in str(include_kernels).split(",") if name.strip()]
+    if include_kernels is True or names == ["auto"]:
         return apply_patch(model)
-    names = [name.strip() for name in str(include_kernels).split(",")]
     return apply_patch(model, layers=False if names == ["none"] else names)
 
 

@@ -34,6 +34,7 @@ from liger_patch.integrations.trl_head import (
     SUPPORTED,
     LogProbsCall,
     check_loss_is_trls,
+    is_flagged,
     trls_head,
 )
 from liger_patch.patch.forward import record_of
@@ -72,12 +73,12 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
-        is_flagged = getattr(args, "use_liger_patch", False)
-        kept = revert_for_trl(model) if is_flagged and not isinstance(model, str) else {}
+        on_kernels = is_flagged(args)
+        kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
         allowed = adapters_on_head_allowed(trl.SFTTrainer)  # pyright: ignore[reportPrivateImportUsage]
-        with allowed if is_flagged else contextlib.nullcontext():
+        with allowed if on_kernels else contextlib.nullcontext():
             super().__init__(model, args, *others, **named)
-        if is_flagged:
+        if on_kernels:
             patched: Any = self.model
             # nll weighs all tokens of a batch the same, dft does not
             same_gradient = args.loss_type == "nll"
@@ -85,11 +86,11 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
 
     @property
     def takes_loss_weights(self) -> bool:
-        return getattr(self.args, "use_liger_patch", False)
+        return is_flagged(self.args)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *others: Any) -> Any:
         columns = getattr(dataset, "column_names", None) or list(next(iter(dataset)))
-        is_weighted = getattr(args, "use_liger_patch", False) and LOSS_WEIGHTS in columns
+        is_weighted = is_flagged(args) and LOSS_WEIGHTS in columns
         if is_weighted:
             dataset = _with_joined_labels(dataset, columns)
         dataset = super()._prepare_dataset(dataset, processing_class, args, *others)

@@ -44,6 +44,18 @@ except ImportError as error:
     ) from error
 
 
+def is_flagged(args: Any) -> bool:
+    """Return ``use_liger_patch`` of a trainer's arguments; False for those that lack it.
+
+    Raises:
+        ValueError: it is no bool.
+    """
+    flag = getattr(args, "use_liger_patch", False)
+    if not isinstance(flag, bool):
+        raise ValueError(f"use_liger_patch must be True or False, got {flag!r}")
+    return flag
+
+
 class TrlsHead(NamedTuple):
     """What TRL has made of a model's ``forward``.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.integrations.trl import patch_for_log_probs, revert_for_trl
+from liger_patch.integrations.trl_head import is_flagged
 from liger_patch.patch import flags
 from liger_patch.patch.packing import IGNORE_INDEX
 
@@ -63,19 +64,18 @@ class _WithoutLogits(ABC, TransformersTrainer):
     is_encoder_decoder: bool
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
-        is_flagged = getattr(args, "use_liger_patch", False)
-        kept = revert_for_trl(model) if is_flagged and not isinstance(model, str) else {}
+        on_kernels = is_flagged(args)
+        kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
         trls: Any = super()
         trls.__init__(model, args, *others, **named)
-        if is_flagged and not self.is_encoder_decoder:
+        if on_kernels and not self.is_encoder_decoder:
             patched: Any = self.model
             patch_for_log_probs(patched, ("log_probs", "mean_logits"), **kept)
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
         """Return TRL's numbers of the chosen and the rejected answers."""
         trls: Any = super()
-        is_flagged = getattr(self.args, "use_liger_patch", False)
-        if not is_flagged or self.is_encoder_decoder or flags.return_logits() is True:
+        if not is_flagged(self.args) or self.is_encoder_decoder or flags.return_logits() is True:
             return trls.concatenated_forward(model, batch)
         trainer: Any = self
         inputs = trainer.concatenated_inputs(

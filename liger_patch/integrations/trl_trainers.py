@@ -25,6 +25,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
 from liger_patch.integrations.trl import apply_trl_patch, revert_for_trl
 from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
+from liger_patch.integrations.trl_head import is_flagged
 
 HELP = "Compute log-probabilities with liger_patch's kernels."
 MODELS = ("model", "ref_model")
@@ -87,7 +88,7 @@ class _OnKernels:
         trls = type(self).__mro__[type(self).__mro__.index(_OnKernels) + 1]
         given = inspect.signature(construct).bind(*arguments, **named).arguments
         self._options: dict[str, dict[str, Any]] | None = None
-        if not getattr(given.get("args"), "use_liger_patch", False):
+        if not is_flagged(given.get("args")):
             construct(*arguments, **named)
             return
         self._options = {

@@ -9,12 +9,11 @@ environment variable nothing changes. Interface: ``FusedLinearForPPO`` of verl 0
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.linear_log_probs import linear_log_probs
+from liger_patch.patch import flags
 
 
 class FusedLinearForPPO(nn.Module):
@@ -45,7 +44,7 @@ class FusedLinearForPPO(nn.Module):
 
 def register() -> None:
     """Put ``FusedLinearForPPO`` in the place of verl's, where LIGER_PATCH_VERL=1 asks for it."""
-    if os.environ.get("LIGER_PATCH_VERL") == "1":
+    if flags.verl():
         from verl.utils.experimental import torch_functional  # pyright: ignore[reportMissingImports]
 
         torch_functional.FusedLinearForPPO = FusedLinearForPPO

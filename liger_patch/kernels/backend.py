@@ -115,6 +115,8 @@ def check_plain_tensors(**arguments: object) -> None:
                 f"{name} must be a plain tensor, got {type(value).__name__}: pass its local or its "
                 "full tensor"
             )
+        if value.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}")
 
 
 def check_backward(name: str, *upstream: Tensor | None, advice: str = LOSS_ADVICE) -> None:

@@ -147,6 +147,8 @@ def linear_cross_entropy(
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
+    if not (hopper_kernels is None or isinstance(hopper_kernels, bool)):
+        raise ValueError(f"hopper_kernels must be True, False or None, got {hopper_kernels!r}")
     is_plain = vocab_shard is None and hopper_kernels is None
     if is_traced() and isinstance(weight, Tensor) and is_plain:
         given = hidden_states, weight, bias, low_rank, labels

@@ -1,4 +1,6 @@
-"""The environment variables, read at every forward pass; LIGER_PATCH_STRICT by ``apply_patch``."""
+"""The environment variables, read at every forward pass; LIGER_PATCH_STRICT by ``apply_patch``,
+LIGER_PATCH_VERL when verl loads its plugins.
+"""
 
 import os
 from typing import Any
@@ -13,6 +15,7 @@ _KEYS = {
         "LIGER_PATCH_VERIFY",
         "LIGER_PATCH_STRICT",
         "LIGER_PATCH_CHUNK_MIB",
+        "LIGER_PATCH_VERL",
     )
 }
 
@@ -32,6 +35,11 @@ def verify() -> bool:
 def strict() -> bool:
     """Return LIGER_PATCH_STRICT: whether ``apply_patch`` takes tested architectures only."""
     return bool(_switch("LIGER_PATCH_STRICT"))
+
+
+def verl() -> bool:
+    """Return LIGER_PATCH_VERL: whether verl's fused head is replaced."""
+    return bool(_switch("LIGER_PATCH_VERL"))
 
 
 def chunk_mib() -> float | None:

@@ -28,7 +28,7 @@ def take_weights(arguments: dict[str, Any]) -> Tensor | None:
     """Remove the weights from the arguments of a call, and return them, (B, T); None without.
 
     Raises:
-        ValueError: they are no floating-point tensor.
+        ValueError: they are no floating-point tensor, or require a gradient.
     """
     weights, bits = arguments.pop(LOSS_WEIGHTS, None), arguments.pop(WEIGHT_BITS, None)
     if bits is not None:
@@ -38,7 +38,9 @@ def take_weights(arguments: dict[str, Any]) -> Tensor | None:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(f"{LOSS_WEIGHTS} must be a floating-point tensor (B, T), got {kind}")
-    return weights.detach()
+    if weights.requires_grad:
+        raise ValueError(f"{LOSS_WEIGHTS} must not require a gradient: none is computed for them")
+    return weights
 
 
 def weights_of_targets(

@@ -16,6 +16,7 @@ from transformers import (
     CohereConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     Qwen3MoeConfig,
 )
 
@@ -331,6 +332,15 @@ def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) ->
     assert nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2.0
 
 
+def test_small_models_with_offloaded_checkpoints_have_longest_rows() -> None:
+    """Short rows of theirs stay on the GPU: the lengths that are probed do not."""
+    step = replace(STEP, length=64, checkpointing=True, checkpoint_offload=True, lora_rank=4)
+    found = estimates.estimate(LlamaConfig(**TINY), step)
+    longest = [each.longest for each in found if each.name.startswith("liger_patch")]
+    assert longest
+    assert all(each[141] > each[16] > 64 for each in longest)
+
+
 def test_a_model_with_experts() -> None:
     config = Qwen3MoeConfig(
         **TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
@@ -341,3 +351,13 @@ def test_a_model_with_experts() -> None:
     else:
         found = estimates.estimate(config, replace(STEP, length=64))
         assert [each.name for each in found][-1] == "liger_patch"
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT's own
+def test_adapters_on_experts() -> None:
+    """PEFT turns autocast off around their weights."""
+    pytest.importorskip("peft", minversion="0.21")
+    config = MixtralConfig(**TINY, num_local_experts=2, num_experts_per_tok=1)
+    found = estimates.estimate(config, replace(STEP, length=64, lora_rank=4))
+    assert [each.name for each in found][-1] == "liger_patch"
+    assert found[-1].peak < found[0].peak

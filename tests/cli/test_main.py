@@ -93,9 +93,21 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", str(tmp_path)])
-    assert "MODEL must be a model that generates text, got model_type 'vit'" in (
-        capsys.readouterr().err
-    )
+    printed = capsys.readouterr().err
+    assert "MODEL must be a decoder that generates text" in printed
+    assert "got model_type 'vit'" in printed
+
+
+def test_the_class_that_is_estimated_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A config of a classifier is estimated as the causal model of its type."""
+    classifier = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = classifier | sizes | {"num_attention_heads": 4, "vocab_size": 131}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
+    assert f"{tmp_path} as LlamaForCausalLM: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

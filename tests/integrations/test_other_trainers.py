@@ -165,7 +165,8 @@ class KernelPlugin:
         (False, None),
         ("auto", {"rms_norm", "rotary", "attention", "gated"}),
         (True, {"rms_norm", "rotary", "attention", "gated"}),
-        ("rms_norm, gated", {"rms_norm", "gated"}),
+        (" auto ", {"rms_norm", "rotary", "attention", "gated"}),
+        ("rms_norm, gated, ", {"rms_norm", "gated"}),
         ("none", set()),
     ],
 )
@@ -205,6 +206,14 @@ def test_swifts_callback(load: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model, callbacks=[make_callback(None, None)])
     trainer.train()
     assert patch_status(model).fused
+
+
+def test_another_value_of_verls_flag_is_an_error(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERL", "yes")
+    with pytest.raises(ValueError, match="LIGER_PATCH_VERL must be 0, 1 or unset, got 'yes'"):
+        load("verl", "verl.utils.experimental.torch_functional", FusedLinearForPPO=None)
 
 
 @pytest.mark.parametrize("asked", ["", "1"])

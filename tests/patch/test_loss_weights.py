@@ -104,11 +104,12 @@ def test_weights_of_zero_give_zero() -> None:
         (torch.ones(9), r"the shape of the labels \(2, 9\), got \(9,\)"),
         (torch.ones(2, 9, dtype=torch.int64), r"a floating-point tensor .*got torch\.int64"),
         ([[1.0] * 9] * 2, "a floating-point tensor .*got list"),
+        (torch.ones(2, 9, requires_grad=True), "a gradient: none is computed"),
     ],
 )
 def test_weights_that_do_not_fit_are_an_error(weights: Any, message: str) -> None:
     model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
-    with pytest.raises(ValueError, match=f"loss_weights must (be|have) {message}"):
+    with pytest.raises(ValueError, match=f"loss_weights must (be|have|not require) {message}"):
         call(model, batch, loss_weights=weights)
 
 

@@ -162,8 +162,12 @@ def checked_inputs(
     hidden_size = hidden_states.shape[1]
     is_matrix = len(weight.shape) == 2 and weight.shape[1] == hidden_size
     if not is_matrix or not (weight.shape[0] or shard is not None):  # a shard may have no rows
-        raise ValueError(f"weight must have shape (V, {hidden_size}), got {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must have shape (V, {hidden_size}) with V >= 1, got {tuple(weight.shape)}"
+        )
     if shard is not None:
+        if not isinstance(shard, VocabShard):
+            raise ValueError(f"vocab_shard must be a VocabShard or None, got {shard!r}")
         shard.check(weight.shape[0])
     vocab_size, device = weight.shape[0], hidden_states.device
     if bias is not None and tuple(bias.shape) != (vocab_size,):

@@ -440,3 +440,15 @@ def test_what_is_saved_is_trls(tmp_path: Path) -> None:
     expected = trainer.model.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig"])
+def test_a_flag_that_is_no_bool_is_an_error(config: str, tmp_path: Path) -> None:
+    from liger_patch.integrations import trl as sft
+    from liger_patch.integrations import trl_trainers as others
+
+    module: Any = sft if config == "SFTConfig" else others
+    trainer = getattr(module, config.replace("Config", "Trainer"))
+    args = getattr(module, config)(output_dir=str(tmp_path), use_liger_patch="false", use_cpu=True)
+    with pytest.raises(ValueError, match="use_liger_patch must be True or False, got 'false'"):
+        trainer(make_model(), args=args, train_dataset=[])
