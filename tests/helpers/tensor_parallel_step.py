@@ -150,8 +150,8 @@ def distributed(arguments: argparse.Namespace) -> Any:
 def has_sharded_head(model: Any, style: str) -> bool:
     """Return whether each rank has its own rows; plans of Transformers 5.0 leave the head whole."""
     sharded = isinstance(model.get_output_embeddings().weight, DTensor)
-    plans_of_all = Version(transformers.__version__) >= Version("5.17")
-    assert sharded or (style == "transformers" and not plans_of_all), "the head is not sharded"
+    is_old = Version(transformers.__version__) < Version("5.17")
+    assert sharded or (is_old and style == "transformers"), "the head is not sharded"
     return sharded
 
 

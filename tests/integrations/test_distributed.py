@@ -140,18 +140,21 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
     run("sharded_checkpoints.py", str(tmp_path), *engines)
 
 
-@fully_shard
-def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
+def skip_without_own_sharding() -> None:
     if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
         pytest.skip("this Transformers shards nothing itself")
+
+
+@fully_shard
+def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
+    skip_without_own_sharding()
     steps(tmp_path, "transformers_fsdp --layers")
 
 
 @fully_shard
 def test_fsdp2_and_tensor_parallel_of_transformers_own(tmp_path: Path) -> None:
     """Two times two processes."""
-    if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
-        pytest.skip("this Transformers shards nothing itself")
+    skip_without_own_sharding()
     steps(tmp_path, "transformers_fsdp_tp --layers --alone", processes=4)
 
 

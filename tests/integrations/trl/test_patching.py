@@ -1,11 +1,9 @@
-"""How models with TRL's head are patched: the flag, apply_trl_patch, what it refuses, the way back,
-models that are trained again, copied or saved.
+"""How models with TRL's head are patched: the flag, apply_trl_patch, what it refuses, the way
+back.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exactness import assert_no_worse
 from tiny_models import tiny_batch
-from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
+from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
-from training_step import Step, joined, widened
+from training_step import widened
 from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
@@ -28,7 +25,6 @@ from trl_models import (
     assert_fused,
     assert_same,
     call,
-    in_float64,
     lora,
     make_model,
     sft_trainer,
@@ -103,6 +99,18 @@ def test_a_parser_reads_the_flag(tmp_path: Path) -> None:
         assert type(config) is SFTConfig
         assert config.use_liger_patch is flag, arguments
         assert config.to_dict()["use_liger_patch"] is flag
+
+
+@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig"])
+def test_a_flag_that_is_no_bool_is_an_error(config: str, tmp_path: Path) -> None:
+    from liger_patch.integrations import trl as sft
+    from liger_patch.integrations import trl_trainers as others
+
+    module: Any = sft if config == "SFTConfig" else others
+    trainer = getattr(module, config.replace("Config", "Trainer"))
+    args = getattr(module, config)(output_dir=str(tmp_path), use_liger_patch="false", use_cpu=True)
+    with pytest.raises(ValueError, match="use_liger_patch must be True or False, got 'false'"):
+        trainer(make_model(), args=args, train_dataset=[])
 
 
 def test_the_flag_takes_a_checkpoint_by_its_name(tmp_path: Path) -> None:
@@ -308,147 +316,3 @@ def test_a_reverted_model_is_trls_again() -> None:
     assert is_trls(model)
     assert_bitwise(call(model, batch), trls)
     assert torch.equal(model(**batch).loss, loss_before)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_trained_model_can_be_reverted(bf16: bool, tmp_path: Path) -> None:
-    trainer = sft_trainer(make_model(), tmp_path, True, bf16=bf16, max_steps=1)
-    model, batch = trainer.model, tiny_batch(trainer.model)
-    trainer.train()
-    revert_patch(model)
-    assert not patch_status(model).patched
-    trls = with_head(make_model(), ("log_probs", "entropy", "is_top1"))
-    trls.load_state_dict(model.state_dict())
-    assert_bitwise(call(model, batch), call(trls, batch))
-
-
-def sft_again(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
-    return sft_trainer(model, folder, patch, bf16=bf16)
-
-
-def dpo(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
-    import trl
-
-    samples = preferences()
-    trainer = trl.DPOTrainer(
-        model=model,
-        ref_model=make_model(dtype=model.dtype, seed=1),
-        args=trl.DPOConfig(str(folder), **{**DEFAULTS, "bf16": bf16}),
-        train_dataset=samples,
-        eval_dataset=samples,
-        processing_class=tiny_tokenizer(),
-    )
-    if patch:
-        apply_trl_patch(trainer.model)
-        apply_trl_patch(trainer.ref_model)
-    return trainer
-
-
-def transformers_trainer(
-    model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool
-) -> Any:
-    if patch:
-        apply_patch(model)
-    batch = tiny_batch(model)
-    samples = [{name: value[i] for name, value in batch.items()} for i in range(2)]
-    config = transformers.TrainingArguments(str(folder), **{**DEFAULTS, "bf16": bf16})
-    return transformers.Trainer(model, config, train_dataset=samples)
-
-
-def as_it_is(model: PreTrainedModel) -> None:
-    """SFTTrainer takes its patch back."""
-
-
-@pytest.mark.parametrize(
-    ("first", "between", "second", "bf16"),
-    [
-        (sft_again, as_it_is, sft_again, False),
-        # accelerate's autocast stays on the model
-        (sft_again, as_it_is, sft_again, True),
-        (sft_again, revert_patch, sft_again, True),
-        (sft_again, revert_patch, dpo, True),
-        (transformers_trainer, as_it_is, sft_again, True),
-    ],
-)
-def test_one_model_goes_through_two_trainers(
-    first: Callable[..., Any],
-    between: Callable[..., Any],
-    second: Callable[..., Any],
-    bf16: bool,
-    tmp_path: Path,
-) -> None:
-    def train_twice(model: PreTrainedModel, patch: bool | None, bf16: bool) -> Step:
-        wide = model.dtype == torch.float64
-        with in_float64() if wide else contextlib.nullcontext():
-            first(model, tmp_path, patch, bf16).train()
-        if patch:
-            between(model)
-        results = train(second(model, tmp_path, patch, bf16))
-        return {name: value for name, value in results.items() if "accurac" not in name}
-
-    truth = train_twice(widened(make_model()), None, False)
-    trls = train_twice(make_model(), None, bf16)
-    model = make_model()
-    with trls_calls() as calls:
-        ours = train_twice(model, True, bf16)
-    assert calls == []
-    assert_fused(model)
-    truth, trls, ours = joined(truth, trls, ours)
-    assert_no_worse(ours, trls, truth, torch.bfloat16 if bf16 else torch.float32)
-    assert model(**tiny_batch(model)).loss.isfinite()
-    assert model.generate(torch.tensor([[9, 10]]), max_new_tokens=2).shape == (1, 4)
-
-
-# Copies and checkpoints
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_a_copy_computes_with_its_own_weights(labels: bool) -> None:
-    model = apply_trl_patch(with_head(make_model("gemma2")))
-    batch = tiny_batch(model)
-    before = call(model, batch)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter *= 0.5
-    expected = apply_trl_patch(with_head(make_model("gemma2")))
-    expected.load_state_dict(copied.state_dict())
-    assert_bitwise(call(copied, batch), call(expected, batch))
-    inputs = batch if labels else {k: v for k, v in batch.items() if k != "labels"}
-    outputs, expected_outputs = copied(**inputs), expected(**inputs)
-    assert torch.equal(outputs.logits, expected_outputs.logits)
-    if labels:
-        assert torch.equal(outputs.loss, expected_outputs.loss)
-    assert_fused(copied)
-    assert_bitwise(call(model, batch), before)
-    revert_patch(copied)
-    assert_fused(model)
-    trls = with_head(make_model("gemma2"))
-    trls.load_state_dict(copied.state_dict())
-    assert_bitwise(call(copied, batch), call(trls, batch))
-
-
-def test_what_is_saved_is_trls(tmp_path: Path) -> None:
-    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    own_class = getattr(transformers, ROWS["gemma2"].class_name)
-    loaded = own_class.from_pretrained(tmp_path / "saved")
-    assert type(loaded) is own_class
-    assert loaded.config.architectures == [own_class.__name__]
-    assert not patch_status(loaded).patched
-    expected = trainer.model.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig"])
-def test_a_flag_that_is_no_bool_is_an_error(config: str, tmp_path: Path) -> None:
-    from liger_patch.integrations import trl as sft
-    from liger_patch.integrations import trl_trainers as others
-
-    module: Any = sft if config == "SFTConfig" else others
-    trainer = getattr(module, config.replace("Config", "Trainer"))
-    args = getattr(module, config)(output_dir=str(tmp_path), use_liger_patch="false", use_cpu=True)
-    with pytest.raises(ValueError, match="use_liger_patch must be True or False, got 'false'"):
-        trainer(make_model(), args=args, train_dataset=[])
