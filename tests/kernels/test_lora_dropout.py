@@ -1,0 +1,157 @@
+"""Dropout of linear layers with LoRA adapters: a mask for each projection, drawn again in the
+backward pass.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from lora_checks import (
+    EVERYTHING,
+    WANTED,
+    WAYS,
+    check,
+    projection,
+    results,
+)
+from lora_inputs import HIDDEN, linears_inputs
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_patch.kernels.lora.linears import lora_linears
+from liger_patch.kernels.lora.projection import LoraProjection
+
+
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
+def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.device) -> None:
+    """Each projection its own. The masks are read from adapters that only copy x: after the same
+    seed, they are drawn alike.
+    """
+    dtype, adapters, autocast = WAYS[way]
+    rates = 0.25, 0.5, 0.75
+    x, parts = linears_inputs(device, way, (40, 30, HIDDEN))
+    parts = [part._replace(dropout=rate) for part, rate in zip(parts, rates, strict=True)]
+    copy = torch.eye(HIDDEN, device=device)
+    copies = [
+        LoraProjection(torch.zeros_like(copy, dtype=dtype), None, *[copy.to(adapters)] * 2, 1.0, p)
+        for p in rates
+    ]
+
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        masks = [y != 0 for y in seeded(torch.ones_like(x), copies)]
+    for mask, rate in zip(masks, rates, strict=True):
+        deviations = (mask.double().mean().item() - (1 - rate)) / (
+            rate * (1 - rate) / mask.numel()
+        ) ** 0.5
+        assert abs(deviations) < 5
+    both = (masks[0] & masks[1]).double().mean().item()
+    assert abs(both - 0.75 * 0.5) < 5 * (0.25 / masks[0].numel()) ** 0.5  # independent
+
+    def dropped(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
+        ys = []
+        for part, mask in zip(parts, masks, strict=True):
+            y = linear(x, part.weight, part.bias)
+            seen = x.to(part.a.dtype) * mask * (1.0 / (1.0 - part.dropout))
+            ys.append((y + linear(linear(seen, part.a), part.b) * part.scaling).to(y.dtype))
+        return tuple(ys)
+
+    check(seeded, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
+
+
+def test_dropout_of_some_projections(device: torch.device) -> None:
+    """Those without draw no mask: theirs are the numbers of no dropout at all."""
+    x, parts = linears_inputs(device)
+    expected = results(lora_linears, x, parts)
+    parts[1] = parts[1]._replace(dropout=0.5)
+    ours = results(lora_linears, x, parts)
+    names = [name for name in expected if name in ("y 0", "y 2") or name[0] in "02"]
+    chosen, same = ({name: run[name] for name in names} for run in (ours, expected))
+    assert_no_worse(chosen, same, same, torch.float32)
+    assert not torch.allclose(ours["y 1"], expected["y 1"])
+
+
+def seeded(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
+    torch.manual_seed(7)
+    return lora_linears(x, parts)
+
+
+@pytest.mark.parametrize("way", ["float64", "float16"])
+def test_dropout_of_any_strides(way: str, device: torch.device) -> None:
+    """Of x and of A: the same features are dropped."""
+    x, parts = linears_inputs(device, way, (70, 2 * HIDDEN), dropout=0.5)
+    others = [part._replace(a=part.a.t().contiguous().t()) for part in parts]
+    expected = results(seeded, x[:, ::2].contiguous(), parts)
+    ours = results(seeded, x[:, ::2], others)
+    assert_no_worse(ours, expected, expected, torch.float32 if way == "float64" else x.dtype)
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("way", ["float32", "float16"])
+def test_the_gradients_that_are_wanted_with_dropout(
+    way: str, wanted: str, device: torch.device
+) -> None:
+    """Are those that there are where all are wanted."""
+    x, parts = linears_inputs(device, way, dropout=0.5)
+    expected = results(seeded, x, parts, wanted=EVERYTHING)
+    ours = results(seeded, x, parts, wanted=wanted)
+    for name, value in ours.items():
+        is_wanted = name[0] == "y" or re.fullmatch(wanted, name) is not None
+        assert (value is not None) == is_wanted, name
+        if value is not None:
+            assert_no_worse({"": value}, {"": expected[name]}, {"": expected[name]}, x.dtype)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("rank", [1, 16, 20, 64])
+@pytest.mark.parametrize("tokens", [64, 150, 5])
+def test_dropout_kernels_of_several_programs(
+    tokens: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both directions, in tiles that are full and that are not: linear in x, so the gradient of
+    x is the mask's own.
+    """
+    dropout = pytest.importorskip("liger_patch.kernels.triton.dropout")
+    monkeypatch.setattr(dropout, "PROGRAM_ROWS", 64)
+    hidden_size, rate = 70, 0.25
+    x = torch.randn(tokens, hidden_size).half()
+    base = torch.zeros(hidden_size, hidden_size).half()
+    copied = torch.eye(hidden_size).half()
+    # 70 features are copied by two adapters, as no tile holds a rank of 70
+    parts = [projection(33, hidden_size, rank, dtype=torch.float16, dropout=rate)]
+    halves = [
+        LoraProjection(base, None, copied[half], copied[:, half], 1.0, rate)
+        for half in (slice(0, 35), slice(35, 70))
+    ]
+    masks = []
+    for half in halves:  # each the first to draw after the seed
+        (y,) = seeded(torch.ones_like(x), [half])
+        masks.append(y)
+    mask = sum(masks) != 0
+
+    def dropped(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
+        (part,) = parts
+        seen = x * mask * (1.0 / (1.0 - rate))
+        return (linear(x, part.weight) + linear(linear(seen, part.a), part.b) * part.scaling,)
+
+    check(seeded, dropped, x, parts, wanted=EVERYTHING)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointing_gives_the_same_numbers(
+    dropout: float, reentrant: bool, device: torch.device
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, parts = linears_inputs(device, "float16", dropout=dropout)
+
+    def checkpointed(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        return checkpoint(lora_linears, x, parts, use_reentrant=reentrant)
+
+    ours, expected = (results(layer, x, parts, wanted="x") for layer in (checkpointed, seeded))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
