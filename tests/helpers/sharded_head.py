@@ -118,9 +118,11 @@ def hold(inputs: dict[str, Tensor], labels: Tensor, **how: Any) -> None:
 
 def check_losses() -> None:
     """Every option in every dtype, with a bias and an adapter, in several chunks."""
+    tokens = 12 if device.type == "cuda" else 8  # with few, eager's error in a bias is luck
     for dtype in LOW_DTYPES:
         rank = 3 if dtype == torch.float32 else 0
-        inputs, labels = linear_inputs(dtype, device, 8, bias=dtype != torch.float16, rank=rank)
+        shape = (dtype, device, tokens)
+        inputs, labels = linear_inputs(*shape, bias=dtype != torch.float16, rank=rank)
         for options in OPTIONS.values():
             few_rows = chunk_mib(3, 66, dtype)
             hold(inputs, labels, chunk_mib=few_rows, **filled(options, len(labels), 131, device))

@@ -107,9 +107,10 @@ def test_a_configuration_says_what_starts_it(path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_split_sequences_on_gpus(tmp_path: Path) -> None:
-    """With PyTorch's ring attention, which has kernels for GPUs alone."""
-    run("sequence_trainer.py", str(tmp_path), "cuda", "context --layers --bf16", "ulysses --layers")
+@pytest.mark.parametrize("case", ["context --layers --bf16", "ulysses --layers"])
+def test_split_sequences_on_gpus(case: str, tmp_path: Path) -> None:
+    """With PyTorch's ring attention, which has kernels for GPUs alone, and stays in its process."""
+    run("sequence_trainer.py", str(tmp_path), "cuda", case)
 
 
 @pytest.mark.slow
