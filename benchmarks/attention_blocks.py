@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 8192  # tokens
+# of the queries of one call. With more, the backward pass of PyTorch 2.11's flash attention gives
+# wrong gradients of queries and keys on an H200 (flash-attention's pull request 2260 mends one such
+# overflow of 32 bits)
+MOST_NUMBERS = 2**31
 
 
 def install(longest_whole: int, block: int = BLOCK) -> None:
@@ -20,9 +24,21 @@ def install(longest_whole: int, block: int = BLOCK) -> None:
 
     Blocks become sequences of a batch: a view, where a token's heads lie side by side as they do
     behind a projection, else a copy. What attention keeps and allocates for a row is as much as
-    before.
+    before, but where it takes more than one call.
     """
     whole = torch.nn.functional.scaled_dot_product_attention
+
+    def within_blocks(
+        query: Tensor,  # (B, num_heads, T, D)
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return (B, T, num_heads, D)."""
+        parts = (_blocks(each, block) for each in (query, key, value))
+        y = whole(*parts, None, dropout_p, True, **options)
+        return y.transpose(1, 2).reshape(len(query), -1, y.shape[1], y.shape[3])
 
     def attention(
         query: Tensor,  # (B, num_heads, T, D)
@@ -37,10 +53,12 @@ def install(longest_whole: int, block: int = BLOCK) -> None:
         is_long = tokens > longest_whole and tokens % block == 0
         if not is_long or attn_mask is not None or not is_causal or key.shape[-2] != tokens:
             return whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        parts = (_blocks(each, block) for each in (query, key, value))
-        y = whole(*parts, None, dropout_p, True, **options)
-        rows = y.transpose(1, 2).reshape(len(query), tokens, y.shape[1], y.shape[3])
-        return rows.transpose(1, 2)
+        step = block * max(1, MOST_NUMBERS // (block * (query.numel() // tokens)))
+        parts = []
+        for start in range(0, tokens, step):
+            q, k, v = (each[:, :, start : start + step] for each in (query, key, value))
+            parts.append(within_blocks(q, k, v, dropout_p, options))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
     torch.nn.functional.scaled_dot_product_attention = attention
 

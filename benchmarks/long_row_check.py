@@ -59,6 +59,7 @@ class Check:
         all_blocks: tokens of the row of which all blocks are compared.
         block: tokens that attend to each other.
         checkpoint_every: of how many layers the patched model keeps one input.
+        host_gib: of host memory for these inputs; None for what is available.
     """
 
     model: Model = MODEL
@@ -67,6 +68,7 @@ class Check:
     block: int = attention_blocks.BLOCK
     device: str = "cuda"
     checkpoint_every: int = 1
+    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 3), ("all_blocks", 1)):
@@ -174,8 +176,11 @@ def _row(tokens: int, what: str, error: float, eager_error: float, more: float =
 def _patched(check: Check) -> tuple[Found, list[dict]]:
     """Train the patched model on both rows; a row each says loss, time and memory."""
     model, rows = _built(check), []
-    offload = {"checkpoint_offload": True, "checkpoint_every": check.checkpoint_every}
-    apply_patch(model, **offload if check.device == "cuda" else {})
+    if check.device == "cuda":
+        offload = check.host_gib or True
+        apply_patch(model, checkpoint_offload=offload, checkpoint_every=check.checkpoint_every)
+    else:
+        apply_patch(model)
     results = []
     for tokens, starts in (
         (check.all_blocks, check.every()),
@@ -308,7 +313,7 @@ def cases(options: argparse.Namespace) -> Cases:
     """Return the one check that the options describe."""
     check = TINY if options.device == "cpu" else Check()
     given = {"tokens": options.tokens, "all_blocks": options.all_blocks}
-    given["checkpoint_every"] = options.checkpoint_every
+    given |= {"checkpoint_every": options.checkpoint_every, "host_gib": options.host_gib}
     check = replace(check, **{name: value for name, value in given.items() if value is not None})
     return {"long_row_check": [partial(run_check, check)]}
 
@@ -324,6 +329,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--all-blocks", type=int, help="tokens of the row compared in full (default: 65536)")
     add("--checkpoint-every", type=int, default=1, metavar="LAYERS",
         help="of how many layers one input is kept, for less host memory (default: 1)")  # fmt: skip
+    add("--host-gib", type=float, metavar="GIB",
+        help="of host memory for these inputs (default: what is available)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, blocks of 16 tokens")
 
 

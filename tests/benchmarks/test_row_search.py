@@ -285,8 +285,16 @@ def whole_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tens
     return whole
 
 
+@pytest.mark.parametrize("blocks_of_a_call", [1, 2, 3])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_long_rows_attend_within_blocks(whole_attention: Callable[..., torch.Tensor], batch: int):
+def test_long_rows_attend_within_blocks(
+    whole_attention: Callable[..., torch.Tensor],
+    batch: int,
+    blocks_of_a_call: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    most = 4 * batch * 4 * 6 * blocks_of_a_call
+    monkeypatch.setattr(attention_blocks, "MOST_NUMBERS", most)
     attention_blocks.install(8, block=4)
     attention = torch.nn.functional.scaled_dot_product_attention
     q = torch.randn(batch, 4, 12, 6)
