@@ -49,6 +49,7 @@ NORMS = {  # of the classes that are not like Llama's
     "DeepseekV4UnweightedRMSNorm": Norm("eps"),
     "FalconMambaWeightlessRMSNorm": Norm("eps", scales=False),
     "FlexOlmoRMSNorm": OLMO_NORM,
+    "FlintRMSNorm": OLMO_NORM,
     "Gemma2RMSNorm": GEMMA_NORM,
     "Gemma3RMSNorm": GEMMA_NORM,
     "Gemma3nRMSNorm": UNSHIFTED_GEMMA_NORM,
@@ -84,6 +85,7 @@ NORMS = {  # of the classes that are not like Llama's
     "T5LayerNorm": T5_NORM,
     "UMT5LayerNorm": T5_NORM,
     "VaultGemmaRMSNorm": GEMMA_NORM,
+    "xLSTMRMSNorm": Norm("eps", promotes=True),
 }
 
 

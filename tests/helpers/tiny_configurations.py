@@ -136,6 +136,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
     "final_logit_softcapping": 3.0,
     "logits_soft_cap": 3.0,
+    "output_logit_soft_cap": 3.0,
     "logits_scaling": 4.0,
     "logit_scale": 0.5,
 }
@@ -249,4 +250,51 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "t5": {"decoder_start_token_id": BOS},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    # Its cache reads a number of layers that is no field. Hashes of bytes have 500,002 embeddings.
+    "blt": {"encoder_hash_byte_group_vocab": 50, "num_hidden_layers": 2},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
+    # Full-attention layers do not rotate. The scale of the logits has no default.
+    "cohere_compass_text": {
+        "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": MROPE, "full_attention": None},
+    },
+    # Its sub-configs have no model_type. The forward reads two values that have no default. In
+    # Transformers 5.0, experts are as wide as the model.
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2},
+    },
+    # Sliding layers have sizes of their own.
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 24,
+        "swa_head_dim": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    # The first two layers have no experts by default.
+    "flint": {"mlp_only_layers": [0]},
+    # Axial positions take rows of one length. Dropout takes another random seed in each call.
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
+    # Its states have multiples of 64 features. Its cache overwrites what the backward pass reads.
+    "xlstm": {"qk_dim_factor": 2.0, "v_dim_factor": 2.0, "use_cache": False},
+    # Two layers share an attention. Transformers 5.0 wants kernels unless told otherwise.
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "use_mamba_kernels": False,
+    },
 }

@@ -22,11 +22,18 @@ ROUNDING = 1e-12  # in float64
 ROUNDING_OF_OTHERS = 0.02  # in bfloat16 too
 
 # Transformers 5.0 collects no router logits, or other tensors, for these and fails on their loss.
-FAIL_ON_ROUTERS = ("granitemoe", "granitemoeshared", "qwen3_next", "qwen3_omni_moe_thinker")
+FAIL_ON_ROUTERS = (
+    "dbrx",
+    "granitemoe",
+    "granitemoeshared",
+    "qwen3_next",
+    "qwen3_omni_moe_thinker",
+)
 
 
 class Float64(TorchFunctionMode):
-    """A float64 model stays in float64 where its code, or Transformers' loss, casts to float32.
+    """A float64 model stays in float64 where its code, or Transformers' loss, casts to float32, or
+    fills a tensor without saying in which dtype.
 
     So the loss that a model computes within this context is the truth, auxiliary losses included.
     """
@@ -35,6 +42,8 @@ class Float64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float:
             return args[0] if args[0].dtype == torch.float64 else args[0].double()
+        if func is torch.full and any(isinstance(e, float) for e in (*args, *kwargs.values())):
+            kwargs.setdefault("dtype", torch.float64)
         if func is not Tensor.view:  # the same bits as another dtype
             args = [torch.float64 if each is torch.float32 else each for each in args]
             kwargs = {n: torch.float64 if v is torch.float32 else v for n, v in kwargs.items()}
