@@ -54,10 +54,10 @@ def install(longest_whole: int, block: int = BLOCK) -> None:
         if not is_long or attn_mask is not None or not is_causal or key.shape[-2] != tokens:
             return whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
         step = block * max(1, MOST_NUMBERS // (block * (query.numel() // tokens)))
-        parts = []
-        for start in range(0, tokens, step):
-            q, k, v = (each[:, :, start : start + step] for each in (query, key, value))
-            parts.append(within_blocks(q, k, v, dropout_p, options))
+        split = (
+            each.split(step, 2) for each in (query, key, value)
+        )  # slices' gradients are padded
+        parts = [within_blocks(*each, dropout_p, options) for each in zip(*split, strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
     torch.nn.functional.scaled_dot_product_attention = attention

@@ -5,7 +5,7 @@
     python -m benchmarks long_row_check --device cpu       tiny
 
 One row through a model of Llama-3.1-8B's shape: random weights, QLoRA (nf4, r=16), gradient
-checkpointing, apply_patch with checkpoint_offload=True. As in ``longest_row``, it attends within
+checkpointing with offloaded checkpoints. As in ``longest_row``, it attends within
 blocks of 8192 tokens. So an unpatched model (eager) computes the same block by block, given each
 block's positions, the label behind it, and the number of labels in the row.
 
@@ -39,7 +39,7 @@ from . import attention_blocks
 from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
 from .longest_report import terminal_check_table
-from .longest_row import MODELS
+from .longest_row import MODELS, positive_gib
 from .lora_contenders import LORA, OFFLOADED, autocast_loss, fill_adapters
 from .measure import MIB, relative_error, release_memory
 from .models import Model
@@ -328,9 +328,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, help="of the long row, a multiple of 8192 (default: 1007616)")
     add("--all-blocks", type=int, help="tokens of the row compared in full (default: 65536)")
     add("--checkpoint-every", type=int, default=1, metavar="LAYERS",
-        help="of how many layers one input is kept, for less host memory (default: 1)")  # fmt: skip
-    add("--host-gib", type=float, metavar="GIB",
-        help="of host memory for these inputs (default: what is available)")  # fmt: skip
+        help="of how many layers one input is kept, on a GPU (default: 1)")  # fmt: skip
+    add("--host-gib", type=positive_gib, metavar="GIB",
+        help="of host memory for these inputs, on a GPU (default: what is available)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, blocks of 16 tokens")
 
 

@@ -20,7 +20,8 @@ too much is killed. Ours beyond it stay on the GPU, as with apply_patch(checkpoi
 rows that would take Unsloth more are not tried.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
-attention would take minutes a step there. Attention allocates as much as before.
+attention would take minutes a step there. Attention allocates as much as before,
+but where it takes several calls.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _checked(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> float:
+def positive_gib(text: str) -> float:
     gib = float(text)
     if not 0 < gib < math.inf:
         raise argparse.ArgumentTypeError(f"--host-gib must be GiB > 0, got {text!r}")
@@ -277,7 +278,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host-gib",
-        type=_positive,
+        type=positive_gib,
         help="of host memory, for offloaded checkpoints (default: any)",
     )
     parser.add_argument(

@@ -145,7 +145,7 @@ def longest_summary(report: dict) -> str:
 def long_row_check_table(report: dict) -> str:
     note = (
         " (autocast): one row through the whole model with random weights, QLoRA with adapters of "
-        "rank 16 in float32, gradient checkpointing, checkpoint_offload=True, attention within "
+        "rank 16 in float32, gradient checkpointing, offloaded checkpoints, attention within "
         "blocks of 8192 tokens, {command}. Errors by norm, against the blocks one by one in "
         "float32; eager computes the same blocks. A gradient may have twice eager's error."
     )

@@ -68,11 +68,6 @@ def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
     return lambda: table(*(read(RESULTS / name) for name in names))
 
 
-def if_measured(table: Callable[[dict], str], name: str) -> Callable[[], str]:
-    """The table of a report that may not be there: then nothing."""
-    return lambda: table(read(RESULTS / name)) if (RESULTS / name).exists() else ""
-
-
 README = Path(__file__).parents[1] / "README.md"
 INDEX = DOCS / "index.md"
 PERFORMANCE, DISTRIBUTED = DOCS / "performance.md", DOCS / "distributed.md"
@@ -107,11 +102,11 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
         DOCS / "lora.md",
         of_results(convergence_table, "convergence_adapters.json"),
     ),
-    "longest_summary": (README, if_measured(longest_summary, "longest_row.json")),
-    "longest_rows": (DOCS / "memory.md", if_measured(longest_rows_table, "longest_row.json")),
+    "longest_summary": (README, of_results(longest_summary, "longest_row.json")),
+    "longest_rows": (DOCS / "memory.md", of_results(longest_rows_table, "longest_row.json")),
     "long_row_check": (
         DOCS / "memory.md",
-        if_measured(long_row_check_table, "long_row_check.json"),
+        of_results(long_row_check_table, "long_row_check.json"),
     ),
     "support_trainers": (INDEX, trainers_table),
     "support_engines": (INDEX, engines_table),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 256 * 2**20  # bounds the temporary tensors of reading a mask
+MOST_NUMBERS = 2**31  # of queries: with more, PyTorch 2.11's flash attention gave wrong gradients
 
 
 class Segments(NamedTuple):
@@ -118,6 +119,8 @@ def serves_flash_attention(
     if not query.is_cuda or torch.version.hip is not None:
         return False
     if query.shape[-1] % 8:  # SDPA would pad them
+        return False
+    if query.numel() > MOST_NUMBERS:
         return False
     cuda = torch.backends.cuda
     is_grouped = query.shape[1] != key.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def test_the_gradients_of_a_row_are_those_of_its_blocks(tmp_path: Path, capsys):
     table = terminal_check_table(rows)
     assert table in capsys.readouterr().out
     assert "160     gradient of the embeddings, 80 to 95 " in table
+
+
+def test_options_reach_the_check():
+    given = argparse.Namespace(device="cuda", tokens=None, all_blocks=24576)
+    given.checkpoint_every, given.host_gib = 2, 150.0
+    (run,) = long_row_check.cases(given)["long_row_check"]
+    assert run.args == (Check(all_blocks=24576, checkpoint_every=2, host_gib=150.0),)
 
 
 def test_a_row_that_attends_beyond_its_blocks_is_found(monkeypatch: pytest.MonkeyPatch):

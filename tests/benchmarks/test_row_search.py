@@ -295,6 +295,13 @@ def test_long_rows_attend_within_blocks(
 ):
     most = 4 * batch * 4 * 6 * blocks_of_a_call
     monkeypatch.setattr(attention_blocks, "MOST_NUMBERS", most)
+    asked: list[int] = []
+
+    def counted(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        asked.append(query.numel())
+        return whole_attention(query, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     attention_blocks.install(8, block=4)
     attention = torch.nn.functional.scaled_dot_product_attention
     q = torch.randn(batch, 4, 12, 6)
@@ -305,6 +312,8 @@ def test_long_rows_attend_within_blocks(
         for i in range(0, 12, 4)
     ]
     torch.testing.assert_close(attention(q, k, v, **how), torch.cat(blocks, 2))
+    assert max(asked) == most
+    assert sum(asked) == q.numel()
     short = [each[:, :, :8] for each in (q, k, v)]
     assert torch.equal(attention(*short, **how), whole_attention(*short, **how))
     mask = torch.ones(12, 12, dtype=torch.bool).tril()

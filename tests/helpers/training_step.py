@@ -33,7 +33,7 @@ FAIL_ON_ROUTERS = (
 
 class Float64(TorchFunctionMode):
     """A float64 model stays in float64 where its code, or Transformers' loss, casts to float32, or
-    fills a tensor without saying in which dtype.
+    fills one with a float (``torch.full``) without a dtype.
 
     So the loss that a model computes within this context is the truth, auxiliary losses included.
     """

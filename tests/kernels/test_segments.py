@@ -270,6 +270,16 @@ def test_flash_attention_does_not_serve_other_sizes(features: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("most", "serves"), [(1023, False), (1024, True)])
+def test_flash_attention_serves_so_many_numbers(
+    most: int, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "MOST_NUMBERS", most)
+    states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")] * 3
+    assert serves_flash_attention(states[0], states[1], states[2]) == serves
+
+
+@pytest.mark.gpu
 def test_reading_a_long_mask_takes_no_copy_of_it() -> None:
     tokens = 32768
     mask = torch.ones(1, tokens, tokens, dtype=torch.bool, device="cuda").tril()  # 1 GiB
