@@ -43,10 +43,17 @@ def _rotate_heads_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tens
 
 
 def _rotate_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate x (T, num_heads, D), the patches of all images, by tables (T, D) (Qwen2-VL)."""
-    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-    q, k = rotary(q, k, cos[None], sin[None], dtype=q.dtype)
-    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+    """Rotate x (T, num_heads, D), the patches of all images, by tables (T, D) (Qwen2-VL), or
+    x (B, T, num_heads, D) by tables (T, D) or (B or 1, T, D) (Kimi K2.5, MLCD).
+    """
+    is_batch = q.dim() == 4
+    if not is_batch:
+        q, k = q[None], k[None]
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, dtype=q.dtype)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return (q, k) if is_batch else (q[0], k[0])
 
 
 def _rotate_pairs_to_halves(
@@ -194,7 +201,8 @@ def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
             yield q, k, torch.polar(torch.ones_like(half), half)
             continue
         if name == "apply_rotary_pos_emb_vision":
-            q, k, table = q[0].transpose(0, 1), k[0].transpose(0, 1), angles[0, 0]
+            q, k, table = q.transpose(1, 2), k.transpose(1, 2), angles[0, 0]
+            yield q[0], k[0], table.cos(), table.sin()
             yield q, k, table.cos(), table.sin()
             continue
         for width in (PROBED, PROBED // 2):
@@ -217,17 +225,24 @@ def rotates_or_falls_back(
 ) -> Callable[..., Any]:
     """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
     with probing():
-        number = len(next(_trials(name, rotate)))  # of arguments that ``rotate`` takes
+        trials = list(_trials(name, rotate))  # what ``rotate`` takes
+    number, dims = len(trials[0]), {trial[0].dim() for trial in trials}
     takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
+    turned = 1 if rotate is _rotate_one else 2  # the arguments before the tables
 
     def rotated(*arguments: Any, **options: Any) -> Any:
         is_known = len(arguments) == number and (takes_options or not options)
         is_known = is_known and not needs_own_code(*arguments)
+        # MLCD trains an angle
+        is_known = is_known and not any(
+            isinstance(each, Tensor) and each.requires_grad for each in arguments[turned:]
+        )
         if takes_norms and any(type(each) is UncomputedNorm for each in arguments):
             result = rotated_norms(*arguments) if is_known and not is_compiled_here() else None
             if result is not None:
                 return result
             arguments = tuple([computed(each) for each in arguments])
+        is_known = is_known and arguments[0].dim() in dims
         return (rotate if is_known else own)(*arguments, **options)
 
     return rotated
