@@ -97,11 +97,19 @@ def _modules_that_end_before_loss(model: nn.Module, head: nn.Module) -> list[nn.
     """Return the modules with parameters of the head: those between the model and it, itself, and
     those within. An engine may free the parameters after the forward of each.
     """
-    between = _modules_to(_names.get(head, ""), model)
-    if not between or between[-1] is not head:  # the walk over all modules takes milliseconds
-        _names[head] = next((name for name, each in model.named_modules() if each is head), "")
-        between = _modules_to(_names[head], model)
+    if torch.compiler.is_dynamo_compiling():  # would guard on the heads of all models in _names
+        between = _modules_to(_name_of(head, model), model)
+    else:
+        between = _modules_to(_names.get(head, ""), model)
+        if not between or between[-1] is not head:  # the walk over all modules takes milliseconds
+            _names[head] = _name_of(head, model)
+            between = _modules_to(_names[head], model)
     return [*between[:-1], *head.modules()]
+
+
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    """Return the dotted name of a module in the model; empty if it is not there."""
+    return next((name for name, each in model.named_modules() if each is module), "")
 
 
 def _modules_to(name: str, model: nn.Module) -> list[nn.Module]:

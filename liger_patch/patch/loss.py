@@ -7,6 +7,7 @@ Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class ForwardPass:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
         given = labels if shift_labels is None else shift_labels
-        if given.numel() != logits.shape[:-1].numel():
+        if given.numel() != math.prod(logits.shape[:-1]):  # numel() makes lengths constants
             name = "labels" if shift_labels is None else "shift_labels"
             expected = tuple(logits.shape[:-1])
             raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")

@@ -254,6 +254,43 @@ def test_ddp_of_a_compiled_model_holds_no_logits(option: str, compiled_first: bo
         assert_same_step({"loss": outputs.loss.detach(), **ours}, run(uncompiled, batch))
 
 
+@pytest.mark.usefixtures("process_group")
+def test_other_models_of_a_process_group_compile_none_again() -> None:
+    model, graphs, counts = make_model(), Graphs(), []
+    compiled = torch.compile(model, backend=graphs)
+    for seed in range(3):
+        run(model, batch_of(model, seed), compiled)
+        counts.append(len(graphs.linears))
+        other = make_model()
+        run(other, batch_of(other, seed))
+    assert len(set(counts)) == 1
+
+
+@GRAPH
+@pytest.mark.filterwarnings(
+    "ignore:liger_patch computes ordinary logits:UserWarning",  # of a FakeTensor, where not strict
+    "ignore:While compiling, we found certain side effects:UserWarning",  # Transformers' too
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_rows_of_any_length(strict: bool) -> None:
+    class Loss(nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
+
+    model = Loss(make_model())
+    tokens = torch.export.Dim("tokens", min=4, max=64)
+    ids = torch.randint(3, 90, (2, 12))
+    dynamic = {"dynamic_shapes": ({1: tokens}, {1: tokens}), "strict": strict}
+    program: Any = torch.export.export(model, (ids, ids), **dynamic).module()
+    for length in (5, 12, 31):
+        ids = torch.randint(3, 90, (2, length))
+        assert program(ids, ids).item() == pytest.approx(model(ids, ids).item(), rel=1e-6)
+
+
 def test_a_class_with_a_loss_function_of_its_own() -> None:
     class Own(LlamaForCausalLM):
         def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
