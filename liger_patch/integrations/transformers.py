@@ -14,6 +14,7 @@ have, on all devices. This one also tells it how many sequences, or the sum of t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,7 +114,7 @@ class Trainer(WeightedTokens, transformers.Trainer):
 
 class LigerPatchCallback(transformers.TrainerCallback):
     """Calls ``apply_patch(model, **options)`` when the Trainer is built, before the model is
-    wrapped for training.
+    wrapped for training. Warns after the first step if nobody has called the model's loss.
 
     Args:
         options: of ``apply_patch``.
@@ -126,16 +127,31 @@ class LigerPatchCallback(transformers.TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
+        self._has_looked = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from accelerate.utils import extract_model_from_parallel
-
-        model: Any = extract_model_from_parallel(kwargs["model"])
-        if not patch_status(model).patched:
+        if not patch_status(_unwrapped(kwargs["model"])).patched:
             raise RuntimeError(
                 "LigerPatchCallback found an unpatched model that is wrapped already. Give it to "
                 "the Trainer as callbacks=[...], or call apply_patch within model_init"
             )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._has_looked:
+            return
+        self._has_looked = True
+        if patch_status(_unwrapped(kwargs["model"])).fused is None:
+            warnings.warn(
+                "liger_patch: no loss is fused, because this trainer computes the loss outside the "
+                "model. For TRL's trainers, see liger_patch.integrations.trl",
+                stacklevel=2,
+            )
+
+
+def _unwrapped(model: Any) -> Any:
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model)

@@ -53,6 +53,13 @@ def test_a_callback_patches_before_training(tmp_path: Path) -> None:
     assert not any(count_layers(model).values())
 
 
+def test_a_callback_says_that_the_trainer_computes_the_loss_itself(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model(), callbacks=[LigerPatchCallback()])
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
+    with pytest.warns(UserWarning, match="computes the loss outside the model"):
+        trainer.train()
+
+
 def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_model())
     trainer.add_callback(LigerPatchCallback())

@@ -18,7 +18,7 @@ computes the chunk again, against each row's largest logit.
 C: rows, H: hidden size, R: rank of an adapter on the head, V: vocabulary, T: tiles of TILE_V
 columns. Extra memory: 2 C T floats, 3 C T with statistics. The idea that a row needs no maximum if
 another reference is at hand follows Milakov and Gimelshein (arXiv:1805.02867), the label in place
-of the maximum.
+of the maximum. The nearest relative is the ``scaled_exp`` of QuACK's chunked linear cross entropy.
 """
 
 import math
