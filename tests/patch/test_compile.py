@@ -291,6 +291,26 @@ def test_export_with_rows_of_any_length(strict: bool) -> None:
         assert program(ids, ids).item() == pytest.approx(model(ids, ids).item(), rel=1e-6)
 
 
+@GRAPH
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_an_exported_program_returns_real_logits(return_dict: bool) -> None:
+    class Both(nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            outputs = self.model(ids, labels=ids, use_cache=False, return_dict=return_dict)
+            return outputs[0], outputs[1]
+
+    model, ids = Both(make_model()), torch.randint(3, 90, (2, 12))
+    loss, logits = torch.export.export(model, (ids,), strict=True).module()(ids)
+    expected_loss, expected = model(ids)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(logits, expected + 0.0)
+
+
 def test_a_class_with_a_loss_function_of_its_own() -> None:
     class Own(LlamaForCausalLM):
         def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
