@@ -51,6 +51,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("cohere2", "Cohere2ForCausalLM", "Others", "Cohere2"),
     Architecture("cohere2_moe", "Cohere2MoeForCausalLM", "Others", "Cohere2Moe"),
     Architecture("cohere2_vision", "Cohere2VisionForConditionalGeneration", "Others", "Cohere2"),
+    Architecture(
+        "cohere_compass",
+        "CohereCompassForConditionalGeneration",
+        "Others",
+        "CohereCompass CohereCompassVision",
+    ),
     Architecture("cohere_compass_text", "CohereCompassForCausalLM", "Others", "CohereCompass"),
     Architecture("cosmos3_edge", "Cosmos3EdgeForConditionalGeneration", "Others", "Cosmos3Edge"),
     Architecture(
@@ -73,10 +79,17 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("dots1", "Dots1ForCausalLM", "Others", "Dots1"),
     Architecture("dots3_note_text", "Dots3NoteForCausalLM", "Others", "Dots3Note"),
     Architecture("electra", "ElectraForCausalLM", "Others"),
+    Architecture("emu3", "Emu3ForConditionalGeneration", "Others", "Emu3"),
     Architecture("emu3_text_model", "Emu3ForCausalLM", "Others", "Emu3"),
     Architecture("ernie", "ErnieForCausalLM", "Others"),
     Architecture("ernie4_5", "Ernie4_5ForCausalLM", "Others", "Ernie4_5"),
     Architecture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Others", "Ernie4_5_Moe"),
+    Architecture(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "Others",
+        "Ernie4_5_VLMoe Ernie4_5_VLMoeVision",
+    ),
     Architecture("evolla", "EvollaForProteinText2Text", "Others", "Evolla"),
     Architecture("exaone4", "Exaone4ForCausalLM", "Others", "Exaone4"),
     Architecture(
@@ -135,6 +148,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "granite_docling", "GraniteDoclingForConditionalGeneration", "Others", "GraniteDocling"
     ),
+    Architecture("granite_speech", "GraniteSpeechForConditionalGeneration", "Others", "Granite"),
+    Architecture(
+        "granite_speech_plus", "GraniteSpeechPlusForConditionalGeneration", "Others", "Granite"
+    ),
     Architecture("granite_swa", "GraniteSWAForCausalLM", "Others", "GraniteSWA"),
     Architecture("granitemoe", "GraniteMoeForCausalLM", "Others", "GraniteMoe"),
     Architecture("granitemoe_swa", "GraniteMoeSWAForCausalLM", "Others", "GraniteMoeSWA"),
@@ -159,6 +176,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("internvl", "InternVLForConditionalGeneration", "Others", "Qwen2 Qwen3"),
     Architecture("jais2", "Jais2ForCausalLM", "Others", "Jais2"),
     Architecture("jamba", "JambaForCausalLM", "Others", "Jamba"),
+    Architecture("janus", "JanusForConditionalGeneration", "Others", "Llama"),
     Architecture("jetmoe", "JetMoeForCausalLM", "Others", "JetMoe"),
     Architecture(
         "kimi_k25", "Kimi_K25ForConditionalGeneration", "Others", "DeepseekV3 Kimi_K25Vision"
@@ -319,6 +337,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("solar_open", "SolarOpenForCausalLM", "Others", "SolarOpen"),
     Architecture("stablelm", "StableLmForCausalLM", "Others", "StableLm"),
     Architecture("starcoder2", "Starcoder2ForCausalLM", "Others", "Starcoder2"),
+    Architecture("step3p7", "Step3p7ForConditionalGeneration", "Others", "Step3p7 Step3p7Vision"),
     Architecture(
         "switch_transformers",
         "SwitchTransformersForConditionalGeneration",
@@ -333,6 +352,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("umt5", "UMT5ForConditionalGeneration", "Others", "UMT5"),
     Architecture("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", "Others", "UnlimitedOcr"),
     Architecture("vaultgemma", "VaultGemmaForCausalLM", "Gemma", "VaultGemma"),
+    Architecture(
+        "vibevoice",
+        "VibeVoiceForConditionalGeneration",
+        "Others",
+        "Qwen2 VibeVoice VibeVoiceAcousticTokenizer",
+    ),
+    Architecture(
+        "vibevoice_asr",
+        "VibeVoiceAsrForConditionalGeneration",
+        "Others",
+        "Qwen2 VibeVoiceAsr VibeVoiceAcousticTokenizer",
+    ),
     Architecture(
         "video_llama_3", "VideoLlama3ForConditionalGeneration", "Others", "Qwen2 VideoLlama3Vision"
     ),

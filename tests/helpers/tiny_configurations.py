@@ -148,6 +148,8 @@ OTHER_IMAGES = (
     "cohere2_vision",
     "cosmos3_edge",
     "deepseek_vl_hybrid",
+    "emu3",
+    "ernie4_5_vl_moe",
     "got_ocr2",
     "granite_docling",
     "idefics2",
@@ -164,6 +166,7 @@ OTHER_IMAGES = (
     "paddleocr_vl",
     "qianfan_ocr",
     "smolvlm",
+    "step3p7",
     "unlimited_ocr",
     "video_llama_3",
     "vipllava",
@@ -235,6 +238,7 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "step3p5": {"sliding_window": 4},
     "xmod": {"default_language": "en_XX"},
     # Which sections a multimodal rotary embedding has.
     "cosmos3_edge_text": {"rope_parameters": MROPE},
@@ -291,6 +295,29 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     },
     # Its states have multiples of 64 features. Its cache overwrites what the backward pass reads.
     "xlstm": {"qk_dim_factor": 2.0, "v_dim_factor": 2.0, "use_cache": False},
+    # Towers name their sizes otherwise.
+    "blip_2_qformer": {"encoder_hidden_size": 32},
+    "granite_speech_encoder": {"hidden_dim": 32, "input_dim": 16},
+    "granite_speech_plus_encoder": {"hidden_dim": 32, "input_dim": 16},
+    "janus_vision_model": {"num_image_tokens": 16},
+    "janus_vqgan": {
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "image_token_embed_dim": 32,
+        "num_embeddings": 16,
+    },
+    "vibevoice_acoustic_tokenizer": {"num_filters": 2, "depths": [1] * 7},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
+    # The constructor reads a map from the tokenizer.
+    "emu3": {"vocabulary_map": {"<image>": IMAGE}},
+    "emu3_vqgan": {
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "attn_resolutions": [0],
+        "codebook_size": 16,
+    },
+    # Experts of text and of images have one size each.
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": MROPE},
     # Two layers share an attention. Transformers 5.0 wants kernels unless told otherwise.
     "zamba": {
         "layers_block_type": ["mamba", "hybrid", "hybrid"],
