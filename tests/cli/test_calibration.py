@@ -1,4 +1,7 @@
-"""Estimates are within 10 % of each peak of a model's step that benchmarks/results holds."""
+"""Estimates are within 3 % of each peak of a model's step that benchmarks/results holds.
+
+UPDATE_README=1 writes the table of docs/memory.md.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sections import check_section
 from slow_cases import slow_but
 
 from benchmarks.longest_row import MODELS as LONG_MODELS
@@ -31,7 +35,8 @@ from liger_patch.cli.step import trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WITHIN = 0.10
+MEMORY, SECTION = Path(__file__).parents[2] / "docs" / "memory.md", "estimated_peaks"
+WITHIN = 0.03  # the worst, Gemma-3-4B with QLoRA and offloaded checkpoints, is off by 2.9 %
 MIB = 2**20
 SUPERVISED = 0.6  # of the labels of a benchmark
 WITH_MASKS = replace(OURS, layers=OURS.layers - {"attention"})
@@ -54,6 +59,21 @@ CONTENDERS = {
 }
 OFFLOADED = "liger_patch, offloaded"
 LORA_CONTENDERS = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
+SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
+    ("training_step.json", "Llama-3.2-1B, 8 x 2048", "eager"),
+    ("training_step.json", "Llama-3.2-1B, 8 x 2048", "liger_patch, layers"),
+    ("training_step.json", "Gemma-3-270M, 8 x 2048", "liger_patch, layers"),
+    ("training_step.json", "Qwen3-8B + LoRA, 4 x 2048", "eager"),
+    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "Liger-Kernel"),
+    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "liger_patch"),
+    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA + checkpointing", OFFLOADED),
+    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing", "liger_patch"),
+    ("lora_step.json", "Gemma-3-4B, 4 x 2048, QLoRA + checkpointing", OFFLOADED),
+    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "eager"),
+    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "Liger-Kernel"),
+    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
+    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
+)
 QUICK_MODELS = ("Gemma-3-270M, 8 x 2048",)  # with every contender
 QUICK_CONTENDERS = ("liger_patch, layers",)  # of every model that is traced quickly
 NOT_ESTIMATED = {  # contenders, and why
@@ -134,11 +154,9 @@ def _lora_steps() -> list[Any]:
     return slow_but(quick, rows)
 
 
-@pytest.mark.parametrize(
-    "measured", _lora_steps(), ids=lambda row: f"{row['model']}, {row['contender']}"
-)
-def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
-    setting = measured["model"]
+@functools.cache
+def _traced_lora_mib(setting: str, contender: str) -> tuple[float, float]:
+    """Return the peak with the weights, and the weights."""
     (model,) = (case.model for case in CASES if setting.startswith(f"{case.model.name}, "))
     step = TrainingStep(
         batch=model.sequences,
@@ -147,16 +165,22 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
         bits=4 if "QLoRA" in setting else None,
         double_quant=True,
         checkpointing="checkpointing" in setting,
-        checkpoint_offload=measured["contender"] == OFFLOADED,
+        checkpoint_offload=contender == OFFLOADED,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[measured["contender"]])
-    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[contender])
+    return (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB, sizes.weights / MIB
+
+
+@pytest.mark.parametrize(
+    "measured", _lora_steps(), ids=lambda row: f"{row['model']}, {row['contender']}"
+)
+def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
+    traced, weights = _traced_lora_mib(measured["model"], measured["contender"])
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
     # earlier settings of the process leave a workspace or two, and the allocator leaves less than a
     # MiB behind a large tensor unsplit: 2 MiB of 6 GiB in all
-    rounded = sizes.weights / MIB / 1000
-    assert 0 <= measured["weights_mib"] - sizes.weights / MIB <= 1.2 * WORKSPACES / MIB + rounded
+    assert 0 <= measured["weights_mib"] - weights <= 1.2 * WORKSPACES / MIB + weights / 1000
 
 
 def _long_rows() -> list[Any]:
@@ -165,24 +189,84 @@ def _long_rows() -> list[Any]:
     return slow_but([row for row in rows if LORA_CONTENDERS[row["contender"]] is OURS], rows)
 
 
-@pytest.mark.parametrize("measured", _long_rows(), ids=lambda row: row["contender"])
-def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
-    if checks.TOP_HOOKS is None and LORA_CONTENDERS[measured["contender"]] is OURS:
-        pytest.skip("torch 2.6 runs no slices")
-    setting = measured["model"]
+@functools.cache
+def _traced_long_mib(setting: str, contender: str, tokens: int) -> float:
     (model,) = (each for each in LONG_MODELS if setting.startswith(f"{each.name}, "))
     step = TrainingStep(
-        length=measured["timed"],
+        length=tokens,
         lora_rank=16,
         bits=4 if "QLoRA" in setting else None,
         double_quant=True,
         checkpointing=True,
-        checkpoint_offload=measured["contender"] == OFFLOADED,
+        checkpoint_offload=contender == OFFLOADED,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[measured["contender"]])
-    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[contender])
+    return (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+
+
+@pytest.mark.parametrize("measured", _long_rows(), ids=lambda row: row["contender"])
+def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
+    if checks.TOP_HOOKS is None and LORA_CONTENDERS[measured["contender"]] is OURS:
+        pytest.skip("torch 2.6 runs no slices")
+    traced = _traced_long_mib(measured["model"], measured["contender"], measured["timed"])
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+
+
+def _shown() -> list[dict[str, Any]]:
+    """Return the measured rows of docs/memory.md, as their files have them."""
+    keys = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
+    found = []
+    for file, model, contender in SHOWN:
+        (row,) = (
+            row
+            for row in _rows(file, keys[file])
+            if (row["model"], row["contender"]) == (model, contender)
+        )
+        found.append(row | {"file": file})
+    return found
+
+
+def _named(row: dict[str, Any]) -> list[str]:
+    """Return the first cells of a row of docs/memory.md: all but its estimate."""
+    step = row["model"]
+    if row["file"] == "longest_row.json":
+        step = step.replace(", ", f", 1 x {row['timed']:,}, ", 1)
+    contender = row["contender"].removesuffix(", layers")
+    return [step, contender, f"{row['peak_mib']:,.0f}"]
+
+
+def _estimated(row: dict[str, Any]) -> float:
+    if row["file"] == "lora_step.json":
+        return _traced_lora_mib(row["model"], row["contender"])[0]
+    if row["file"] == "longest_row.json":
+        return _traced_long_mib(row["model"], row["contender"], row["timed"])
+    return _traced_mib(row["model"], CONTENDERS[row["contender"]])
+
+
+@pytest.mark.slow
+def test_the_documents_table_is_what_is_measured_and_estimated() -> None:
+    lines = [["step", "contender", "measured", "estimated"], ["---"] * 4]
+    lines += [[*_named(row), f"{_estimated(row):,.0f}"] for row in _shown()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    check_section(MEMORY, SECTION, f"{table}\n\n{_promise()}")
+
+
+def _promise() -> str:
+    return f"Every estimate is within {100 * WITHIN:.0f} % of the peak that was measured."
+
+
+def test_the_documents_table_has_the_measured_peaks() -> None:
+    """Its estimates are new where the slow test before this one has run."""
+    text = MEMORY.read_text(encoding="utf-8").split(f"<!-- {SECTION} -->")[1]
+    lines = [line for line in text.split(f"<!-- /{SECTION} -->")[0].splitlines() if line]
+    table = [line.strip("| ").split(" | ") for line in lines[2:-1]]
+    written = "UPDATE_README=1 python -m pytest tests/cli/test_calibration.py -k table writes it"
+    assert [cells[:3] for cells in table] == [_named(row) for row in _shown()], written
+    for *_, measured, estimated in table:
+        rounded = [float(each.replace(",", "")) for each in (measured, estimated)]
+        assert rounded[1] == pytest.approx(rounded[0], rel=WITHIN)
+    assert lines[-1] == _promise(), written
 
 
 def test_every_contender_is_estimated_or_has_a_reason() -> None:
