@@ -76,7 +76,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     import torch
 
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import GIB, estimate, most_positions
+    from liger_patch.cli.estimate import GIB, estimate, is_tested, most_positions
     from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
 
     dtype = getattr(torch, options.dtype)
@@ -103,11 +103,13 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         parser.error(str(error))
     _, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
+    tested = is_tested(config, step)
+    notes = report.notes(model_class_name(config), tested)
     if options.json:
-        print(report.as_json(*what, estimates))
+        print(report.as_json(*what, estimates, tested, notes))
     else:
         title = report.title(*what, most_positions(config))
-        print(report.table(title, estimates))
+        print(report.table(title, estimates, notes))
     if options.plot:
         report.plot(options.plot, options.model, estimates)
     return 0

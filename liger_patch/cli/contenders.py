@@ -18,7 +18,7 @@ from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summe
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
-from liger_patch.registry import find
+from liger_patch.registry import row_of
 
 KERNELS = frozenset({"rms_norm", "rotary", "gated"})
 
@@ -75,7 +75,7 @@ def chunk_bytes(weight: Tensor, step: TrainingStep, contender: Contender) -> int
 def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Sizes) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
-        replace_layers(model, find(model), contender.layers - {"lora"})
+        replace_layers(model, row_of(model), contender.layers - {"lora"})
     on_kernels = "lora" in contender.layers and step.lora_rank
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
+from liger_patch.cli.contenders import CONTENDERS, Contender, chunk_bytes
 from liger_patch.cli.model import Sizes, TrainingStep, build, described
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
@@ -63,7 +63,7 @@ class Estimate:
 
 
 def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estimate]:
-    """Return what the step of each contender that can run the model takes.
+    """Return what the step of each contender takes.
 
     Args:
         reserve: bytes of each GPU that a step cannot have: CUDA's context, fragmentation.
@@ -74,8 +74,8 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
     """
     found = []
     with _explained(config, "can be built from its config"):
-        contenders = CONTENDERS if _is_supported(config, step) else [EAGER]
-    for contender in contenders:
+        build(config, step)
+    for contender in CONTENDERS:
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
         with _explained(config, what):
             trace, sizes = trace_step(config, step, contender)
@@ -105,8 +105,9 @@ def most_positions(config: Any) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
-def _is_supported(config: Any, step: TrainingStep) -> bool:
-    model, _ = build(config, replace(step, lora_rank=None))
+def is_tested(config: Any, step: TrainingStep) -> bool:
+    """Return whether the model has a row in the registry. apply_patch fuses those without, too."""
+    model, _ = build(config, replace(step, lora_rank=None, bits=None))
     return row_of(model) is not None
 
 

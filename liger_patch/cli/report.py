@@ -14,8 +14,8 @@ from liger_patch.cli.model import TrainingStep
 WIDTH = 26  # characters of the first column
 
 
-def table(title: str, estimates: Sequence[Estimate]) -> str:
-    """Return the parts of each peak in GiB, and the longest sequences that fit."""
+def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) -> str:
+    """Return the parts of each peak in GiB, the longest sequences that fit, and the notes."""
     names = [each.name for each in estimates]
     lines = [title, "", _line("GiB at the peak", names)]
     for part in PARTS:
@@ -28,7 +28,18 @@ def table(title: str, estimates: Sequence[Estimate]) -> str:
         found = [each.longest.get(card) for each in estimates]
         texts = ["-" if not tokens else f"{tokens:,}" for tokens in found]
         lines.append(_line(f"{card} GiB", texts))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"\n{each}" for each in notes)])
+
+
+def notes(class_name: str, is_tested: bool) -> list[str]:
+    """Return what a reader of the estimates must know beside them, in sentences."""
+    if is_tested:
+        return []
+    return [
+        f"liger_patch has no test of {class_name}: apply_patch compares its first call with labels "
+        "with the model's own loss. That comparison also holds ordinary logits, and is not "
+        "estimated."
+    ]
 
 
 def _line(first: str, others: Sequence[str]) -> str:
@@ -66,6 +77,8 @@ def as_json(
     step: TrainingStep,
     parameters: int,
     estimates: Sequence[Estimate],
+    is_tested: bool,
+    notes: Sequence[str],
 ) -> str:
     """Return the same as JSON; sizes in bytes."""
     settings = {
@@ -80,9 +93,11 @@ def as_json(
     found = {
         "model": model,
         "class": class_name,
+        "tested": is_tested,
         "parameters": parameters,
         "settings": settings,
         "contenders": contenders,
+        "notes": list(notes),
     }
     return json.dumps(found, indent=1)
 

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from liger_patch.cli import contenders, operations
 from liger_patch.cli import estimate as estimates
-from liger_patch.cli import operations
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
 from liger_patch.cli.model import TrainingStep, build
 from liger_patch.cli.step import trace_step
@@ -310,11 +310,17 @@ def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
     assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
 
 
-def test_an_architecture_without_a_patch_has_eagers_estimate(
+def test_an_architecture_without_a_row_has_the_estimate_of_one_with(
     config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimates, "row_of", lambda _: None)
-    assert [each.name for each in estimates.estimate(config, STEP)] == ["eager"]
+    """Its layers run on kernels too."""
+    step = replace(STEP, chunk_mib=0.5)
+    tested = estimates.estimate(config, step)
+    assert estimates.is_tested(config, step)
+    for module in (estimates, contenders):
+        monkeypatch.setattr(module, "row_of", lambda _: None)
+    assert estimates.estimate(config, step) == tested
+    assert not estimates.is_tested(config, step)
 
 
 def test_other_layers_and_heads() -> None:

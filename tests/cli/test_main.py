@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import BartConfig, LlamaConfig
 
 from liger_patch.__main__ import main
+
+NAMES = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
 
 
 @pytest.fixture
@@ -28,8 +30,8 @@ def folder(tmp_path: Path) -> Path:
 def test_a_table_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(folder), "--length", "64"]) == 0
     printed = capsys.readouterr().out
-    names = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
-    assert all(name in printed for name in names)
+    assert all(name in printed for name in NAMES)
+    assert "has no test" not in printed
     assert all(f"\n{card} GiB" in printed for card in (16, 24, 40, 48, 80, 141))
     assert "its positions end at 4,096" in printed
 
@@ -43,6 +45,8 @@ def test_json_and_a_picture_of_a_config_file(
     given = [str(folder / "config.json"), *wanted, "--json", "--plot", str(picture)]
     assert main(["estimate", *given]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["tested"]
+    assert found["notes"] == []
     assert found["settings"]["bits"] == 4
     assert found["settings"]["dtype"] == "bfloat16"
     for each in found["contenders"]:
@@ -96,6 +100,27 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert "MODEL must be a decoder that generates text" in printed
     assert "got model_type 'vit'" in printed
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_architecture_without_a_row_has_a_note(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "vocab_size": 131}
+    BartConfig(is_decoder=True, **sizes).save_pretrained(tmp_path)
+    assert main(["estimate", str(tmp_path), "--length", "64", *["--json"] * as_json]) == 0
+    printed = capsys.readouterr().out
+    note = "liger_patch has no test of BartForCausalLM: apply_patch compares its first call"
+    if not as_json:
+        first, *_, last = printed.splitlines()
+        assert " as BartForCausalLM: " in first
+        assert last.startswith(note)
+        assert all(name in printed for name in NAMES)
+        return
+    found = json.loads(printed)
+    assert not found["tested"]
+    assert [each[: len(note)] for each in found["notes"]] == [note]
+    assert [each["name"] for each in found["contenders"]] == NAMES
 
 
 def test_the_class_that_is_estimated_is_named(
