@@ -104,7 +104,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     _, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
     tested = is_tested(config, step)
-    notes = report.notes(model_class_name(config), tested)
+    notes = report.notes(model_class_name(config), tested, estimates)
     if options.json:
         print(report.as_json(*what, estimates, tested, notes))
     else:

@@ -49,7 +49,8 @@ class Estimate:
     Attributes:
         name: of the contender.
         parts: what exists at the peak, by names of PARTS.
-        longest: tokens of the longest sequences that fit, by GiB of the GPU.
+        longest: tokens of the longest sequences that fit, by GiB of the GPU; none where the number
+            of pieces depends on the length.
     """
 
     name: str

@@ -31,15 +31,23 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
 
 
-def notes(class_name: str, is_tested: bool) -> list[str]:
+def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> list[str]:
     """Return what a reader of the estimates must know beside them, in sentences."""
-    if is_tested:
-        return []
-    return [
-        f"liger_patch has no test of {class_name}: apply_patch compares its first call with labels "
-        "with the model's own loss. That comparison also holds ordinary logits, and is not "
-        "estimated."
-    ]
+    found = []
+    if not is_tested:
+        found.append(
+            f"liger_patch has no test of {class_name}: apply_patch compares its first call with "
+            "labels with the model's own loss. That comparison also holds ordinary logits, and is "
+            "not estimated."
+        )
+    unknown = [each.name for each in estimates if not each.longest]
+    if unknown:
+        whose = "" if len(unknown) == len(estimates) else f" of {'; '.join(unknown)}"
+        found.append(
+            f"The longest sequences{whose} are not estimated: how many tensors {class_name} makes "
+            "depends on the length. --length estimates the peak of another length."
+        )
+    return found
 
 
 def _line(first: str, others: Sequence[str]) -> str:

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BartConfig, LlamaConfig
+from transformers import BartConfig, LlamaConfig, Qwen3NextConfig
 
 from liger_patch.__main__ import main
+from liger_patch.cli import estimate as estimates
+from liger_patch.cli import report
+from liger_patch.cli.contenders import EAGER
+from liger_patch.cli.estimate import Estimate
 
 NAMES = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
 
@@ -121,6 +125,48 @@ def test_an_architecture_without_a_row_has_a_note(
     assert not found["tested"]
     assert [each[: len(note)] for each in found["notes"]] == [note]
     assert [each["name"] for each in found["contenders"]] == NAMES
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
+    as_json: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
+    gated_delta_rule = {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+    gated_delta_rule |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    config = Qwen3NextConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=131,
+        layer_types=["linear_attention"],
+        intermediate_size=64,
+        mlp_only_layers=[0],
+        **gated_delta_rule,
+    )
+    config.save_pretrained(tmp_path)
+    assert main(["estimate", str(tmp_path), "--length", "64", *["--json"] * as_json]) == 0
+    printed = capsys.readouterr().out
+    note = (
+        "The longest sequences are not estimated: how many tensors Qwen3NextForCausalLM makes "
+        "depends on the length. --length estimates the peak of another length."
+    )
+    if not as_json:
+        assert printed.splitlines()[-1] == note
+        return
+    found = json.loads(printed)
+    assert found["notes"] == [note]
+    assert [each["longest"] for each in found["contenders"]] == [{}]
+
+
+def test_notes_name_the_contenders_without_longest_rows() -> None:
+    found = [Estimate("eager", {}, {16: 1}), Estimate("liger_patch", {})]
+    (note,) = report.notes("Model", True, found)
+    assert note.startswith("The longest sequences of liger_patch are not estimated: ")
+    assert report.notes("Model", True, found[:1]) == []
 
 
 def test_the_class_that_is_estimated_is_named(
