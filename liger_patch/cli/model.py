@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
+
+from liger_patch.registry import available
 
 BITS_4 = 0.5 + 4 / 64  # bytes a weight in nf4, with a float32 scale for 64 of them
 DOUBLE_QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)  # scales in 8 bits, for 256 of them in float32
@@ -21,6 +24,8 @@ OPTIMIZERS = {  # bytes a trained weight, of those in float32 and of those in 16
     "adamw-float32": (8.0, 8.0),
     "adamw-8bit": (2 + 8 / 256, 2 + 8 / 256),  # bitsandbytes': a scale for 256 numbers
 }
+
+OTHER_INPUTS = {"audio_config": "sound", "protein_encoder_config": "proteins"}  # by part of configs
 
 
 @dataclass(frozen=True)
@@ -99,26 +104,45 @@ def described(error: Exception) -> str:
 
 def model_class_name(config: Any) -> str:
     """Return the class that is built: a config may name another, as a classifier's does."""
-    model_class: Any = _model_class(config)._model_mapping[type(config)]
+    model_class: Any = _model_class(config)
+    if hasattr(model_class, "_model_mapping"):
+        model_class = model_class._model_mapping[type(config)]
     return model_class.__name__
 
 
 def _model_class(config: Any) -> Any:
+    """Return Transformers' automatic class for a config, or the class of its row."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
+    rows = [row for row in available() if row.model_type == config.model_type]
+    reason = _why_not_estimated(config) if rows else None
+    if rows and reason is None:
+        return getattr(transformers, rows[0].class_name)
     raise ValueError(
         "MODEL must be a decoder that generates text (of AutoModelForCausalLM or "
         f"AutoModelForImageTextToText), got model_type {config.model_type!r}"
+        + (f", not estimated: {reason}" if reason else "")
     )
+
+
+def _why_not_estimated(config: Any) -> str | None:
+    """Return why a step of text alone is no step of a model with a row; None where it is one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    for part, inputs in OTHER_INPUTS.items():
+        if part in config.sub_configs:
+            return f"its inputs are {inputs} and text"
+    return None
 
 
 def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
     """Return a model in training mode on the meta device, with its adapters, and its sizes."""
     with torch.device("meta"):
-        model = _model_class(config).from_config(
-            config, dtype=step.dtype, attn_implementation=step.attention
-        )
+        model_class = _model_class(config)
+        is_auto = hasattr(model_class, "from_config")
+        make = model_class.from_config if is_auto else model_class._from_config
+        model = make(config, dtype=step.dtype, attn_implementation=step.attention)
         model.tie_weights()  # Transformers 5.0 has not yet
         if step.bits == 4:
             _make_linear(model)

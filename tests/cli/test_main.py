@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BartConfig, LlamaConfig, Qwen3NextConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    BartConfig,
+    LlamaConfig,
+    Qwen3NextConfig,
+)
 
 from liger_patch.__main__ import main
 from liger_patch.cli import estimate as estimates
@@ -104,6 +110,52 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert "MODEL must be a decoder that generates text" in printed
     assert "got model_type 'vit'" in printed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("voxtral", "its inputs are sound and text"),
+        ("evolla", "its inputs are proteins and text"),
+        ("t5", "it is an encoder-decoder"),
+    ],
+)
+def test_a_tested_model_that_is_not_estimated_has_a_reason(
+    model_type: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if CONFIG_MAPPING[model_type] in AutoModelForImageTextToText._model_mapping:
+        pytest.skip("Transformers 5.0 has Evolla among the models of images")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tmp_path)])
+    printed = capsys.readouterr().err
+    assert f"got model_type {model_type!r}, not estimated: {reason}\n" in printed
+
+
+TEXT_MODELS = {  # that Transformers' automatic classes do not have
+    "blip_text_model": "BlipTextLMHeadModel",
+    "emu3_text_model": "Emu3ForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
+}
+
+
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
+def test_the_text_of_a_model_of_images_is_built_by_its_row(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("Transformers 5.0 reads no such config")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 131}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    config = {"model_type": model_type, "pad_token_id": 0, **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path} as {TEXT_MODELS[model_type]}: " in printed
+    assert "has no test" not in printed
+    (longest,) = (line for line in printed.splitlines() if line.startswith("16 GiB"))
+    assert len(longest.split()) == 2 + len(NAMES)
+    assert "-" not in longest.split()
 
 
 @pytest.mark.parametrize("as_json", [False, True])
