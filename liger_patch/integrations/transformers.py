@@ -23,6 +23,7 @@ import transformers
 
 from liger_patch.apply import apply_patch, patch_status, transformers_model
 from liger_patch.integrations.loss_weights import WeightedTokens
+from liger_patch.patch import flags
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
     NUM_SEQUENCES,
@@ -114,7 +115,7 @@ class Trainer(WeightedTokens, transformers.Trainer):
 
 class LigerPatchCallback(transformers.TrainerCallback):
     """Calls ``apply_patch(model, **options)`` when the Trainer is built, before the model is
-    wrapped for training. Warns after the first step if nobody has called the model's loss.
+    wrapped for training. Warns after the first step if the model was not called with labels.
 
     Args:
         options: of ``apply_patch``.
@@ -133,6 +134,7 @@ class LigerPatchCallback(transformers.TrainerCallback):
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._has_looked = False
         if not patch_status(_unwrapped(kwargs["model"])).patched:
             raise RuntimeError(
                 "LigerPatchCallback found an unpatched model that is wrapped already. Give it to "
@@ -143,10 +145,13 @@ class LigerPatchCallback(transformers.TrainerCallback):
         if self._has_looked:
             return
         self._has_looked = True
+        if flags.return_logits() is True:
+            return
         if patch_status(_unwrapped(kwargs["model"])).fused is None:
             warnings.warn(
-                "liger_patch: no loss is fused, because this trainer computes the loss outside the "
-                "model. For TRL's trainers, see liger_patch.integrations.trl",
+                "liger_patch: the first step called the model without labels, so no loss is fused. "
+                "Instead of label_smoothing_factor, use LigerPatchCallback(label_smoothing=...); "
+                "for TRL's trainers, see liger_patch.integrations.trl",
                 stacklevel=2,
             )
 

@@ -43,15 +43,13 @@ def _rotate_heads_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tens
 
 
 def _rotate_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate x (T, num_heads, D), the patches of all images, by tables (T, D) (Qwen2-VL), or
-    x (B, T, num_heads, D) by tables (T, D) or (B or 1, T, D) (Kimi K2.5, MLCD).
+    """Rotate x (T, num_heads, D), the patches of all images (Qwen2-VL), or
+    x (B, T, num_heads, D) (Kimi K2.5), by tables (T, D).
     """
     is_batch = q.dim() == 4
     if not is_batch:
         q, k = q[None], k[None]
-    if cos.dim() == 2:
-        cos, sin = cos[None], sin[None]
-    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, dtype=q.dtype)
+    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos[None], sin[None], dtype=q.dtype)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     return (q, k) if is_batch else (q[0], k[0])
 
@@ -226,14 +224,14 @@ def rotates_or_falls_back(
     """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
     with probing():
         trials = list(_trials(name, rotate))  # what ``rotate`` takes
-    number, dims = len(trials[0]), {trial[0].dim() for trial in trials}
     takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
     turned = 1 if rotate is _rotate_one else 2  # the arguments before the tables
+    number, dims = len(trials[0]), {(each[0].dim(), each[turned].dim()) for each in trials}
 
     def rotated(*arguments: Any, **options: Any) -> Any:
         is_known = len(arguments) == number and (takes_options or not options)
         is_known = is_known and not needs_own_code(*arguments)
-        # MLCD trains an angle
+        # no gradient is computed for tables: MLCD trains an angle
         is_known = is_known and not any(
             isinstance(each, Tensor) and each.requires_grad for each in arguments[turned:]
         )
@@ -242,7 +240,7 @@ def rotates_or_falls_back(
             if result is not None:
                 return result
             arguments = tuple([computed(each) for each in arguments])
-        is_known = is_known and arguments[0].dim() in dims
+        is_known = is_known and (arguments[0].dim(), arguments[turned].dim()) in dims
         return (rotate if is_known else own)(*arguments, **options)
 
     return rotated

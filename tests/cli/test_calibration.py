@@ -257,7 +257,7 @@ def _promise() -> str:
 
 
 def test_the_documents_table_has_the_measured_peaks() -> None:
-    """Its estimates are new where the slow test before this one has run."""
+    """The slow test before this one computes its estimates anew."""
     text = MEMORY.read_text(encoding="utf-8").split(f"<!-- {SECTION} -->")[1]
     lines = [line for line in text.split(f"<!-- /{SECTION} -->")[0].splitlines() if line]
     table = [line.strip("| ").split(" | ") for line in lines[2:-1]]

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
@@ -28,6 +31,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from liger_patch.integrations.transformers import LigerPatchCallback
 
 ROWS = {row.model_type: row for row in registry.available()}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 def make_model() -> PreTrainedModel:
@@ -53,11 +57,22 @@ def test_a_callback_patches_before_training(tmp_path: Path) -> None:
     assert not any(count_layers(model).values())
 
 
-def test_a_callback_says_that_the_trainer_computes_the_loss_itself(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, make_model(), callbacks=[LigerPatchCallback()])
-    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
-    with pytest.warns(UserWarning, match="computes the loss outside the model"):
-        trainer.train()
+@pytest.mark.parametrize("asks_for_logits", [False, True])
+def test_a_callback_says_that_the_trainer_computes_the_loss_itself(
+    asks_for_logits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each trainer that has it."""
+    if asks_for_logits:
+        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    callback = LigerPatchCallback()
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, make_model(), callbacks=[callback])
+        trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        said = ["called the model without labels" in str(each.message) for each in caught]
+        assert any(said) != asks_for_logits
 
 
 def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
@@ -116,25 +131,41 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     plugin = axolotl.LigerPatchPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
     make_arguments = getattr(importlib.import_module(module), name)
-    for yaml, patched in [({}, False), ({"liger_patch": True}, True)]:
+    for options, patched in [({}, False), ({"liger_patch": True}, True)]:
         model = make_model()
-        plugin.post_model_load(make_arguments(**yaml), model)
+        plugin.post_model_load(make_arguments(**options), model)
         assert patch_status(model).patched == patched
-    yaml = {"liger_patch": True, "liger_patch_layers": ["rms_norm"], "liger_patch_chunk_mib": 2}
-    plugin.post_model_load(make_arguments(**yaml), model)
+    options = {"liger_patch": True, "liger_patch_layers": ["rms_norm"], "liger_patch_chunk_mib": 2}
+    plugin.post_model_load(make_arguments(**options), model)
     layers = count_layers(model)
     assert [name for name, count in layers.items() if count] == ["rms_norm"]
     names = ("liger_patch", "liger_patch_checkpoint_offload")
-    yaml = {**dict.fromkeys(names, True), "liger_patch_checkpoint_every": 2}
-    plugin.post_model_load(make_arguments(**yaml), model)
+    options = {**dict.fromkeys(names, True), "liger_patch_checkpoint_every": 2}
+    plugin.post_model_load(make_arguments(**options), model)
     record = record_of(model)
     assert record is not None
     assert record.offload is not None
     assert record.offload.every == 2
 
 
+def configuration_in_the_docs(key: str) -> dict[str, Any]:
+    """The YAML of docs/integrations.md that begins with this key."""
+    blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [each for each in blocks if each.startswith(f"{key}:")]
+    return yaml.safe_load(block)
+
+
+def test_axolotl_takes_the_configuration_in_the_docs(axolotl: Any) -> None:
+    given = configuration_in_the_docs("plugins")
+    assert given.pop("plugins") == [f"{axolotl.__name__}.LigerPatchPlugin"]
+    assert given.keys() <= axolotl.LigerPatchArgs.model_fields.keys()
+    model = make_model()
+    axolotl.LigerPatchPlugin().post_model_load(axolotl.LigerPatchArgs(**given), model)
+    assert patch_status(model).patched
+
+
 @pytest.mark.parametrize(
-    ("yaml", "message"),
+    ("options", "message"),
     [
         ({"cut_cross_entropy": True}, "cut_cross_entropy: true patch the same loss"),
         ({"liger_fused_linear_cross_entropy": True}, "liger_fused_linear_cross_entropy: true"),
@@ -142,12 +173,12 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     ],
 )
 def test_axolotls_configuration_is_checked(
-    axolotl: Any, yaml: dict[str, Any], message: str
+    axolotl: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        axolotl.LigerPatchArgs(liger_patch=True, **yaml)
+        axolotl.LigerPatchArgs(liger_patch=True, **options)
     if "chunk" not in message:
-        axolotl.LigerPatchArgs(liger_patch=False, **yaml)
+        axolotl.LigerPatchArgs(liger_patch=False, **options)
 
 
 class KernelPlugin:
@@ -188,6 +219,15 @@ def test_llamafactorys_kernel_plugin(
     status = patch_status(model)
     assert status.patched == (layers is not None)
     assert {name for name, count in count_layers(model).items() if count} == (layers or set())
+
+
+def test_llamafactory_takes_the_configuration_in_the_docs(load: Callable[..., Any]) -> None:
+    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
+    load("llamafactory", module, KernelPlugin=KernelPlugin)
+    given = configuration_in_the_docs("kernel_config")["kernel_config"]
+    plugin = sys.modules[module].KernelPlugin(given.pop("name"))
+    model = plugin(model=make_model(), **given)
+    assert patch_status(model).patched
 
 
 def test_llamafactorys_older_trainer_gets_a_callback(

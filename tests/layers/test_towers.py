@@ -28,6 +28,7 @@ def mel_bins(tower: Any) -> int:
 
 
 TOWERS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
+    ("ernie4_5_vl_moe", "model.vision_tower"): lambda _: (randn(16, 48), GRID),
     ("gemma3n", "model.audio_tower"): lambda tower: (
         randn(2, 64, tower.config.input_feat_size),
         torch.zeros(2, 64, dtype=torch.bool),
@@ -38,14 +39,22 @@ TOWERS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
         torch.ones(2, 16, dtype=torch.bool),
     ),
     ("kimi_k25", "model.vision_tower"): lambda _: (randn(16, 3, 4, 4), GRID),
+    ("kosmos-2.5", "vision_model"): lambda _: (
+        torch.cat([torch.ones(9, 1), torch.arange(1.0, 10)[:, None], randn(9, 768)], -1)[None],
+    ),
     ("lighton_ocr", "model.vision_encoder"): lambda _: (
         randn(1, 3, 16, 16),
         torch.tensor([[16, 16]]),
+    ),
+    ("mistral_large4", "model.vision_tower"): lambda _: (
+        randn(2, 3, 16, 16),
+        torch.tensor([[16, 16]] * 2),
     ),
     ("muse_glimmer", "model.vision_tower"): lambda tower: (
         randn(16, tower.patch_embedder.patch_embedding.in_features),
         GRID,
     ),
+    ("step3p7", "model.vision_model"): lambda _: (randn(2, 3, 16, 16),),
     ("video_llama_3", "model.vision_model"): lambda _: (
         randn(16, 48),
         GRID,

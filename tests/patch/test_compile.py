@@ -292,6 +292,18 @@ def test_export_with_rows_of_any_length(strict: bool) -> None:
 
 
 @GRAPH
+def test_a_strict_export_of_scaled_logits_is_a_clear_error() -> None:
+    model, ids = make_model("granite"), torch.randint(3, 90, (2, 12))
+    labels = {"labels": ids, "use_cache": False}
+    with pytest.raises(Exception, match="export with strict=False"):
+        torch.export.export(model, (ids,), labels, strict=True)
+    with pytest.warns(UserWarning, match="liger_patch computes ordinary logits"):
+        program = torch.export.export(model, (ids,), labels, strict=False).module()
+    expected = model(ids, **labels).loss.item()
+    assert program(ids, **labels).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@GRAPH
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_an_exported_program_returns_real_logits(return_dict: bool) -> None:
