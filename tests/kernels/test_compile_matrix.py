@@ -200,11 +200,11 @@ def test_compiles(target, name, case, kernels):
     shared, spilled = compilation.metadata.shared, spilled_bytes(compilation, target)
     print(f"{shared / 1024:.0f} KiB of {SHARED_KIB[target]} shared, {spilled} bytes spilled")
     assert shared <= SHARED_KIB[target] * 1024
-    if target == GEFORCE:
-        _, most = LARGEST_OF.get(name, ("", SMALL_KIB))
-        assert shared <= most * 1024
-    if "constexprs" in inspect.signature(ASTSource).parameters:  # Triton 3.2 spills more
+    if "constexprs" in inspect.signature(ASTSource).parameters:  # Triton 3.2 takes more of both
         assert spilled <= spilled_at_most(name, target)
+        if target == GEFORCE:
+            _, most = LARGEST_OF.get(name, ("", SMALL_KIB))
+            assert shared <= most * 1024
 
 
 @pytest.mark.parametrize(
