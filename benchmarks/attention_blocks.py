@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 8192  # tokens
-# of the queries of one call. With more, the backward pass of PyTorch 2.11's flash attention gives
-# wrong gradients of queries and keys on an H200 (flash-attention's pull request 2260 mends one such
-# overflow of 32 bits)
+# of the queries of one call, as in liger_patch's ``segments``, which is not to be imported here.
+# With more, the backward pass of PyTorch 2.11's flash attention gives wrong gradients of queries
+# and keys on an H200 (flash-attention's pull request 2260 mends one such overflow of 32 bits)
 MOST_NUMBERS = 2**31
 
 
@@ -54,9 +54,8 @@ def install(longest_whole: int, block: int = BLOCK) -> None:
         if not is_long or attn_mask is not None or not is_causal or key.shape[-2] != tokens:
             return whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
         step = block * max(1, MOST_NUMBERS // (block * (query.numel() // tokens)))
-        split = (
-            each.split(step, 2) for each in (query, key, value)
-        )  # slices' gradients are padded
+        # not slices: in the backward pass each would make a gradient of the whole tensor
+        split = (each.split(step, 2) for each in (query, key, value))
         parts = [within_blocks(*each, dropout_p, options) for each in zip(*split, strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 

@@ -75,9 +75,11 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 
+    from liger_patch.apply import transformers_model
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import GIB, estimate, is_tested, most_positions
+    from liger_patch.cli.estimate import GIB, estimate, most_positions
     from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
+    from liger_patch.registry import row_of
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype
@@ -101,9 +103,9 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         estimates = estimate(config, step, int(options.reserve_gib * GIB))
     except ValueError as error:
         parser.error(str(error))
-    _, sizes = build(config, step)
+    model, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
-    tested = is_tested(config, step)
+    tested = row_of(transformers_model(model)) is not None
     notes = report.notes(model_class_name(config), tested, estimates)
     if options.json:
         print(report.as_json(*what, estimates, tested, notes))

@@ -19,7 +19,6 @@ from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
 from liger_patch.patch.offload import MIN_BYTES
-from liger_patch.registry import row_of
 
 GIB = 2**30
 CARDS = (16, 24, 40, 48, 80, 141)  # GiB
@@ -104,12 +103,6 @@ def most_positions(config: Any) -> int | None:
     """Return how many positions a model's text has, None where its config does not say."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
-
-
-def is_tested(config: Any, step: TrainingStep) -> bool:
-    """Return whether the model has a row in the registry. apply_patch fuses those without, too."""
-    model, _ = build(config, replace(step, lora_rank=None, bits=None))
-    return row_of(model) is not None
 
 
 def parts_at_peak(trace: Trace, sizes: Sizes, step: TrainingStep) -> dict[str, int]:

@@ -128,7 +128,7 @@ class LigerPatchCallback(transformers.TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self._has_looked = False
+        self._has_looked = False  # at the first step of a training
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         apply_patch(kwargs["model"], **self.options)

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
-from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
+from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import is_traced
 from liger_patch.layers.checks import is_transformers
 from liger_patch.layers.masked_attention import UsedTokens, using_results_of
@@ -227,7 +227,7 @@ def _deferred_forward(
                 stack.enter_context(using_results_of(used))
                 forward_pass.used = used if torch.is_grad_enabled() else None
             outputs = inner(*args, **kwargs)
-        if TRACES_LOGITS and torch.compiler.is_exporting():  # a program knows no deferred logits
+        if is_exporting():
             outputs = tree_map_only(TracedLogits, TracedLogits.real_logits, outputs)
         if not forward_pass.done:
             _note_own_loss(model, record, forward_pass)

@@ -21,7 +21,7 @@ from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits, is_distributed
-from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
+from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.layers.masked_attention import UsedTokens
@@ -57,7 +57,7 @@ def _in_graph_of_logits(method: Method) -> Method:
         in_graph = torch.compiler.is_dynamo_compiling()
         if in_graph and (isinstance(logits, TracedLogits) or flags.return_logits()):
             return method(self, logits, *args, **kwargs)
-        if TRACES_LOGITS and in_graph and torch.compiler.is_exporting():
+        if in_graph and is_exporting():
             raise RuntimeError(
                 "torch.export(strict=True) does not let liger_patch see how the model scales or "
                 "caps its logits: export with strict=False, or with LIGER_PATCH_RETURN_LOGITS=1"
