@@ -266,6 +266,18 @@ def test_other_models_of_a_process_group_compile_none_again() -> None:
     assert len(set(counts)) == 1
 
 
+class Returning(nn.Module):
+    """What is exported: a patched model's call, and what is made of its outputs."""
+
+    def __init__(self, made: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__()
+        self.model, self.made, self.options = make_model(), made, options
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model(input_ids, labels=labels, use_cache=False, **self.options)
+        return self.made(outputs)
+
+
 @GRAPH
 @pytest.mark.filterwarnings(
     "ignore:liger_patch computes ordinary logits:UserWarning",  # of a FakeTensor, where not strict
@@ -273,15 +285,7 @@ def test_other_models_of_a_process_group_compile_none_again() -> None:
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_rows_of_any_length(strict: bool) -> None:
-    class Loss(nn.Module):
-        def __init__(self, model: PreTrainedModel) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            return self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
-
-    model = Loss(make_model())
+    model = Returning(lambda outputs: outputs.loss)
     tokens = torch.export.Dim("tokens", min=4, max=64)
     ids = torch.randint(3, 90, (2, 12))
     dynamic = {"dynamic_shapes": ({1: tokens}, {1: tokens}), "strict": strict}
@@ -307,18 +311,10 @@ def test_a_strict_export_of_scaled_logits_is_a_clear_error() -> None:
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_an_exported_program_returns_real_logits(return_dict: bool) -> None:
-    class Both(nn.Module):
-        def __init__(self, model: PreTrainedModel) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-            outputs = self.model(ids, labels=ids, use_cache=False, return_dict=return_dict)
-            return outputs[0], outputs[1]
-
-    model, ids = Both(make_model()), torch.randint(3, 90, (2, 12))
-    loss, logits = torch.export.export(model, (ids,), strict=True).module()(ids)
-    expected_loss, expected = model(ids)
+    model = Returning(lambda outputs: (outputs[0], outputs[1]), return_dict=return_dict)
+    ids = torch.randint(3, 90, (2, 12))
+    loss, logits = torch.export.export(model, (ids, ids), strict=True).module()(ids, ids)
+    expected_loss, expected = model(ids, ids)
     torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(logits, expected + 0.0)
 
