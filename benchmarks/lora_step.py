@@ -64,13 +64,20 @@ class Case:
         found = [each for each, name in names.items() if any(part in name for part in parts)]
         return replace(self, settings=tuple(found))
 
-    def cut(self, layers: int | None, tokens: int | None) -> Case:
-        """Return the case with at most so many layers, and so many tokens a batch; None: as is."""
+    def cut(self, layers: int | None, tokens: int | None, sequences: int | None) -> Case:
+        """Return the case with at most so many layers, and so many tokens and sequences a batch;
+        None: as is.
+        """
         model = self.model
         if layers is not None:
             model = replace(model, config=cut_config(model.config, layers))
-        if tokens is not None:
-            model = replace(model, length=tokens // model.sequences)
+        name, _, _ = model.name.rpartition(", ")
+        tokens = tokens or model.sequences * model.length
+        sequences = sequences or model.sequences
+        length = tokens // sequences
+        model = replace(
+            model, name=f"{name}, {sequences} x {length}", sequences=sequences, length=length
+        )
         return replace(self, model=model)
 
 
@@ -246,7 +253,7 @@ def cases(options: argparse.Namespace) -> Cases:
         "lora_steps": [
             partial(
                 run_case,
-                case.cut(options.layers, options.tokens),
+                case.cut(options.layers, options.tokens, options.sequences),
                 names,
                 rounds=options.rounds,
                 limit=options.limit,
@@ -269,7 +276,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only the first layers of each model")
     parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
-    parser.add_argument("--tokens", type=int, help="of a batch, in as many sequences")
+    parser.add_argument("--tokens", type=int, help="of a batch")
+    parser.add_argument("--sequences", type=int, help="of a batch, of as many tokens in all")
 
 
 BENCHMARK = Benchmark(

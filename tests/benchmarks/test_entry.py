@@ -52,7 +52,7 @@ def test_a_benchmark_has_help_without_a_gpu_and_needs_one_to_run(name: str, caps
 def test_every_list_of_a_report_has_a_table(name: str):
     options = argparse.Namespace(rounds=1, case=None, part=None, no_compile=True)
     options.model = options.contender = options.compile = None
-    options.layers = options.tokens = options.limit = options.gpus = None
+    options.layers = options.tokens = options.sequences = options.limit = options.gpus = None
     options.gib = options.timed = options.whole_attention = None
     options.engine = options.steps = options.host_gib = options.all_blocks = None
     options.total = None

@@ -67,12 +67,15 @@ def test_rows_are_chosen_by_name_and_models_cut():
     assert names == {"LoRA", "LoRA + checkpointing", "LoRA with dropout"}
     assert not CASES[1].named(["Llama"]).settings
     for case in CASES:
-        cut = case.cut(2, 4096).model
+        cut = case.cut(2, 4096, None).model
         assert cut.config.num_hidden_layers == 2 < case.model.config.num_hidden_layers
         assert cut.sequences * cut.length == 4096
-        assert case.cut(None, None) == case
+        assert case.cut(None, None, None) == case
+        long = case.cut(None, None, 1).model
+        assert (long.sequences, long.length) == (1, case.model.sequences * case.model.length)
+        assert long.name.endswith(f", 1 x {long.length}")
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(CASES[2].cut(2, None).model.config)
+        built = AutoModelForCausalLM.from_config(CASES[2].cut(2, None, None).model.config)
     assert len(built.model.layers) == 2
 
 
