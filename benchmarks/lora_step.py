@@ -72,8 +72,10 @@ class Case:
         if layers is not None:
             model = replace(model, config=cut_config(model.config, layers))
         name, _, _ = model.name.rpartition(", ")
-        tokens = tokens or model.sequences * model.length
-        sequences = sequences or model.sequences
+        tokens = model.sequences * model.length if tokens is None else tokens
+        sequences = model.sequences if sequences is None else sequences
+        if not 0 < sequences <= tokens or tokens % sequences:
+            raise ValueError(f"sequences={sequences}: expected a divisor of tokens={tokens}")
         length = tokens // sequences
         model = replace(
             model, name=f"{name}, {sequences} x {length}", sequences=sequences, length=length
@@ -276,8 +278,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only the first layers of each model")
     parser.add_argument("--limit", type=float, help="seconds for each contender of a model")
-    parser.add_argument("--tokens", type=int, help="of a batch")
-    parser.add_argument("--sequences", type=int, help="of a batch, of as many tokens in all")
+    parser.add_argument("--tokens", type=int, help="tokens of a batch")
+    parser.add_argument("--sequences", type=int, help="rows of a batch; its tokens stay as many")
 
 
 BENCHMARK = Benchmark(

@@ -74,6 +74,9 @@ def test_rows_are_chosen_by_name_and_models_cut():
         long = case.cut(None, None, 1).model
         assert (long.sequences, long.length) == (1, case.model.sequences * case.model.length)
         assert long.name.endswith(f", 1 x {long.length}")
+        for wrong in (0, 3):
+            with pytest.raises(ValueError, match=f"sequences={wrong}: .* tokens=4096"):
+                case.cut(None, 4096, wrong)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(CASES[2].cut(2, None, None).model.config)
     assert len(built.model.layers) == 2
