@@ -1,0 +1,108 @@
+"""Layers of every row of the registry: which of them are on kernels by which rules, and that they
+compute what the eager model's do.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from rows import every_row, is_known_well
+from rows import model_type as row_name
+from slow_cases import slow_but
+from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
+from torch import Tensor
+from training_step import call, gradients, joined, patched, router_arguments, step, widened
+
+from liger_patch import apply_patch, registry
+from liger_patch.layers.gated_norm import GATED_NORMS
+from liger_patch.layers.norm import NORMS
+from liger_patch.layers.replace import ENDINGS, count_layers
+from liger_patch.layers.rotations import ATTENTIONS, ROTATIONS
+
+ROWS = {row.model_type: row for row in registry.available()}
+SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
+
+
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
+def test_every_row_has_its_layers_on_kernels(row: registry.Architecture) -> None:
+    model = apply_patch(tiny_model(row))
+    counts = count_layers(model)
+    if is_known_well(row):  # which of the others have, test_every_architecture asks the probes
+        assert (counts["rms_norm"] > 0) == (row.model_type not in SUBTRACT_A_MEAN)
+        assert counts["rotary"] > 0 or model.config.model_type == "recurrent_gemma"  # before 5.13
+    if any(type(m).__name__ == "Qwen2MLP" for m in model.modules()):
+        assert counts["gated"] >= model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.slow  # test_architectures.py takes the same step
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
+def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> None:
+    model = tiny_model(row)
+    wide, batch, arguments = widened(model), tiny_batch(model), router_arguments(model)
+    truth, eager = step(wide, batch, **arguments), step(model, batch, **arguments)
+    with patched(model, layers=True):
+        ours = step(model, batch, **arguments)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.slow  # test_architectures.py takes the same step
+@pytest.mark.parametrize("row", every_row(WITH_IMAGES), ids=row_name)
+def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
+    model = tiny_model(row)
+    if not takes_images(model):
+        pytest.skip("takes sound, no pixels")
+    wide, batch = widened(model), with_image(model, tiny_batch(model))
+    truth, eager = step(wide, batch), step(model, batch)
+    with patched(model, layers=True):
+        ours = step(model, batch)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+def test_every_rule_of_a_class_belongs_to_a_row() -> None:
+    prefixes = [prefix for row in registry.ARCHITECTURES for prefix in row.layers.split()]
+    for name in (*NORMS, *GATED_NORMS, *ATTENTIONS):
+        endings = {name.removeprefix(p).removeprefix("Text") for p in prefixes if p in name}
+        assert endings & ENDINGS.keys(), name
+
+
+def test_sections_of_tables_are_those_of_time_height_and_width() -> None:
+    """Which Transformers before 5.17 leaves to the attention."""
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    tables = torch.randn(2, 3, 2, 5, 16)
+    sizes = [1, 3, 4]
+    of_feature = torch.arange(3).repeat_interleave(torch.tensor(sizes)).repeat(2)
+    cos, sin = (torch.stack([t[i, ..., d] for d, i in enumerate(of_feature)], -1) for t in tables)
+    across = [torch.cat((-x[..., 8:], x[..., :8]), -1) for x in (q, k)]
+    expected = [x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), across, strict=True)]
+    turned = ROTATIONS["apply_multimodal_rotary_pos_emb"](q, k, *tables, sizes)
+    torch.testing.assert_close(list(turned), expected)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gemma3_text", "qwen3", "olmo2", "phi3", "gemma3n_text", "cohere"],
+)
+@pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "autocast"]))
+def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) -> None:
+    """On three batches: the largest error of a tiny model is luck to some degree."""
+    model = tiny_model(ROWS[model_type])
+    if kind == "weights":
+        model.bfloat16()
+    wide = widened(model)
+    found: list[list[Tensor]] = [[], [], []]
+    for seed in range(3):
+        batch = tiny_batch(model, seed=seed)
+        steps = [step(wide, batch)]
+        for layers in (False, True):
+            with patched(model, layers=layers):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+                    outputs = call(model, batch)
+                assert outputs.logits.dtype == torch.bfloat16
+                steps.append({"loss": outputs.loss.detach(), **gradients(model, outputs.loss)})
+        for values, each in zip(found, joined(*steps), strict=True):
+            values.extend(each.values())
+    truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
