@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,7 @@ from .models import Model
 from .terminal import terminal_distributed_table
 from .training_step import MAX_LOSS_DIFFERENCE
 
-MODELS = (replace(LLAMA, sequences=4), replace(QWEN, sequences=2))  # a GPU
-MODELS = tuple(
-    replace(model, name=f"{model.name.partition(',')[0]}, {model.sequences} x 2048")
-    for model in MODELS
-)
+MODELS = (LLAMA.resized(4, 2048), QWEN.resized(2, 2048))  # a GPU
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 4}
 TINY = Model("tiny", LlamaConfig(**SIZES, **ATTENTION), sequences=2, length=16)

@@ -71,16 +71,11 @@ class Case:
         model = self.model
         if layers is not None:
             model = replace(model, config=cut_config(model.config, layers))
-        name, _, _ = model.name.rpartition(", ")
         tokens = model.sequences * model.length if tokens is None else tokens
         sequences = model.sequences if sequences is None else sequences
         if not 0 < sequences <= tokens or tokens % sequences:
             raise ValueError(f"sequences={sequences}: expected a divisor of tokens={tokens}")
-        length = tokens // sequences
-        model = replace(
-            model, name=f"{name}, {sequences} x {length}", sequences=sequences, length=length
-        )
-        return replace(self, model=model)
+        return replace(self, model=model.resized(sequences, tokens // sequences))
 
 
 def cut_config(config, layers: int):

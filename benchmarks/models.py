@@ -52,6 +52,11 @@ class Model:
     quantized: bool = False
     rows: str = "whole"
 
+    def resized(self, sequences: int, length: int) -> Model:
+        """Return the model with another batch, which ends its name."""
+        name = f"{self.name.partition(', ')[0]}, {sequences} x {length}"
+        return replace(self, name=name, sequences=sequences, length=length)
+
     def build(self, device: torch.device | str = "cuda") -> Any:
         """Return the model in training mode, with random weights made on the device."""
         torch.manual_seed(0)
