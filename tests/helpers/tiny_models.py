@@ -106,7 +106,7 @@ def tiny_batch(
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Whether `with_image` serves `model`."""
+    """Whether `with_image` serves `model`: it makes pixels of one form, and no sound."""
     if model.config.model_type == "gemma3n":  # its tower here is a stand-in
         return False
     if model.config.model_type in OTHER_IMAGES:

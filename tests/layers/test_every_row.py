@@ -52,7 +52,7 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
 def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
     model = tiny_model(row)
     if not takes_images(model):
-        pytest.skip("takes sound, no pixels")
+        pytest.skip("with_image makes no input for this model")
     wide, batch = widened(model), with_image(model, tiny_batch(model))
     truth, eager = step(wide, batch), step(model, batch)
     with patched(model, layers=True):
