@@ -71,8 +71,9 @@ def apply_patch(
             each sequence's own mean, whether rows hold one sequence or several. Over several
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
-            some of "rms_norm", "rotary", "attention", "gated" and "lora". These run in calls
-            without labels too. LoRA adapters may be added later: the next call finds them.
+            some of "rms_norm", "rotary", "attention", "gated", "lora" and "tensor_parallel". These
+            run in calls without labels too. LoRA adapters may be added later: the next call finds
+            them.
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
             pinned host memory: True for as much of it as the system has available, or GiB that this
             process may take at most. What does not fit stays on the GPU, with one warning.
@@ -163,7 +164,8 @@ def _choose_layers(
     before = frozenset(name for name, count in count_layers(model).items() if count)
     replace_layers(model, row, names | before)
     counts = count_layers(model)
-    lacking = [n for n in sorted(names - {"lora"}) if not counts[n]]  # adapters may come later
+    # adapters may come later, and one process has no shards
+    lacking = [n for n in sorted(names - {"lora", "tensor_parallel"}) if not counts[n]]
     if lacking and is_explicit:
         restore_layers(model, names - before)
         begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"

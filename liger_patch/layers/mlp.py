@@ -30,6 +30,7 @@ from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
+from liger_patch.layers.tensor_parallel import sharing_inputs
 from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
@@ -157,7 +158,8 @@ def gated_layer(original: Any) -> type[nn.Module]:
                 weights = _plain_weights(self, projections)
                 if weights is not None:
                     return gated_mlp(x, *weights, activation=kind)
-        gate, up = own.products(self, x)
+        with sharing_inputs(self, own.projections[0]):
+            gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them

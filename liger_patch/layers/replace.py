@@ -6,6 +6,7 @@ Only the classes of these instances change:
 - So does a feed-forward layer's, where its projections are plain.
 - An attention runs its own code. Only the functions of its rotary embedding and of its attention
   are others.
+- A projection that Transformers' tensor-parallel plan distributes multiplies by its own part.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from liger_patch.layers.checks import LAYER_NAMES, layers_of
 from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
+from liger_patch.layers.tensor_parallel import is_parallel_linear, parallel_linear_class
 from liger_patch.registry import Architecture
 from liger_patch.subclass import ORIGINAL
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
+PARALLEL = ("tensor_parallel",)
 ATTENTION = attention.NAMES
-LAYERS = *NORM, *ATTENTION, *MLP, *LORA
+LAYERS = *NORM, *ATTENTION, *MLP, *LORA, *PARALLEL
 CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
     NORM: lambda module, _: norm_class(module),
     ATTENTION: attention_class,
     MLP: lambda module, _: mlp_class(module),
     LORA: lambda module, _: lora_class(module),
+    PARALLEL: lambda module, _: parallel_linear_class(module),
 }
 # Instances for which these are equal get the same class: a probe runs once for all of them.
 CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
@@ -45,6 +49,7 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     ATTENTION: attention_configuration,
     MLP: mlp_configuration,
     LORA: type,
+    PARALLEL: type,
 }
 ENDINGS = {  # of the classes' names, after what the registry says
     "CenteredRMSNorm": NORM,
@@ -82,8 +87,10 @@ def replace_layers(model: PreTrainedModel, row: Architecture | None, names: froz
         layers = _layers(type(module).__name__, prefixes)
         if not layers and module is not head and is_lora_linear(module):
             layers = LORA
+        if not layers and is_parallel_linear(module):
+            layers = PARALLEL
         wanted = tuple(name for name in layers if name in names)
-        if not wanted or "forward" in vars(module):
+        if not wanted or ("forward" in vars(module) and layers != PARALLEL):
             continue
         # decide anew: somebody may have replaced its class's forward
         _change_class(module, _original_class(module))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import os
 import shlex
 import sys
@@ -37,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_patch import apply_patch, linear_cross_entropy, patch_status, registry
+from liger_patch.layers.replace import count_layers
 from liger_patch.patch import verify
 from liger_patch.registry import ARCHITECTURES, available
 
@@ -50,6 +52,8 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--bias", action="store_true", help="of all projections")
+    parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--even", action="store_true", help="shards of one size")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--verify", action="store_true")
@@ -70,6 +74,10 @@ def check(arguments: argparse.Namespace) -> None:
     }
     expected = step(alone, batch)
     model = distributed(arguments)
+    of_eager = None
+    if arguments.layers and arguments.style == "transformers" and not arguments.lora:
+        with Collectives() as of_eager:
+            step(model, batch)
     with patch.object(registry, "ARCHITECTURES", () if arguments.untested else ARCHITECTURES):
         apply_patch(model, layers=arguments.layers)
     os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
@@ -81,7 +89,7 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.verify or arguments.untested:  # which gathers logits of a few tokens, once
             with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
                 step(model, batch)
-        with count_logits() as computed, Gathers() as gathers:
+        with count_logits() as computed, Collectives() as collectives:
             results = step(model, batch)
         status = patch_status(model)
         if arguments.fallback:
@@ -92,11 +100,13 @@ def check(arguments: argparse.Namespace) -> None:
             assert status.architecture == ("verified" if arguments.untested else "tested")
             assert not computed, f"real logits were computed {len(computed)} times"
             largest = batch["labels"].numel() * model.config.hidden_size
-            assert gathers.largest <= largest, "logits were gathered"
+            assert collectives.largest_gather <= largest, "logits were gathered"
+            if of_eager is not None:
+                check_projections(model, of_eager.sums - collectives.sums)
             if has_sharded_head(model, arguments.style):
-                with torch.no_grad(), Gathers() as gathers:
+                with torch.no_grad(), Collectives() as collectives:
                     whole(model(**batch).logits)
-                assert gathers.largest > largest, "a gather of logits is not seen"
+                assert collectives.largest_gather > largest, "a gather of logits is not seen"
         for name, value in expected.items():
             value = whole(value)
             off = (whole(results[name]) - value).norm() / value.norm()
@@ -111,22 +121,32 @@ def compared_loss(arguments: argparse.Namespace) -> Callable[..., Tensor]:
     return lambda *args, **options: factor * linear_cross_entropy(*args, **options)
 
 
-class Gathers(TorchDispatchMode):
-    """The elements that a rank gives to the largest gather of a DTensor."""
+class Collectives(TorchDispatchMode):
+    """The collectives that a rank starts in this context.
+
+    Attributes:
+        largest_gather: the elements that it gives to the largest gather of a DTensor.
+        sums: how many it sums over the ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest_gather = 0
+        self.sums = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "_c10d_functional" and "all_gather" in func.name():
-            self.largest = max(self.largest, args[0].numel())
+            self.largest_gather = max(self.largest_gather, args[0].numel())
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.sums += "all_reduce" in func.name() or "allreduce" in func.name()
         return func(*args, **kwargs or {})
 
 
 def make(arguments: argparse.Namespace) -> Any:
     (row,) = (row for row in available() if row.model_type == arguments.model)
     model: Any = tiny_model(row)
+    if arguments.bias:  # of projections
+        model = biased(model)
     if arguments.tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
@@ -135,9 +155,23 @@ def make(arguments: argparse.Namespace) -> Any:
     return model.to(device())
 
 
+def biased(model: Any) -> Any:
+    """The same model with biases in its projections, which are not 0."""
+    config = copy.deepcopy(model.config)
+    config.attention_bias = config.mlp_bias = True
+    torch.manual_seed(1)
+    other = type(model)(config)
+    for name, parameter in other.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return other
+
+
 def distributed(arguments: argparse.Namespace) -> Any:
     """The model on shards, with adapters on some projections where they are asked for."""
     model = STYLES[arguments.style](make(arguments))
+    if arguments.checkpoints:
+        model.gradient_checkpointing_enable()
     if not arguments.lora:
         return model
     from peft import LoraConfig, get_peft_model
@@ -150,9 +184,21 @@ def distributed(arguments: argparse.Namespace) -> Any:
 def has_sharded_head(model: Any, style: str) -> bool:
     """Return whether each rank has its own rows; plans of Transformers 5.0 leave the head whole."""
     sharded = isinstance(model.get_output_embeddings().weight, DTensor)
-    is_old = Version(transformers.__version__) < Version("5.17")
-    assert sharded or (is_old and style == "transformers"), "the head is not sharded"
+    assert sharded or (is_old() and style == "transformers"), "the head is not sharded"
     return sharded
+
+
+def is_old() -> bool:
+    return Version(transformers.__version__) < Version("5.17")
+
+
+def check_projections(model: Any, fewer: int) -> None:
+    """Those of a layer that read one input sum its gradient together, which the plan does apart."""
+    if is_old():  # its plan has other hooks
+        return
+    layers = model.config.num_hidden_layers
+    assert count_layers(model)["tensor_parallel"] == 7 * layers
+    assert fewer == 3 * layers, f"{fewer} sums fewer than without the patch"
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

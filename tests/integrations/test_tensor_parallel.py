@@ -31,7 +31,12 @@ def test_plans_of_torch(tmp_path: Path) -> None:
 
 
 def test_plans_of_transformers(tmp_path: Path) -> None:
-    cases = "transformers --layers", "transformers --tied", "transformers --model gemma2"
+    cases = (
+        "transformers --layers",
+        "transformers --layers --bias --checkpoints",
+        "transformers --tied",
+        "transformers --model gemma2 --layers",
+    )
     run(SCRIPT, str(tmp_path / "group"), "cpu", *cases)
 
 
@@ -50,5 +55,5 @@ def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     # Transformers 5.17 has no shards of two sizes
-    cases = "gathered --layers", "sharded --model gemma2", "transformers --even"
+    cases = "gathered --layers", "sharded --model gemma2", "transformers --even --layers"
     run(SCRIPT, str(tmp_path / "group"), "cuda", *cases)

@@ -345,7 +345,14 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     layer = type(model.model.layers[0].mlp)
     monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
     monkeypatch.setattr(layer, "forward", forward)
-    counts = {"rms_norm": 5, "rotary": 2, "attention": 2, "gated": 0, "lora": 0}
+    counts = {
+        "rms_norm": 5,
+        "rotary": 2,
+        "attention": 2,
+        "gated": 0,
+        "lora": 0,
+        "tensor_parallel": 0,
+    }
     assert count_layers(apply_patch(model, layers=True)) == counts
 
 

@@ -52,7 +52,10 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     apply_patch(model, layers=False)
     assert not any(count_layers(model).values())
     apply_patch(model)
-    assert {name for name, count in count_layers(model).items() if not count} == {"lora"}
+    assert {name for name, count in count_layers(model).items() if not count} == {
+        "lora",
+        "tensor_parallel",
+    }
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,14 @@ def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
     model = apply_patch(make_model(), layers=True)
     original = type(model.model.norm).__mro__[1]
     monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
-    counts = {"rms_norm": 0, "rotary": 2, "attention": 2, "gated": 2, "lora": 0}
+    counts = {
+        "rms_norm": 0,
+        "rotary": 2,
+        "attention": 2,
+        "gated": 2,
+        "lora": 0,
+        "tensor_parallel": 0,
+    }
     assert count_layers(apply_patch(model, layers=True)) == counts
 
 
@@ -327,7 +337,7 @@ def test_all_layers_of_a_model_are_replaced(
 ) -> None:
     model = apply_patch(make_model(model_type), layers=True)
     counts = {"rms_norm": norms, "rotary": rotary, "attention": attentions, "gated": gated}
-    assert count_layers(model) == {**counts, "lora": 0}
+    assert count_layers(model) == {**counts, "lora": 0, "tensor_parallel": 0}
 
 
 def test_generation_is_the_same() -> None:
