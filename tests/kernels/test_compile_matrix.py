@@ -38,6 +38,7 @@ SPILLED_BYTES_OF = {
     "_gated_lora_backward_kernel": 1024,
     "_gated_lora_kernel": 1024,
     "_gated_norm_backward_kernel": 96,  # float32 groups of 8192 on sm_120: 16 on sm_90
+    "odds_kernel": 96,  # with a softcap and three sums on sm_100: 8 on sm_90
     "_rms_norm_backward_kernel": 2312,  # float32 rows of 32768 on sm_100: 0 on sm_90
     "_shard_gradients_kernel": 192,  # with a softcap on sm_120: 8 on sm_90
     "_turn_normed_backward_kernel": 88,  # 80 features in fp16 on sm_80, by Triton 3.6
