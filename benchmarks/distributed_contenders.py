@@ -201,6 +201,10 @@ def _join(rank: int, ranks: int, folder: str, device: str) -> torch.device:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # which libraries ask for
     if device == "cuda":
         torch.cuda.set_device(rank)
+        cores = sorted(os.sched_getaffinity(0))  # each rank has a part: times vary less
+        os.sched_setaffinity(
+            0, cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        )
     else:
         torch.set_num_threads(1)
     distributed.init_process_group(
