@@ -5,7 +5,8 @@ so nothing is downloaded; the loss counts the answers alone. Model and tokenizer
 scratch. Runs on the CPU in about a minute, or in bf16 on a GPU (CUDA_VISIBLE_DEVICES=0 where there
 are several).
 
-    python examples/sft.py
+    python examples/sft.py                            # TRL's loss
+    python examples/sft.py --use_liger_patch true     # that of liger_patch
     python examples/sft.py --use_liger_patch true --packing true --max_steps 50
     python examples/sft.py --config sft.yaml      # use_liger_patch: true, and so on, a line each
 
@@ -104,7 +105,11 @@ def main() -> None:
     print(f"\ntrained in {time.perf_counter() - start:.1f} s", end="")
     print(f", peak memory {memory.over_start_mib():,.0f} MiB over the weights" if memory else "")
     trainer.evaluate()
-    print(f"\n{patch_status(trainer.model)}")
+    if args.use_liger_patch:
+        print(f"\nWith use_liger_patch:\n{patch_status(trainer.model)}")
+    else:
+        print("\nTrained with TRL's own loss. For the fused loss of liger_patch, add:")
+        print("    --use_liger_patch true")
 
 
 class LossTable(TrainerCallback):

@@ -157,11 +157,15 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
         options = ["--config", "sft.yaml", "--use_liger_patch", flag, "--output_dir", flag]
         return run_alone(EXAMPLES / "sft.py", *options, folder=tmp_path)
 
-    logged, status = {}, {"false": r"patched +no", "true": r"last loss +fused"}
+    logged = {}
+    status = {
+        "false": r"Trained with TRL's own loss\..* add:\n +--use_liger_patch true\n\Z",
+        "true": r"With use_liger_patch:\n(.*\n)+last loss +fused\n",
+    }
     for flag in status:
         printed = run(flag)
         assert "285 conversations, 15 held out; " in printed
-        assert re.search(status[flag], printed)
+        assert [name for name in status if re.search(status[name], printed)] == [flag]
         rows = re.findall(r"^ *(\d+|held out) +([\d.]+) +([\d.]+) +([\d.]+)%$", printed, re.M)
         assert [step for step, *_ in rows] == ["1", "2", "3", "4", "5", "6", "held out"]
         logged[flag] = torch.tensor([[float(value) for value in row] for _, *row in rows])
