@@ -99,7 +99,12 @@ def test_the_example_of_tensor_parallelism_trains() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_configuration_says_what_starts_it(path: Path) -> None:
     config = pytest.importorskip("accelerate.commands.config.config_args")
-    assert config.load_config_from_file(str(path)).num_processes == 2
+    given = config.load_config_from_file(str(path))
+    assert given.num_processes == 2
+    if given.deepspeed_config:
+        file = ROOT / given.deepspeed_config["deepspeed_config_file"]
+        stage = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]["stage"]
+        assert path.stem == f"zero{stage}"
     command = f"accelerate launch --config_file examples/{path.name} examples/train.py"
     assert command in path.read_text(encoding="utf-8")
     assert f"`{command}`" in DOCUMENT.read_text(encoding="utf-8")

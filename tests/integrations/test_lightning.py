@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented_code import blocks
 from tiny_models import tiny_batch, tiny_model
 from torch.utils.data import DataLoader
 
@@ -17,7 +17,6 @@ pytest.importorskip("lightning", reason="needs lightning")
 
 from lightning.pytorch import Callback, Trainer
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 ROW = next(row for row in registry.available() if row.model_type == "llama")
 
 
@@ -33,8 +32,7 @@ class Losses(Callback):
 
 def class_in_the_docs() -> Any:
     """``Model``, with a learning rate that a tiny model needs."""
-    section = DOCUMENT.read_text(encoding="utf-8").partition("\n## Lightning\n")[2]
-    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    (code,) = (block.code for block in blocks() if block.place == "integrations.md: Lightning")
     assert "lr=1e-5" in code
     names: dict[str, Any] = {}
     exec(code.replace("lr=1e-5", "lr=1e-2"), names)

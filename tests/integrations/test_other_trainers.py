@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from documented_code import configuration
 from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
@@ -31,7 +30,6 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from liger_patch.integrations.transformers import LigerPatchCallback
 
 ROWS = {row.model_type: row for row in registry.available()}
-DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 def make_model() -> PreTrainedModel:
@@ -148,15 +146,8 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     assert record.offload.every == 2
 
 
-def configuration_in_the_docs(key: str) -> dict[str, Any]:
-    """The YAML of docs/integrations.md that begins with this key."""
-    blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [each for each in blocks if each.startswith(f"{key}:")]
-    return yaml.safe_load(block)
-
-
-def test_axolotl_takes_the_configuration_in_the_docs(axolotl: Any) -> None:
-    given = configuration_in_the_docs("plugins")
+def test_axolotl_takes_the_configuration(axolotl: Any) -> None:
+    given = configuration("plugins")
     assert given.pop("plugins") == [f"{axolotl.__name__}.LigerPatchPlugin"]
     assert given.keys() <= axolotl.LigerPatchArgs.model_fields.keys()
     model = make_model()
@@ -221,10 +212,10 @@ def test_llamafactorys_kernel_plugin(
     assert {name for name, count in count_layers(model).items() if count} == (layers or set())
 
 
-def test_llamafactory_takes_the_configuration_in_the_docs(load: Callable[..., Any]) -> None:
+def test_llamafactory_takes_the_configuration(load: Callable[..., Any]) -> None:
     module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
     load("llamafactory", module, KernelPlugin=KernelPlugin)
-    given = configuration_in_the_docs("kernel_config")["kernel_config"]
+    given = configuration("kernel_config")["kernel_config"]
     plugin = sys.modules[module].KernelPlugin(given.pop("name"))
     model = plugin(model=make_model(), **given)
     assert patch_status(model).patched

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
+from documented_code import configuration
 from tiny_models import tiny_batch
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
@@ -34,6 +36,7 @@ from trl_models import (
 )
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.patch import flags
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload, _Checkpoints
 
@@ -99,6 +102,24 @@ def test_a_parser_reads_the_flag(tmp_path: Path) -> None:
         assert type(config) is SFTConfig
         assert config.use_liger_patch is flag, arguments
         assert config.to_dict()["use_liger_patch"] is flag
+
+
+def test_a_parser_reads_the_configuration_in_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import TrlParser
+
+    from liger_patch.integrations.trl import SFTConfig
+
+    given = configuration("use_liger_patch")
+    file = tmp_path / "sft.yaml"
+    file.write_text(yaml.safe_dump(given))
+    for name in given.pop("env"):
+        monkeypatch.setenv(name, "")  # which the parser sets: the test's end takes it back
+    always = ["--output_dir", str(tmp_path), "--bf16", "false"]
+    (config,) = TrlParser((SFTConfig,)).parse_args_and_config([*always, "--config", str(file)])
+    assert {name: getattr(config, name) for name in given} == given
+    assert flags.chunk_mib() == 1024
 
 
 @pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig"])
