@@ -6,6 +6,7 @@ that does not import here is then a contender that does not run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported
-from .names import OF_HOPPER, OTHER_GPUS, OURS, PYTORCH, QUACK
+from .names import OF_HOPPER, OTHER_GPUS, OURS, PYTORCH, QUACK, UNSLOTH
 
 # hidden states (N, H), weight (V, H), labels (N,) -> ()
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,6 +32,7 @@ PACKAGES = {  # of peers -> the module that is imported, and what is installed f
     "CCE": ("cut_cross_entropy", "cut-cross-entropy"),
     "TRL": ("trl", "trl"),
     QUACK: ("quack", "quack-kernels"),
+    UNSLOTH: ("unsloth", "unsloth"),
 }
 QUACK_CHUNK = 4096  # tokens: the default of chunked_linear_cross_entropy
 
@@ -105,6 +107,7 @@ def peers(head: Head) -> dict[str, Loss]:
         "CCE": _cut_cross_entropy(head),
         "CCE, unfiltered": _cut_cross_entropy(head, filter_eps=None),
         "TRL": _trl(head),
+        UNSLOTH: _unsloth(head),
         PYTORCH: _pytorch(head),
         QUACK: _quack(head),
         f"{QUACK}, base": _quack(head, use_scaled_exp=False),
@@ -165,6 +168,28 @@ def _trl(head: Head) -> Loss:
         )
         per_token = log_probs.new_zeros(labels.shape).masked_scatter(supervised, log_probs)
         return -per_token.sum() / supervised.sum().clamp(min=1)
+
+    return loss
+
+
+def _unsloth(head: Head) -> Loss:
+    """Return the loss that its patched models call.
+
+    It comes from ``unsloth_zoo``, which wants a variable that ``import unsloth`` sets. That import
+    is left out, as it patches Transformers and TRL for all contenders.
+    """
+
+    def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        os.environ.setdefault("UNSLOTH_IS_PRESENT", "1")
+        return import_module("unsloth_zoo.fused_losses").unsloth_fused_ce_loss(
+            trainer=None,
+            hidden_states=hidden_states[None],
+            lm_head_weight=weight,
+            lm_head_bias=None,
+            labels=labels[None],
+            shift_labels=False,  # labels[i] is that of hidden_states[i]
+            logit_softcapping=head.softcap or 0.0,
+        )
 
     return loss
 

@@ -24,12 +24,14 @@ from .names import (
     OURS,
     PYTORCH,
     QUACK,
+    UNSLOTH,
 )
 
 BEST_PEER = "fastest peer"
-PEERS = {  # of a head, which are often not installed -> what they are
-    PYTORCH: "PyTorch's own linear_cross_entropy (torch 2.13)",
+PEERS = {  # of a head, which a report may lack -> what they are
+    PYTORCH: "PyTorch's own linear_cross_entropy (needs torch 2.13)",
     QUACK: "QuACK",
+    UNSLOTH: "Unsloth's fused loss",
 }
 OTHERS_SAID = f" With {KERNELS_OF_OTHERS}: the kernels that GPUs other than Hopper run."
 
@@ -41,7 +43,7 @@ def readme_table(report: dict) -> str:
     )
     contenders = {row["contender"] for row in report["results"]}
     if absent := [what for name, what in PEERS.items() if name not in contenders]:
-        note += f" Not installed: {', '.join(absent)}."
+        note += f" Not measured: {', '.join(absent)}."
     if any(KERNELS_OF_OTHERS in name for name in contenders):
         note += OTHERS_SAID
     return document(report, cells_of(TIME_AND_MEMORY, report["results"], head_and_tokens), note)

@@ -185,7 +185,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    packages=("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels"),
+    packages=(
+        "liger-kernel",
+        "cut-cross-entropy",
+        "trl",
+        "quack-kernels",
+        "unsloth",
+        "unsloth_zoo",
+    ),
     cases=cases,
     table=terminal_table,
     rounds=10,  # fewer beyond LOAD_TOKENS

@@ -6,8 +6,10 @@ import argparse
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,12 +183,62 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said(monkeypatch, capsys):
         "CCE is left out: the package cut-cross-entropy is not installed",
         "TRL is left out: the package trl is not installed",
         "QuACK is left out: the package quack-kernels is not installed",
+        "Unsloth is left out: the package unsloth is not installed",
         "PyTorch is left out: linear_cross_entropy is in torch 2.13 and later, "
         f"got {torch.__version__}",
     ]
     assert head_contenders.peers(TINY) == {}
     monkeypatch.setattr(head_contenders, "find_spec", lambda module: module == "quack")
     assert list(head_contenders.peers(TINY)) == ["QuACK", "QuACK, base"]
+
+
+def unsloth_fused_ce_loss(
+    trainer, hidden_states, lm_head_weight, lm_head_bias, labels, *, shift_labels, **transforms
+) -> torch.Tensor:
+    """With the arguments that unsloth_zoo 2026.10 has, for batches of sequences."""
+    assert (trainer, lm_head_bias, shift_labels) == (None, None, False)
+    assert hidden_states.shape[:2] == labels.shape
+    softcap = transforms.pop("logit_softcapping") or None
+    assert transforms == {}
+    return eager(replace(TINY, softcap=softcap))(hidden_states[0], lm_head_weight, labels[0])
+
+
+@pytest.mark.parametrize("head", [TINY, replace(TINY, softcap=5.0), replace(TINY, frozen=True)])
+def test_unsloths_loss_is_called_as_its_models_call_it(head: Head, monkeypatch):
+    monkeypatch.setattr(head_contenders, "find_spec", lambda module: module == "unsloth")
+    monkeypatch.setenv("UNSLOTH_IS_PRESENT", "1")
+    module = SimpleNamespace(unsloth_fused_ce_loss=unsloth_fused_ce_loss)
+    monkeypatch.setitem(sys.modules, "unsloth_zoo", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "unsloth_zoo.fused_losses", module)
+    losses = {"eager": eager(head), "Unsloth": head_contenders.peers(head)["Unsloth"]}
+    errors = gradient_errors(head, losses, device="cpu")
+    assert errors["Unsloth"] == errors["eager"]
+    assert "unsloth" not in sys.modules
+
+
+@pytest.mark.parametrize(("hidden_size", "chunk"), [(16, 4096), (4096, 2048)])
+def test_quacks_two_pipelines_are_called(hidden_size: int, chunk: int, monkeypatch):
+    """Its default one with half of its chunk, where that has as many rows as columns."""
+    called = []
+
+    def chunked_linear_cross_entropy(
+        x, weight, target, chunk_size=4096, ignore_index=-100, use_scaled_exp=None
+    ) -> torch.Tensor:
+        called.append((chunk_size, use_scaled_exp))
+        return eager(TINY)(x, weight, target)
+
+    monkeypatch.setattr(head_contenders, "find_spec", lambda module: module == "quack")
+    module = SimpleNamespace(chunked_linear_cross_entropy=chunked_linear_cross_entropy)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    head = replace(TINY, hidden_size=hidden_size)
+    losses = {name: head_contenders.peers(head)[name] for name in ("QuACK", "QuACK, base")}
+    errors = gradient_errors(head, {"eager": eager(head), **losses}, tokens=8, device="cpu")
+    assert called == [(chunk, None), (4096, False)]
+    assert errors["QuACK"] == errors["QuACK, base"] == errors["eager"]
+    capped = replace(TINY, softcap=5.0)
+    with pytest.raises(Unsupported, match="no softcap"):
+        head_contenders.peers(capped)["QuACK"](*batch(capped, device="cpu"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
