@@ -27,7 +27,7 @@ PRINTED = 5  # lines of losses
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n    torchrun")[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

@@ -20,6 +20,7 @@ import liger_patch
 from liger_patch.__main__ import _parser
 from liger_patch.patch import flags
 
+EXAMPLES = ROOT / "examples"
 OMITTED = re.compile(r",\s*\.\.\.\s*(?=\))")  # "f(a=1, ...)", which is no Python
 
 
@@ -89,3 +90,16 @@ def test_commands_in_the_documents_start_what_is_there(block: Block) -> None:
                 assert (ROOT / second).exists(), line
         if words[1:3] == ["-m", "liger_patch"]:
             _parser().parse_args(words[3:])  # exits where one is unknown
+
+
+def test_every_example_has_a_line() -> None:
+    """But of the modules that others import."""
+    scripts = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
+    imported = {
+        name for code in scripts.values() for name in re.findall(r"^from (\w+)", code, re.M)
+    }
+    own = {f"{name}.py" for name in scripts.keys() - imported}
+    own |= {path.name for path in EXAMPLES.glob("*.ipynb")}
+    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `.*?examples/(\w+\.(?:py|ipynb))\b.*?` \|", text, re.M))
+    assert named == own
