@@ -20,9 +20,7 @@ RIVALS = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_
 
 
 class LigerPatchArgs(BaseModel):
-    """The keys that the plugin adds to Axolotl's configuration. The options are those of
-    ``apply_patch``, which raises ValueError for values out of range.
-    """
+    """The plugin's keys: options of ``apply_patch``, which raises ValueError for wrong values."""
 
     liger_patch: bool = False
     liger_patch_layers: bool | list[str] = True
@@ -32,8 +30,12 @@ class LigerPatchArgs(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_other_losses(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Raise ValueError where another fused loss is asked for too."""
+    def check_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Raise ValueError for a key that is not here, or where another fused loss is asked for."""
+        for name in data:
+            if name.startswith("liger_patch") and name not in LigerPatchArgs.model_fields:
+                expected = ", ".join(LigerPatchArgs.model_fields)
+                raise ValueError(f"{name} is no key of liger_patch, expected one of {expected}")
         for name in RIVALS:
             if data.get("liger_patch") and data.get(name):
                 raise ValueError(f"liger_patch: true and {name}: true patch the same loss: use one")
