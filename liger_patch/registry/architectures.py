@@ -331,6 +331,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("roc_bert", "RoCBertForCausalLM", "Others"),
     Architecture("roformer", "RoFormerForCausalLM", "Others"),
     Architecture("rwkv", "RwkvForCausalLM", "Others"),
+    Architecture("seamless_m4t", "SeamlessM4TForTextToText", "Others", "SeamlessM4T"),
+    Architecture("seamless_m4t_v2", "SeamlessM4Tv2ForTextToText", "Others", "SeamlessM4Tv2"),
     Architecture("seed_oss", "SeedOssForCausalLM", "Others", "SeedOss"),
     Architecture("smollm3", "SmolLM3ForCausalLM", "Others", "SmolLM3"),
     Architecture("smolvlm", "SmolVLMForConditionalGeneration", "Others", "Llama"),
