@@ -13,7 +13,7 @@ import transformers
 from exactness import assert_no_worse
 from rows import every_row, is_known_well, model_type
 from slow_cases import slow_but
-from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, joined, patched, router_arguments, step, tell_apart, widened
 from transformers import GenerationMixin, PreTrainedModel
@@ -91,15 +91,6 @@ def test_loss_and_gradients_are_no_worse_than_eager(subject: Subject) -> None:
 )
 def test_loss_and_each_gradient_agree_in_float64(subject: Subject, name: str) -> None:
     assert_float64_agrees(subject, BATCHES[name](subject))
-
-
-@pytest.mark.parametrize("subject", every_row(WITH_IMAGES), indirect=True, ids=model_type)
-def test_loss_and_gradients_of_an_image_and_text(subject: Subject) -> None:
-    if not takes_images(subject.model):
-        pytest.skip(f"tiny_models has no pixels for {subject.row.class_name}")
-    batch = with_image(subject.model, subject.batch)
-    assert_float32_is_no_worse(subject, batch)
-    assert_float64_agrees(subject, batch)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")

@@ -6,9 +6,15 @@ from typing import Any
 
 VOCAB_SIZE = 131  # a prime: a multiple of no block size
 FIRST_WORD, END_OF_WORDS = 8, 110  # tiny_batch draws its ids from here: none is special
-PAD, BOS, EOS, IMAGE, VIDEO, AUDIO, VISION_START, AUDIO_START = 0, 1, 2, 120, 121, 122, 123, 124
+PAD, BOS, EOS = 0, 1, 2
+IMAGE, VIDEO, AUDIO, VISION_START, AUDIO_START, VISION_END, AUDIO_END = range(120, 127)
 IMAGE_SIZE, PATCH_SIZE, MERGE_SIZE = 16, 4, 2  # pixels, pixels, patches along one side of a token
+NUM_TILES = 4  # of an image, at most
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+TILES = [[IMAGE_SIZE, 2 * IMAGE_SIZE], [2 * IMAGE_SIZE, IMAGE_SIZE]]  # sizes of tiled images
+MINICPM = {"image_token_id": IMAGE, "video_token_id": VIDEO, "insert_layer_id": 0}
+WAVEFORM = {"num_filters": 2, "depths": [1] * 3, "downsampling_ratios": [2, 2]}
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -32,6 +38,7 @@ SIZES: dict[str, Any] = {
     "projection_dim": 32,
     "projector_input_dim": 32,
     "projector_output_dim": 32,
+    "projector_hidden_size": 48,
     "vision_output_dim": 32,
     "hidden_size_per_layer_input": 8,
     "hc_lowrank": 8,
@@ -118,6 +125,7 @@ SIZES: dict[str, Any] = {
     "position_embedding_size": 16,
     "mm_posemb_size": 16,
     "mm_tokens_per_image": 16,
+    "max_num_tiles": NUM_TILES,
     "input_feat_size": 16,
     "num_mel_bins": 16,
     "max_source_positions": 16,
@@ -131,7 +139,9 @@ SIZES: dict[str, Any] = {
     "audio_token_id": AUDIO,
     "audio_token_index": AUDIO,
     "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
     "audio_start_token_id": AUDIO_START,
+    "audio_end_token_id": AUDIO_END,
     # Wide enough that logits differ, low enough that a cap or a scale of them changes the loss.
     "initializer_range": 0.3,
     "final_logit_softcapping": 3.0,
@@ -140,37 +150,6 @@ SIZES: dict[str, Any] = {
     "logits_scaling": 4.0,
     "logit_scale": 0.5,
 }
-
-# Models whose images have another form than `with_image` makes: in patches, tiles or two sizes.
-OTHER_IMAGES = (
-    "aria",
-    "aya_vision",
-    "cohere2_vision",
-    "cosmos3_edge",
-    "deepseek_vl_hybrid",
-    "emu3",
-    "ernie4_5_vl_moe",
-    "got_ocr2",
-    "granite_docling",
-    "idefics2",
-    "idefics3",
-    "internvl",
-    "kimi_k25",
-    "lfm2_vl",
-    "lighton_ocr",
-    "llava_next",
-    "llava_next_video",
-    "llava_onevision",
-    "mistral_large4",
-    "muse_glimmer",
-    "paddleocr_vl",
-    "qianfan_ocr",
-    "smolvlm",
-    "step3p7",
-    "unlimited_ocr",
-    "video_llama_3",
-    "vipllava",
-)
 
 # By the model_type of the config or sub-config that is built.
 DEVIATIONS: dict[str, dict[str, Any]] = {
@@ -240,10 +219,10 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "step3p5": {"sliding_window": 4},
     "xmod": {"default_language": "en_XX"},
-    # Which sections a multimodal rotary embedding has.
+    # Which sections a multimodal rotary embedding has. Transformers 5.0 has no default for padding.
     "cosmos3_edge_text": {"rope_parameters": MROPE},
-    "glm4v_text": {"rope_parameters": MROPE},
-    "glm46v_text": {"rope_parameters": MROPE},
+    "glm4v_text": {"rope_parameters": MROPE, "pad_token_id": PAD},
+    "glm46v_text": {"rope_parameters": MROPE, "pad_token_id": PAD},
     "glm4v_moe_text": {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
     "glm_ocr_text": {"rope_parameters": MROPE},
     "paddleocr_vl_text": {"rope_parameters": MROPE},
@@ -306,13 +285,20 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
         "image_token_embed_dim": 32,
         "num_embeddings": 16,
     },
-    "vibevoice_acoustic_tokenizer": {"num_filters": 2, "depths": [1] * 7},
-    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
+    "vibevoice_acoustic_tokenizer": WAVEFORM,
+    "vibevoice_acoustic_tokenizer_encoder": WAVEFORM,
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 16},
     # The constructor reads a map from the tokenizer.
-    "emu3": {"vocabulary_map": {"<image>": IMAGE}},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": IMAGE,
+            "<|extra_200|>": 127,
+            **{f"<|visual token {i:06}|>": FIRST_WORD + i for i in range(16)},
+        }
+    },
     "emu3_vqgan": {
         "base_channels": 32,
-        "channel_multiplier": [1],
+        "channel_multiplier": [1, 1, 1],
         "attn_resolutions": [0],
         "codebook_size": 16,
     },
@@ -324,4 +310,55 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "use_mamba_kernels": False,
     },
+    # Sizes of images, and of what projects them, that the defaults have for large ones.
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
+    "gemma3n": {"vision_soft_tokens_per_image": 16, "audio_soft_tokens_per_image": 8},
+    "got_ocr2_vision": {
+        "output_channels": 16,
+        "mlp_dim": 48,
+        "global_attn_indexes": [1],
+        "window_size": 2,
+    },
+    "granite_docling_vision": {"scale_factor": 2},
+    "idefics2_perceiver": {
+        "resampler_n_latents": 4,
+        "resampler_depth": 1,
+        "resampler_n_heads": 4,
+        "resampler_head_dim": 8,
+    },
+    "kimi_k25": {"projection_hidden_size": 32},
+    "kosmos-2.5": {"latent_query_num": 4},
+    "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 48},
+    "llava_next": {"image_grid_pinpoints": TILES},
+    "llava_next_video": {"image_grid_pinpoints": TILES},
+    "llava_onevision": {"image_grid_pinpoints": TILES},
+    "minicpm_ocr": MINICPM,
+    "minicpmv4_6": MINICPM,
+    "minicpmv4_7": MINICPM,
+    "minimax_m3_vl": {"projector_hidden_size": 48},
+    "muse_glimmer": {"out_hidden_size": 4 * 32},
+    "ovis2": {"visual_indicator_token_ids": [VISION_START, VISION_END, 127, 128, 129]},
+    "phi4_multimodal_vision": {"crop_size": IMAGE_SIZE},
+    "phi4_multimodal_audio": {
+        "num_blocks": 2,
+        "input_size": 16,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 8,
+        "nemo_final_size": 2,
+    },
+    "sam_vision_model": {"output_channels": 16, "global_attn_indexes": [0], "window_size": 2},
+    "unlimited_ocr_sam_vision_model": {
+        "output_channels": 16,
+        "downsample_channels": [32, 32],
+        "global_attn_indexes": [1],
+        "window_size": 2,
+        "mlp_dim": 48,
+    },
+    "vipllava": {"vision_feature_layer": [-2, -1]},
+    # The frames of a spectrogram are joined until they have this size.
+    "glmasr_encoder": {"intermediate_size": 4 * 32},
+    "voxtral_encoder": {"intermediate_size": 4 * 32},
+    "voxtral": {"audio_token_id": AUDIO},
 }

@@ -17,13 +17,8 @@ from tiny_configurations import (
     END_OF_WORDS,
     FIRST_WORD,
     IMAGE,
-    IMAGE_SIZE,
-    MERGE_SIZE,
-    OTHER_IMAGES,
     PAD,
-    PATCH_SIZE,
     SIZES,
-    VISION_START,
 )
 from tiny_configurations import (
     BOS as BOS,
@@ -36,11 +31,10 @@ from tiny_configurations import (
 )
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 
-from liger_patch.registry import Architecture, available
+from liger_patch.registry import Architecture
 
 Batch = dict[str, torch.Tensor]
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # fields with a list of layers
-WITH_IMAGES = [row for row in available() if row.class_name.endswith("ConditionalGeneration")]
 
 
 def tiny_model(
@@ -103,73 +97,6 @@ def tiny_batch(
     for name in {"token_type_ids", "mm_token_type_ids"} & _forward_arguments(model):
         inputs[name] = torch.zeros_like(input_ids)
     return {name: value.to(model.device) for name, value in inputs.items()}
-
-
-def takes_images(model: PreTrainedModel) -> bool:
-    """Whether `with_image` serves `model`: it makes pixels of one form, and no sound."""
-    if model.config.model_type == "gemma3n":  # its tower here is a stand-in
-        return False
-    if model.config.model_type in OTHER_IMAGES:
-        return False
-    if model.config.model_type == "llama4" and transformers.__version__.startswith("5.0."):
-        return False  # its forward reads an attribute that its vision output does not have
-    return "pixel_values" in _forward_arguments(model)
-
-
-def with_image(model: PreTrainedModel, batch: Batch, *, seed: int = 0) -> Batch:
-    """`batch` with one random image before the text of each sequence, ignored by the labels."""
-    if not takes_images(model):
-        raise ValueError(f"model takes no images here: {model.config.model_type!r}")
-    arguments = _forward_arguments(model)
-    sequences, length = batch["input_ids"].shape
-    side = IMAGE_SIZE // PATCH_SIZE
-    patch_values = 3 * PATCH_SIZE**2
-    merged = (side // MERGE_SIZE) ** 2
-    shape: tuple[int, ...] = (sequences, 3, IMAGE_SIZE, IMAGE_SIZE)
-    extra: Batch = {}
-    if "aspect_ratio_ids" in arguments:
-        tokens, tiles = 1, model.config.vision_config.max_num_tiles
-        shape = (sequences, 1, tiles, *shape[1:])
-        first_tile = torch.zeros(sequences, 1, tiles, dtype=torch.long)
-        first_tile[..., 0] = 1
-        extra["aspect_ratio_ids"] = torch.ones(sequences, 1, dtype=torch.long)
-        extra["aspect_ratio_mask"] = first_tile
-        extra["cross_attention_mask"] = first_tile[:, None].repeat(1, tokens + length, 1, 1)
-    elif "image_grid_thw" in arguments:
-        tokens = merged
-        frames = model.config.vision_config.temporal_patch_size
-        shape = (sequences * side**2, patch_values * frames)
-        extra["image_grid_thw"] = torch.tensor([[1, side, side]] * sequences)
-    elif "image_position_ids" in arguments:
-        tokens = merged
-        if model.config.model_type == "gemma4_unified":  # merges pixels, not encoded patches
-            side, patch_values = side // MERGE_SIZE, patch_values * MERGE_SIZE**2
-        shape = (sequences, side**2, patch_values)
-        grid = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-        extra["image_position_ids"] = grid.repeat(sequences, 1, 1)
-    else:
-        tokens = merged if model.config.model_type in ("llama4", "mistral3") else side**2
-        if model.config.model_type == "mistral3":
-            extra["image_sizes"] = torch.tensor([[IMAGE_SIZE, IMAGE_SIZE]] * sequences)
-    generator = torch.Generator().manual_seed(seed)
-    extra["pixel_values"] = torch.randn(shape, generator=generator).to(model.dtype)
-
-    prompt = [IMAGE] * tokens
-    if "image_grid_thw" in arguments:
-        prompt = [VISION_START, *prompt]
-    image_ids = torch.tensor([prompt] * sequences)
-    image_type = (image_ids == IMAGE).long()
-    before = {
-        "input_ids": image_ids,
-        "attention_mask": torch.ones_like(image_ids),
-        "labels": torch.full_like(image_ids, -100),
-        "token_type_ids": image_type,
-        "mm_token_type_ids": image_type,
-    }
-    joined = {
-        name: torch.cat([before[name].to(value.device), value], 1) for name, value in batch.items()
-    }
-    return joined | {name: value.to(model.device) for name, value in extra.items()}
 
 
 def _tiny_arguments(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

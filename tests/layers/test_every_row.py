@@ -10,7 +10,7 @@ from exactness import assert_no_worse
 from rows import every_row, is_known_well
 from rows import model_type as row_name
 from slow_cases import slow_but
-from tiny_models import WITH_IMAGES, takes_images, tiny_batch, tiny_model, with_image
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, gradients, joined, patched, router_arguments, step, widened
 
@@ -43,20 +43,6 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
     truth, eager = step(wide, batch, **arguments), step(model, batch, **arguments)
     with patched(model, layers=True):
         ours = step(model, batch, **arguments)
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
-
-
-@pytest.mark.slow  # test_architectures.py takes the same step
-@pytest.mark.parametrize("row", every_row(WITH_IMAGES), ids=row_name)
-def test_every_row_with_an_image_computes_what_eager_computes(row: registry.Architecture) -> None:
-    model = tiny_model(row)
-    if not takes_images(model):
-        pytest.skip("with_image makes no input for this model")
-    wide, batch = widened(model), with_image(model, tiny_batch(model))
-    truth, eager = step(wide, batch), step(model, batch)
-    with patched(model, layers=True):
-        ours = step(model, batch)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
 

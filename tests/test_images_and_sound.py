@@ -1,0 +1,123 @@
+"""Every row that takes images or sound: one training step with them computes the loss and each
+gradient of the eager model, those of towers and projectors included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from rows import FAMILIES
+from tiny_images import IMAGES
+from tiny_media import with_media
+from tiny_models import tiny_batch, tiny_model
+from tiny_sound import SOUND
+from torch import Tensor
+from training_step import (
+    Step,
+    call,
+    joined,
+    patched,
+    router_arguments,
+    step,
+    tell_apart,
+    widened,
+)
+from transformers import PreTrainedModel
+
+from liger_patch import patch_status, registry
+
+IS_NEWEST = not registry.missing()  # of the versions of Transformers that all rows were made for
+ROWS = {row.model_type: row for row in registry.available()}
+TABLES = {"images": IMAGES, "sound": SOUND}
+CASES = [(kind, each) for kind, table in TABLES.items() for each in table if each in ROWS]
+ARGUMENTS = {  # by which a model takes them
+    "images": {"flattened_patches", "image_patches", "image_pixel_values", "pixel_values"},
+    "sound": {"audio_input_features", "input_features", "input_values"},
+}
+
+
+def name(case: tuple[str, str]) -> str:
+    return "-".join(reversed(case))
+
+
+def batch_of(case: tuple[str, str], model: PreTrainedModel, seed: int = 0) -> dict[str, Any]:
+    kind, model_type = case
+    batch = with_media(model, tiny_batch(model, seed=seed), TABLES[kind][model_type])
+    return {**others(batch, seed), **router_arguments(model)}
+
+
+def others(batch: dict[str, Any], shift: int = 1) -> dict[str, Any]:
+    """The batch with other images or sound of the same form: the same values elsewhere."""
+    return {
+        n: v.roll([shift] * (v.dim() - 1), list(range(v.dim() - 1)))
+        if isinstance(v, Tensor) and v.is_floating_point()
+        else v
+        for n, v in batch.items()
+    }
+
+
+def eager_step(case: tuple[str, str], model: PreTrainedModel, seed: int = 0) -> Step:
+    try:
+        return step(model, batch_of(case, model, seed))
+    except Exception as error:
+        if IS_NEWEST:
+            raise
+        pytest.skip(f"Transformers {transformers.__version__}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_row_with_images_or_sound_has_some(kind: str) -> None:
+    takes_them = set()
+    for row in ROWS.values():
+        forward = getattr(transformers, row.class_name).forward
+        if ARGUMENTS[kind] & set(inspect.signature(forward).parameters):
+            takes_them.add(row.model_type)
+    assert takes_them <= TABLES[kind].keys()
+    assert TABLES[kind].keys() <= {row.model_type for row in registry.ARCHITECTURES}
+    if IS_NEWEST:
+        assert takes_them == TABLES[kind].keys()
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_loss_and_each_gradient_agree_in_float64(case: tuple[str, str]) -> None:
+    model = tiny_model(ROWS[case[1]]).double()
+    eager, batch = eager_step(case, model), batch_of(case, model)
+    with patched(model, strict=True):
+        ours = step(model, batch)
+        assert patch_status(model).fused
+        with torch.no_grad():
+            other = call(model, others(batch)).loss
+    is_used = not torch.allclose(other, eager["loss"], rtol=1e-9, atol=0.0)
+    if not is_used and not IS_NEWEST:
+        pytest.skip(f"Transformers {transformers.__version__} drops them on the way")
+    assert is_used
+    eager, ours = tell_apart(eager, ours)
+    assert_no_worse(ours, eager, eager, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(e, marks=() if ROWS[e[1]].family in FAMILIES else pytest.mark.all_models)
+        for e in CASES
+    ],
+    ids=name,
+)
+def test_loss_and_gradients_are_no_worse_than_eager(case: tuple[str, str]) -> None:
+    """On three batches: the largest error of a tiny model is luck to some degree."""
+    model = tiny_model(ROWS[case[1]])
+    wide = widened(model)
+    found: list[list[Tensor]] = [[], [], []]
+    for seed in range(3):
+        truth, eager = eager_step(case, wide, seed), eager_step(case, model, seed)
+        with patched(model):
+            ours = step(model, batch_of(case, model, seed))
+        for values, each in zip(found, joined(truth, eager, ours), strict=True):
+            values.extend(each.values())
+    truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)
+    assert_no_worse(ours, eager, truth, torch.float32)
