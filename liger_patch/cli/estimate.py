@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_patch.cli.contenders import CONTENDERS, Contender, chunk_bytes
 from liger_patch.cli.model import Sizes, TrainingStep, build, described
+from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
@@ -50,11 +52,15 @@ class Estimate:
         parts: what exists at the peak, by names of PARTS.
         longest: tokens of the longest sequences that fit, by GiB of the GPU; none where the number
             of pieces depends on the length.
+        host: of host memory, for offloaded checkpoints.
+        longest_host: the same for each of ``longest``.
     """
 
     name: str
     parts: Mapping[str, int]
-    longest: Mapping[int, int] = field(default_factory=dict)
+    longest: Mapping[float, int] = field(default_factory=dict)
+    host: int = 0
+    longest_host: Mapping[float, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -80,8 +86,16 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
         with _explained(config, what):
             trace, sizes = trace_step(config, step, contender)
         with _explained(config, "takes steps of several lengths"):
-            longest = longest_rows(config, step, contender, sizes, reserve)
-        found.append(Estimate(contender.name, parts_at_peak(trace, sizes, step), longest))
+            rows = longest_rows(config, step, contender, sizes, reserve)
+        found.append(
+            Estimate(
+                contender.name,
+                parts_at_peak(trace, sizes, step),
+                {card: row.tokens for card, row in rows.items()},
+                sum(host_bytes(each.size) for each in trace.sent),
+                {card: row.host for card, row in rows.items()},
+            )
+        )
     return found
 
 
@@ -137,10 +151,23 @@ def _part(each: Allocation, event: int) -> str:
     return "layer at work" if is_temporary else "kept by the layers"
 
 
+@dataclass(frozen=True)
+class LongestRow:
+    """``tokens`` of the longest sequences that fit, and ``host``: bytes of host memory for them."""
+
+    tokens: int
+    host: int
+
+
 def longest_rows(
-    config: Any, step: TrainingStep, contender: Contender, sizes: Sizes, reserve: int
-) -> dict[int, int]:
-    """Return the tokens of the longest sequences that fit each of CARDS, by its GiB."""
+    config: Any,
+    step: TrainingStep,
+    contender: Contender,
+    sizes: Sizes,
+    reserve: int,
+    cards: Sequence[float] = CARDS,
+) -> dict[float, LongestRow]:
+    """Return the longest sequences that fit each GPU, by its GiB."""
     growth = Growth.of(config, step, replace(contender, slices=False))
     if growth is None:
         return {}
@@ -152,7 +179,7 @@ def longest_rows(
             # tried first: a row in slices may fit where a shorter one without slices does not
             ranges = [(at_once, LONGEST, sliced), (0, at_once, growth)]
     found = {}
-    for card in CARDS:
+    for card in cards:
         room = card * GIB - reserve - sizes.weights - sizes.optimizer
         for low, high, each in ranges:
             shortest = low
@@ -160,7 +187,7 @@ def longest_rows(
                 middle = (low + high + 1) // 2
                 fits = each.peak(middle) + _beside(replace(step, length=middle)) <= room
                 low, high = (middle, high) if fits else (low, middle - 1)
-            found[card] = low
+            found[card] = LongestRow(low, each.host_bytes(low))
             if low > shortest:
                 break
     return found
@@ -198,6 +225,8 @@ class Growth:
 
     The step is traced at three lengths. It allocates and frees the same pieces in the same order,
     each of a size that is a polynomial of the length: of degree 2 for a mask, mostly of degree 1.
+    How many layer inputs a bounded host memory holds depends on the length. So a trace sends all of
+    them, and one that stays takes the place of its copy that would come back.
     """
 
     def __init__(
@@ -213,6 +242,9 @@ class Growth:
         self._births = torch.tensor([each.birth for each in pieces])
         self._deaths = torch.tensor([each.death or count - 1 for each in pieces])
         self._count = count
+        places = {id(each): i for i, each in enumerate(pieces)}
+        self._sent = [places[id(each)] for each in traces[0].sent]
+        self._fetched = [places[id(each)] for each in reversed(traces[0].fetched)]
         self._chunks = [i for i, each in enumerate(pieces) if each.purpose == CHUNK]
         powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
         sizes = [[float(each.size) for each in trace.allocations] for trace in traces]
@@ -241,7 +273,8 @@ class Growth:
             if _has_table(model, positions):
                 first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
-        traces = [trace_step(config, replace(step, length=each), contender)[0] for each in lengths]
+        steps = [replace(step, length=each, host_gib=None) for each in lengths]
+        traces = [trace_step(config, each, contender)[0] for each in steps]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
             return None
         growth = cls(lengths, traces, step, contender)
@@ -251,17 +284,35 @@ class Growth:
             growth._head = getattr(head, "base_layer", head).weight
         return growth
 
+    def host_bytes(self, length: int) -> int:
+        """Return the bytes of host memory that a step of sequences of this length takes."""
+        return sum(size for size in self._on_host(self._sizes(length)) if size)
+
+    def _sizes(self, length: int) -> Tensor:
+        return torch.tensor([1.0, length, length * length], dtype=torch.float64) @ self._factors
+
+    def _on_host(self, sizes: Tensor) -> list[int]:
+        """Return the bytes that each layer input takes on the host, 0 for one that stays."""
+        bound = math.inf if self._step.host_gib is None else self._step.host_gib * GIB
+        found: list[int] = []
+        for i in self._sent:
+            size = host_bytes(round(sizes[i].item()))
+            found.append(size if sum(found) + size <= bound else 0)
+        return found
+
     def peak(self, length: int) -> float:
         """Return the most bytes that a step of sequences of this length has allocated."""
-        powers = torch.tensor([1.0, length, length * length], dtype=torch.float64)
-        sizes = powers @ self._factors
+        sizes, deaths = self._sizes(length), self._deaths.clone()
+        for i, copy, on_host in zip(self._sent, self._fetched, self._on_host(sizes), strict=True):
+            if not on_host:
+                deaths[i], sizes[copy] = deaths[copy], 0
         if self._head is not None:
             sizes[self._chunks] = float(
                 chunk_bytes(self._head, replace(self._step, length=length), self._contender)
             )
         changes = torch.zeros(self._count, dtype=torch.float64)
         changes.index_add_(0, self._births, sizes)
-        changes.index_add_(0, self._deaths, -sizes)
+        changes.index_add_(0, deaths, -sizes)
         return changes[:-1].cumsum(0).max().item()
 
 

@@ -1,67 +1,73 @@
-"""Gradient checkpoints on the host, as ``checkpoint_offload`` keeps them, without values."""
+"""Offloaded checkpoints on the meta device: ``checkpoint_offload`` runs there, and copies nothing.
+
+The product decides which layer inputs wait on the host, which are computed again and how long each
+is on the device. Pieces of host memory are counted, and one stands for all of them.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_patch.patch.offload import MIN_BYTES
+from liger_patch.cli.trace import MemoryTrace
+from liger_patch.patch import offload
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 
 
-class _Offloaded:
-    """The checkpoints of a forward pass that are on the host, in the order of their layers."""
+class MetaOffload(offload.CheckpointOffload):
+    """The offloaded checkpoints of a model without values.
 
+    Args:
+        host_gib: the most GiB of host memory, None for no bound.
+        every: of how many layers one input is kept.
+    """
+
+    def __init__(self, host_gib: float | None, every: int) -> None:
+        bound = math.inf if host_gib is None else host_gib
+        super().__init__(("meta",), host_gib=bound, every=every)
+        self._lane = _CountingLane()
+
+    @property
+    def piece(self) -> Tensor:
+        """What stands for pieces of host memory."""
+        return self._lane.piece
+
+    def lane(self, device: torch.device) -> Lane:
+        return self._lanes.setdefault(device, self._lane)
+
+
+class _CountingLane(Lane):
     def __init__(self) -> None:
-        self.tensors: list[Tensor | None] = []
-        self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+        super().__init__(torch.device("cpu"))
+        self.piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="meta")
 
-    def send(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor.detach())
-        self.shapes.append((tensor.shape, tensor.dtype))
-        for i in range(len(self.tensors) - 2):  # a copy overlaps with the next layer
-            self.tensors[i] = None
-        return len(self.tensors) - 1
-
-    def fetch(self, index: int) -> Tensor:
-        """Return a tensor, with the one that is needed next on its way."""
-        for i in (index, index - 1):
-            if i >= 0 and self.tensors[i] is None:
-                shape, dtype = self.shapes[i]
-                self.tensors[i] = torch.empty(shape, dtype=dtype, device="meta")
-        tensor, self.tensors[index] = self.tensors[index], None
-        assert tensor is not None
-        return tensor
+    def _piece(self) -> Tensor:
+        if self.free:
+            return self.free.pop()
+        self.made += 1
+        return self.piece
 
 
-def offload_checkpoints(model: Any) -> None:
-    """Send the input of each checkpointed layer to the host, as ``checkpoint_offload`` does."""
-    sent = _Offloaded()
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if isinstance(module, GradientCheckpointingLayer):
-            layer: Any = module
-            function = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = functools.partial(_offloading, function, sent)
+def noting_input(memory: MemoryTrace) -> type[LayerInput]:
+    """Return a class for ``patch.offload`` that tells a trace of each copy to the host and back."""
+
+    class NotedInput(LayerInput):
+        def send(self, pieces) -> None:
+            super().send(pieces)
+            assert self.source is not None
+            memory.note_sent(self.source)
+
+        def fetch(self) -> None:
+            before = self.fetched
+            super().fetch()
+            if self.fetched is not before and self.fetched is not None:
+                memory.note_fetched(self.fetched)
+
+    return NotedInput
 
 
-def _offloading(function: Callable[..., Any], sent: _Offloaded, *args: Any, **kwargs: Any) -> Any:
-    is_first = True
-
-    def pack(tensor: Tensor) -> int | Tensor:
-        nonlocal is_first
-        if is_first and tensor.is_floating_point() and tensor.nbytes >= MIN_BYTES:
-            is_first = False
-            return sent.send(tensor)
-        return tensor
-
-    def unpack(packed: int | Tensor) -> Tensor:
-        return packed if isinstance(packed, Tensor) else sent.fetch(packed)
-
-    with saved_tensors_hooks(pack, unpack):
-        return function(*args, **kwargs)
+def host_bytes(size: float) -> int:
+    """Return the bytes of host memory that a layer input of so many bytes takes."""
+    return PIECE_BYTES * math.ceil(size / PIECE_BYTES)

@@ -15,7 +15,9 @@ WIDTH = 26  # characters of the first column
 
 
 def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) -> str:
-    """Return the parts of each peak in GiB, the longest sequences that fit, and the notes."""
+    """Return the parts of each peak in GiB, the longest sequences that fit, and the notes. With
+    offloaded checkpoints, also the host memory that each of these takes.
+    """
     names = [each.name for each in estimates]
     lines = [title, "", _line("GiB at the peak", names)]
     for part in PARTS:
@@ -23,11 +25,19 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
         if any(sizes):
             lines.append(_line(part, [f"{size:.2f}" if size else "-" for size in sizes]))
     lines.append(_line("peak", [f"{each.peak / GIB:.2f}" for each in estimates]))
+    hosts = [each.host / GIB for each in estimates]
+    if any(hosts):
+        lines.append(_line("host memory", [f"{size:.2f}" if size else "-" for size in hosts]))
     lines += ["", _line("tokens of a sequence, at most", names)]
     for card in CARDS:
         found = [each.longest.get(card) for each in estimates]
         texts = ["-" if not tokens else f"{tokens:,}" for tokens in found]
         lines.append(_line(f"{card} GiB", texts))
+    if any(size for each in estimates for size in each.longest_host.values()):
+        lines += ["", _line("GiB of host memory for these", names)]
+        for card in CARDS:
+            sizes = [each.longest_host.get(card, 0) / GIB for each in estimates]
+            lines.append(_line(f"{card} GiB", [f"{size:.1f}" if size else "-" for size in sizes]))
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
 
 
@@ -69,7 +79,11 @@ def title(
         words.append(f"LoRA of rank {step.lora_rank}")
     words += [f"{step.bits} bits"] if step.bits else []
     words += ["checkpointing"] if step.checkpointing else []
-    words += ["offloaded by liger_patch"] if step.checkpoint_offload else []
+    if step.checkpoint_offload:
+        bound = "" if step.host_gib is None else f" to {step.host_gib:g} GiB of the host"
+        words.append(f"offloaded by liger_patch{bound}")
+        every = step.checkpoint_every
+        words += [f"one of {every} layer inputs kept"] if every > 1 else []
     words.append(f"optimizer {step.optimizer}")
     line = ", ".join(words)
     return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
@@ -95,8 +109,15 @@ def as_json(
     }
     settings["autocast"] = None if step.autocast is None else _dtype(step.autocast)
     contenders = [
-        {"name": e.name, "peak": e.peak, "parts": dict(e.parts), "longest": dict(e.longest)}
-        for e in estimates
+        {
+            "name": each.name,
+            "peak": each.peak,
+            "parts": dict(each.parts),
+            "longest": dict(each.longest),
+            "host": each.host,
+            "longest_host": dict(each.longest_host),
+        }
+        for each in estimates
     ]
     found = {
         "model": model,

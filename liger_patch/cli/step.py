@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -13,12 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.cli.contenders import Contender, chunk_bytes, set_layers
 from liger_patch.cli.model import Sizes, TrainingStep, build
-from liger_patch.cli.offload import offload_checkpoints
+from liger_patch.cli.offload import MetaOffload, noting_input
 from liger_patch.cli.operations import ChunkedHead, GpuOperations
 from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.layers import masked_attention, mlp
+from liger_patch.patch import offload as checkpoints
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
+GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
 
 
 def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[Trace, Sizes]:
@@ -31,6 +34,10 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
     held = [*model.parameters(), *model.buffers()]
     quantized = [each.weight for each in sizes.quantized]
     operations = GpuOperations(step.autocast, contender.slices)
+    offload = None
+    if step.checkpoint_offload and contender.head == "chunks":
+        offload = MetaOffload(step.host_gib, step.checkpoint_every)
+        held.append(offload.piece)
     memory = MemoryTrace(held, quantized)
     with torch.device("meta"):
         ids = torch.empty(step.batch, step.length, dtype=torch.long)
@@ -41,14 +48,16 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
             options = {
                 "use_reentrant": False,
                 "preserve_rng_state": False,
-                "context_fn": lambda: (nullcontext(), operations),  # when a layer is computed again
+                # in the forward pass, these operations run for the whole model
+                "context_fn": lambda: (
+                    operations if memory.trace.forward_end else nullcontext(),
+                    operations,
+                ),
             }
             # the second name is the only one that Transformers 5.0 has
             names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
             enable = next(getattr(inner, each) for each in names if hasattr(inner, each))
             enable(options)
-        if step.checkpoint_offload and contender.head == "chunks":
-            offload_checkpoints(inner)
         head = inner.get_output_embeddings()
         found: list[Tensor] = []
         _note_places(inner, head, memory)
@@ -61,15 +70,20 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
             stand_in = getattr(operations, name)
             stack.enter_context(_replaced(masked_attention, name, stand_in))
         stack.enter_context(masked_attention.using_results_of(masked_attention.UsedTokens()))
-        # with torch 2.6, this question about the meta device is an error
+        # with torch 2.6, these questions about the meta device are errors
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
+        stack.enter_context(_replaced(torch, "get_autocast_dtype", _get_autocast_dtype))
         stack.enter_context(_replaced(torch, "autocast", _autocast))
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
-        with operations:
+        if offload is not None:
+            stack.enter_context(_replaced(checkpoints, "LayerInput", noting_input(memory)))
+        with operations, _offloading(inner, offload):
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss
             if loss is None:
+                if offload is not None:
+                    offload.before_loss()
                 loss = _head_loss(found.pop(), head, step, contender, memory)
             del out
         memory.start_backward()
@@ -80,10 +94,25 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
     return memory.finish(gradients), sizes
 
 
+@contextmanager
+def _offloading(model: Any, offload: MetaOffload | None) -> Iterator[None]:
+    if offload is None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of inputs that stay on the device
+        with offload.forward_pass(model):
+            yield
+
+
 def _is_autocast_enabled(device_type: str | None = None) -> bool:
     if device_type == "meta":
         return False
     return IS_AUTOCAST_ENABLED() if device_type is None else IS_AUTOCAST_ENABLED(device_type)
+
+
+def _get_autocast_dtype(device_type: str) -> torch.dtype:
+    return torch.float32 if device_type == "meta" else GET_AUTOCAST_DTYPE(device_type)
 
 
 def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:

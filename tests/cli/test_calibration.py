@@ -31,6 +31,7 @@ from liger_patch.cli.contenders import (
 )
 from liger_patch.cli.estimate import WORKSPACES
 from liger_patch.cli.model import TrainingStep
+from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.step import trace_step
 from liger_patch.layers import checks
 
@@ -211,6 +212,45 @@ def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
         pytest.skip("torch 2.6 runs no slices")
     traced = _traced_long_mib(measured["model"], measured["contender"], measured["timed"])
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+
+
+def _checked_rows() -> list[Any]:
+    """Return the rows of ``long_row_check``, whose command has both options."""
+    report = json.loads((RESULTS / "long_row_check.json").read_text(encoding="utf-8"))
+    words = report["command"].split()
+    every, host_gib = (
+        float(words[words.index(option) + 1]) for option in ("--checkpoint-every", "--host-gib")
+    )
+    rows = [row for row in report["long_row_check"] if "peak_mib" in row]
+    return [pytest.param(row, int(every), host_gib, id=f"{row['tokens']:,}") for row in rows]
+
+
+@pytest.mark.parametrize(("measured", "every", "host_gib"), _checked_rows())
+def test_peaks_with_inputs_that_are_computed_again(
+    measured: dict[str, Any], every: int, host_gib: float
+) -> None:
+    if checks.TOP_HOOKS is None:
+        pytest.skip("torch 2.6 runs no slices")
+    (model,) = (each for each in LONG_MODELS if each.name == measured["model"])
+    step = TrainingStep(
+        length=measured["tokens"],
+        lora_rank=16,
+        bits=4,
+        double_quant=True,
+        checkpointing=True,
+        checkpoint_offload=True,
+        checkpoint_every=every,
+        host_gib=host_gib,
+        supervised=SUPERVISED,
+    )
+    trace, sizes = trace_step(model.config, step, OURS)
+    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+    host = sum(host_bytes(each.size) for each in trace.sent) / MIB
+    found = f"{len(trace.sent)} layer inputs, {host:g} MiB of host memory"
+    assert measured["offloaded"].startswith(found)
+    again = model.config.num_hidden_layers - 1 - len(trace.sent)  # the last input is kept too
+    assert measured["offloaded"].endswith(f", {again} computed again")
 
 
 def _shown() -> list[dict[str, Any]]:

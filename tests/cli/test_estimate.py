@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +25,14 @@ from liger_patch.cli import contenders, operations
 from liger_patch.cli import estimate as estimates
 from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
 from liger_patch.cli.model import TrainingStep, build
+from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import MemoryTrace
 from liger_patch.kernels import sliced
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
+from liger_patch.patch.layer_input import PIECE_BYTES
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 2, 512
 STEP = TrainingStep(length=TOKENS, autocast=None, optimizer="none")
@@ -176,6 +179,67 @@ def test_checkpointing_keeps_the_input_of_each_layer() -> None:
     assert sum(offloaded.values()) < sum(found.values())
 
 
+OFFLOADED = replace(STEP, checkpointing=True, checkpoint_offload=True, length=16384)
+
+
+def test_every_nth_input_takes_host_memory() -> None:
+    """All inputs that are kept but the last, in whole pieces."""
+    config, hosts = LlamaConfig(**TINY | {"num_hidden_layers": 6}), []
+    for every in (1, 2, 3, 9):
+        step = replace(OFFLOADED, checkpoint_every=every)
+        trace, _ = trace_step(config, step, OURS)
+        assert len(trace.sent) == len(trace.fetched) == -(-6 // every) - 1
+        hosts.append(estimates.estimate(config, step)[-1].host)
+    assert hosts == [count * PIECE_BYTES for count in (5, 2, 1, 0)]
+
+
+def test_inputs_beyond_the_bound_stay_on_the_gpu() -> None:
+    config, size = LlamaConfig(**TINY | {"num_hidden_layers": 12}), 2 * HIDDEN * 65536
+    peaks = []
+    for pieces in (11, 9, 0.5):
+        step = replace(OFFLOADED, length=65536, host_gib=pieces * PIECE_BYTES / 2**30)
+        trace, _ = trace_step(config, step, OURS)
+        assert len(trace.sent) == int(pieces)
+        peaks.append(trace.peak()[0])
+    plain, _ = trace_step(config, replace(step, checkpoint_offload=False), OURS)
+    # during the loss, the last input is on the GPU, and the two before it that stay
+    assert peaks[1] - peaks[0] == pytest.approx(2 * size, abs=1024)
+    assert peaks[2] == pytest.approx(plain.peak()[0], abs=1024)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("pieces", [None, 0.5, 4])
+def test_growth_with_offloaded_inputs_is_the_trace_at_any_length(
+    every: int, pieces: float | None
+) -> None:
+    config = LlamaConfig(**TINY | {"num_hidden_layers": 9})
+    host_gib = None if pieces is None else pieces * PIECE_BYTES / 2**30
+    step = replace(OFFLOADED, checkpoint_every=every, host_gib=host_gib, chunk_mib=1)
+    growth = estimates.Growth.of(config, step, OURS)
+    assert growth is not None
+    held = set()
+    for length in (16384, 200_000, 400_000):
+        trace, _ = trace_step(config, replace(step, length=length), OURS)
+        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+        held.add(growth.host_bytes(length))
+        assert growth.host_bytes(length) == sum(host_bytes(each.size) for each in trace.sent)
+    assert max(held) <= (math.inf if pieces is None else pieces * PIECE_BYTES)
+
+
+def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> None:
+    config.num_hidden_layers = 6
+    free, bounded = (
+        estimates.estimate(config, replace(OFFLOADED, host_gib=host_gib, chunk_mib=1))
+        for host_gib in (None, 1.0)
+    )
+    assert all(not each.host and not any(each.longest_host.values()) for each in free[:2])
+    for all_fit, some_fit in zip(free[2:], bounded[2:], strict=True):
+        tokens = all_fit.longest[16]
+        assert all_fit.longest_host[16] == 5 * host_bytes(2 * HIDDEN * tokens)
+        assert some_fit.longest[16] < tokens
+        assert 0 < some_fit.longest_host[16] <= 2**30
+
+
 def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) -> None:
     step = replace(STEP, dtype=torch.float32)
     plain, _ = trace_step(config, step, EAGER)
@@ -246,7 +310,7 @@ def test_the_longest_row_in_slices_fits() -> None:
     _, sizes = build(config, step)
     for batch, slices in ((1, False), (1, True), (4, True)):
         of_batch, contender = replace(step, batch=batch), replace(OURS, slices=slices)
-        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16]
+        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16].tokens
         trace, _ = trace_step(config, replace(of_batch, length=longest), contender)
         room = 16 * 2**30 - sizes.weights - 64 * 2**20 - 24 * batch * longest
         assert trace.peak()[0] == pytest.approx(room, rel=0.01)

@@ -65,6 +65,33 @@ def test_json_and_a_picture_of_a_config_file(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_offloaded_checkpoints_have_their_host_memory(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
+    LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained(tmp_path)
+    given = ["--length", "16384", "--checkpointing", "--checkpoint-offload", "--host-gib", "8"]
+    given += ["--checkpoint-every", "2", *["--json"] * as_json]
+    assert main(["estimate", str(tmp_path), *given]) == 0
+    printed = capsys.readouterr().out
+    if not as_json:
+        title, *lines = printed.splitlines()
+        said = "offloaded by liger_patch to 8 GiB of the host, one of 2 layer inputs kept"
+        assert said in title
+        (host,) = (line for line in lines if line.startswith("host memory"))
+        assert host.split()[2:] == ["-", "-", "0.03", "0.03"]
+        assert "\nGiB of host memory for these " in printed
+        return
+    found = json.loads(printed)
+    settings = found["settings"]
+    assert (settings["checkpoint_every"], settings["host_gib"]) == (2, 8.0)
+    eager, *_, ours = found["contenders"]
+    assert (eager["host"], ours["host"]) == (0, 2 * 16 * 2**20)
+    assert set(eager["longest_host"].values()) == {0}
+    assert 0 < ours["longest_host"]["24"] <= 8 * 2**30
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,6 +102,10 @@ def test_json_and_a_picture_of_a_config_file(
         (["--bits", "4"], "argument --bits: 4-bit weights do not train: expected --lora-rank too"),
         (["--double-quant"], "argument --double-quant: expected --bits 4 too"),
         (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
+        (["--checkpoint-every", "2"], "--checkpoint-every: expected --checkpoint-offload too"),
+        (["--checkpoint-every", "0"], "--checkpoint-every: expected a whole number > 0, got '0'"),
+        (["--host-gib", "9"], "argument --host-gib: expected --checkpoint-offload too"),
+        (["--host-gib", "0"], "argument --host-gib: expected a number > 0, got '0'"),
         (["--plot", "no/such/file.png"], "expected a file in an existing folder, got no/such"),
         (["--plot", "memory.txt"], "--plot: expected a file whose name ends with one of ."),
         (["--plot", "."], "--plot: expected a file whose name ends with one of ."),
