@@ -164,15 +164,19 @@ def draw_longest(report: dict, path: Path) -> None:
     rows = [row for row in report["longest_rows"] if "gib" in row and _is_drawn(row)]
     models = list(dict.fromkeys(row["model"] for row in rows))
     styles = _styles(report)
+    columns = min(2, len(models))
+    lines = -(-len(models) // columns)
     figure, axes = plt.subplots(
-        1,
-        len(models),
-        figsize=(max(7.0, 5.2 * len(models)), 4.4),
+        lines,
+        columns,
+        figsize=(max(7.0, 5.2 * columns), 0.6 + 3.8 * lines),
         squeeze=False,
         sharey=True,
         layout="constrained",
     )
-    for panel, model in zip(axes.flat, models, strict=True):
+    for panel in axes.flat[len(models) :]:
+        panel.axis("off")
+    for panel, model in zip(axes.flat, models, strict=False):
         for contender, style in styles.items():
             line = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
             line.sort(key=lambda row: row["gib"])
@@ -201,7 +205,8 @@ def draw_longest(report: dict, path: Path) -> None:
         panel.margins(x=0.1)
         _powers_of_two(panel, panel.yaxis)
         panel.yaxis.set_major_formatter("{x:,.0f}")
-    axes[0, 0].set_ylabel("longest row (tokens)")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("longest row (tokens)")
     _finish(figure, report, path, "longest row that trains")
 
 

@@ -137,9 +137,14 @@ def longest_rows_table(report: dict) -> str:
 
 
 def longest_summary(report: dict) -> str:
-    """Say in a sentence what fits the least memory: docs/memory.md has the others, and times."""
-    said = longest_sentence(report["longest_rows"])
-    return f"{said}: [all lengths, and how they were measured](docs/memory.md#the-longest-row)."
+    """Say in a sentence what fits the least memory, and what the picture's arrows are:
+    docs/memory.md has the other lengths, and times.
+    """
+    rows = report["longest_rows"]
+    said = longest_sentence(rows)
+    said += ": [all lengths, and how they were measured](docs/memory.md#the-longest-row)."
+    is_bounded = any(row.get("at_least") for row in rows)
+    return f"{said} An arrow in the picture is a lower bound." if is_bounded else said
 
 
 def long_row_check_table(report: dict) -> str:

@@ -179,6 +179,8 @@ def test_a_picture_has_the_rows_that_were_found(tmp_path: Path):
     partly = {**report, "longest_rows": made_up()}  # bounds, failures, no more than one point
     assert draw_all(partly, tmp_path / "longest_row.json") == [tmp_path / "longest_row.png"]
     assert (tmp_path / "longest_row.png").stat().st_size > 10_000
+    several = [{**row, "model": name} for row in made_up() for name in ("a", "b", "c")]
+    assert draw_all({**report, "longest_rows": several}, tmp_path / "several.json")
     nothing = [row for row in made_up() if "tokens" not in row]
     assert draw_all({**report, "longest_rows": nothing}, tmp_path / "longest_row.json") == []
 
@@ -188,6 +190,9 @@ def test_a_sentence_has_every_contender_in_the_least_memory():
     found = "The longest row of tiny, QLoRA in 24 GiB, in tokens: eager 8,192; liger_patch at least"
     assert said.startswith(f"{found} 122,880: [all lengths")
     assert "(docs/memory.md#the-longest-row)" in said
+    assert said.endswith("An arrow in the picture is a lower bound.")
+    exact = [{**row, "at_least": False} for row in made_up()]
+    assert "arrow" not in longest_summary({"longest_rows": exact})
 
 
 def test_times_of_two_runs_are_on_two_lines():
