@@ -2,6 +2,7 @@
 
 python -m benchmarks training_step --model Gemma
 python -m benchmarks show outputs/benchmarks/training_step.json
+python -m benchmarks merge benchmarks/results/longest_row.json outputs/benchmarks/longest_row.json
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from .benchmark import Benchmark, command_line, in_json, provenance
+from .merge_rows import merged
 from .report import read, tables
 
 BENCHMARKS = {  # the module's name, and what it measures
@@ -33,13 +35,16 @@ BENCHMARKS = {  # the module's name, and what it measures
     "convergence": "losses of small models, trained with and without the patch",
     "distributed_convergence": "losses under FSDP2 and ZeRO-3 beside those of one GPU",
 }
-SHOW = {"show": "print the tables of reports, and draw their pictures"}
+OF_REPORTS = {
+    "show": "print the tables of reports, and draw their pictures",
+    "merge": "add the longest rows of other reports to a report",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _chosen(arguments)
-    if chosen.name in SHOW:
-        return show(chosen.options)
+    if chosen.name in OF_REPORTS:
+        return {"show": show, "merge": merge}[chosen.name](chosen.options)
     module = import_module(f".{chosen.name}", __package__)
     options = _options(chosen.name, module.__doc__, module.BENCHMARK, chosen.options)
     if not torch.cuda.is_available() and vars(options).get("device") != "cpu":
@@ -73,13 +78,31 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
 
 def show(arguments: Sequence[str]) -> int:
     """Print the tables of reports, and draw their pictures beside them."""
-    parser = argparse.ArgumentParser("python -m benchmarks show", description=SHOW["show"])
+    parser = argparse.ArgumentParser("python -m benchmarks show", description=OF_REPORTS["show"])
     parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
     for path in parser.parse_args(arguments).reports:
         report = read(path)
         for table in tables(report):
             print(f"{table}\n")
         _draw(report, path)
+    return 0
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Add the longest rows of other reports to a report, in their order."""
+    description = OF_REPORTS["merge"]
+    parser = argparse.ArgumentParser("python -m benchmarks merge", description=description)
+    parser.add_argument("report", type=Path, help="JSON of longest_row; it is written anew")
+    parser.add_argument("others", nargs="+", type=Path, help="JSON of later runs")
+    options = parser.parse_args(arguments)
+    report = read(options.report)
+    try:
+        for path in options.others:
+            report = merged(report, read(path))
+    except ValueError as error:
+        parser.error(str(error))
+    options.report.write_text(in_json(report), encoding="utf-8")
+    print(f"wrote {options.report}")
     return 0
 
 
@@ -94,7 +117,7 @@ def _draw(report: dict, path: Path) -> None:
 
 
 def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
-    names = BENCHMARKS | SHOW
+    names = BENCHMARKS | OF_REPORTS
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
         description="names:\n" + "\n".join(f"  {name:24s}{what}" for name, what in names.items()),

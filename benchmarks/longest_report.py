@@ -15,7 +15,7 @@ def longest_cells(rows: list[dict]) -> list[list[str]]:
     cells = [[what, *contenders]]
     found = {(_line(row), row["contender"]): _cell(row, rows) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
-    ordered = sorted(rows, key=lambda row: (models.index(row["model"]), "gib" in row))
+    ordered = sorted(rows, key=lambda row: (models.index(row["model"]), row.get("gib", 0)))
     for line in dict.fromkeys(map(_line, ordered)):
         cells.append([line, *(found.get((line, each), "") for each in contenders)])
     return cells
@@ -67,10 +67,12 @@ def _cell(row: dict, rows: list[dict]) -> str:
         return row["failure"]
     if "timed" not in row:
         ends = f" ({row['ends_with']})" if "ends_with" in row else ""  # not for want of memory
+        ends += f" (checkpoint_every={row['every']})" if "every" in row else ""
         return f"{'>= ' if row.get('at_least') else ''}{row['tokens']:,}{ends}"
     micros = 1000 * row["ms"] / row["timed"]
     eager = next((e["ms"] for e in rows if e["contender"] == EAGER and _is_same(e, row)), None)
-    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "")
+    every = f" (checkpoint_every={row['every']})" if "every" in row else ""
+    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "") + every
 
 
 def _is_same(eager: dict, row: dict) -> bool:

@@ -3,14 +3,17 @@
     python -m benchmarks longest_row                      all models and contenders: hours
     python -m benchmarks longest_row --model QLoRA --contender Unsloth --gib 24 --limit 580
     python -m benchmarks longest_row --contender liger_patch --try 24:122880 --try 48:311296
+    python -m benchmarks longest_row --model 'Qwen3-8B, QLoRA' --estimated --gib 80 --total 200
 
 Forward and backward of one row as in ``lora_step``: whole models, random weights, adapters of rank
 16 in float32 under autocast to bf16, gradient checkpointing, no optimizer. Each contender has a
 process of its own. Memory is limited by ``torch.cuda.set_per_process_memory_fraction``, so gaps of
 the allocator count; a limit of more than the GPU has is all of it. Where two measured peaks expect
 the limit to be met, a search begins for the longest multiple of 8192 tokens, or of 2 % of the row
-where that is more. A row whose step has reserved no more than a limit fits it without another step.
-A search that the time limit ends has a lower bound, with ">=".
+where that is more. With --estimated it begins where ``python -m liger_patch estimate`` expects that
+(Unsloth is not estimated), and no length is timed unless --timed asks for it. A row whose step has
+reserved no more than a limit fits it without another step. A search that the time limit ends has a
+lower bound, with ">=".
 
 Each step is printed as soon as it is done. The report is written after each contender, and when
 SIGTERM or Ctrl-C ends the benchmark. --try asks whether one length fits, and searches for none.
@@ -44,7 +47,7 @@ from .benchmark import Benchmark, Cases
 from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS as LORA_CONTENDERS
-from .lora_contenders import Setting
+from .lora_contenders import OFFLOADED, Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
@@ -95,6 +98,7 @@ class Limits:
         tries: GiB with a length each: only these are tried.
         host_gib: of host memory, for offloaded checkpoints; None for no limit.
         every: of how many layers our offloaded checkpoints keep one input.
+        estimated: whether a search begins where liger_patch estimates the longest row.
         total: seconds of all processes of a model, each of which may take an even share of what is
             left; None for no limit.
     """
@@ -109,6 +113,7 @@ class Limits:
     tries: Sequence[tuple[float, int]] = ()
     host_gib: float | None = None
     every: int = 1
+    estimated: bool = False
     total: float | None = None
 
     def seconds_left(self, elapsed: float, processes: int) -> float | None:
@@ -148,6 +153,7 @@ def run_case(
                 tuple(limits.tries),
                 limits.host_gib,
                 limits.every,
+                limits.estimated,
             )
             print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
             if isinstance(saved, Failure):
@@ -177,6 +183,8 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
         "contender": search.contender,
         "whole_attention": whole,
     }
+    if search.every > 1 and search.contender == OFFLOADED:
+        name["every"] = search.every
     for tokens in search.timed:
         row = next((each for each in steps if each.get("timed") == tokens), {"failure": failure})
         yield {
@@ -212,13 +220,14 @@ def cases(options: argparse.Namespace) -> Cases:
     tries = tuple(map(gib_and_tokens, getattr(options, "try") or ()))
     limits = Limits(
         gib=list(dict.fromkeys(gib for gib, _ in tries)) or options.gib or LIMITS,
-        timed=options.timed or (() if tries else TIMED),
+        timed=options.timed or (() if tries or options.estimated else TIMED),
         whole=options.whole_attention or WHOLE,
         rounds=options.rounds,
         seconds=options.limit,
         tries=tries,
         host_gib=options.host_gib,
         every=options.checkpoint_every,
+        estimated=options.estimated,
         total=options.total,
     )
     chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
@@ -275,6 +284,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="GIB:TOKENS",
         help="whether a row of TOKENS fits GIB of memory, or another; no search, no --timed",
+    )
+    parser.add_argument(
+        "--estimated",
+        action="store_true",
+        help="begin each search where liger_patch estimates the longest row; no --timed",
     )
     parser.add_argument(
         "--host-gib",

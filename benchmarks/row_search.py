@@ -19,6 +19,7 @@ from .guided_search import candidates, expected_longest
 from .lora_contenders import CONTENDERS, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
+from .row_estimate import estimated_longest
 from .training_step import run_step
 
 GIB = 2**30
@@ -43,6 +44,7 @@ class Search:
         host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
             on the GPU, rows of others are not tried; None: unlimited.
         every: of how many layers ours keep one input.
+        estimated: whether a search begins where ``liger_patch.cli`` estimates the longest row.
     """
 
     contender: str
@@ -58,6 +60,7 @@ class Search:
     tries: tuple[tuple[float, int], ...] = ()
     host_gib: float | None = None
     every: int = 1
+    estimated: bool = False
 
 
 def main(request: Path, results: Path) -> None:
@@ -83,6 +86,7 @@ def rows(search: Search) -> Iterator[dict]:
     except Exception:
         traceback.print_exc()  # the parent has the last line only
         raise
+    guesses = _guesses(search) if search.estimated else {}
     known: dict[int, dict] = {}  # the peaks of each length that fits
     too_long = _beyond_host(search)
     for tokens in search.timed:
@@ -96,7 +100,8 @@ def rows(search: Search) -> Iterator[dict]:
     longest = 0
     for limit in search.limits:
         room = limit_memory(limit, search.device)
-        fits = _Fits(step, search.device, room, known, longest, too_long)
+        guess = guesses.get(limit)
+        fits = _Fits(step, search.device, room, known, longest, too_long, guess)
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
         longest = fits.longest
@@ -123,9 +128,10 @@ class _Fits:
         known: dict[int, dict],
         longest: int,
         too_long: Mapping[int, Failure],
+        guess: int | None,
     ) -> None:
         self._step, self._device, self._room, self._known = step, device, room, known
-        self._too_long = too_long
+        self._too_long, self._guess = too_long, guess
         self.results: dict[int, dict | Failure] = {}
         reserved = {n: each["reserved_mib"] for n, each in known.items() if _peaks(each)}
         fitting = [n for n, mib in reserved.items() if room is not None and mib <= room]
@@ -162,10 +168,19 @@ class _Fits:
 
     def _expected(self) -> int | None:
         """The allocator empties its cache before it fails, so what is allocated tells."""
+        if self._guess is not None:
+            return self._guess
         if self._room is None:
             return None
         allocated = {n: each["peak_mib"] for n, each in self._known.items() if _peaks(each)}
         return expected_longest(allocated, self._room)
+
+
+def _guesses(search: Search) -> dict[float | None, int]:
+    config = AutoConfig.from_pretrained(search.folder)
+    limits = [each for each in search.limits if each is not None]
+    what = config, search.contender, search.setting, limits, search.host_gib, search.every
+    return {**estimated_longest(*what)}
 
 
 def _beyond_host(search: Search) -> dict[int, Failure]:

@@ -17,7 +17,7 @@ from benchmarks import longest_row
 from benchmarks.__main__ import main
 from benchmarks.longest_report import longest_cells, terminal_longest_table
 from benchmarks.longest_row import MODELS, Limits, run_case, summary
-from benchmarks.lora_contenders import Setting
+from benchmarks.lora_contenders import OFFLOADED, Setting
 from benchmarks.lora_step import run_process
 from benchmarks.models import Model
 from benchmarks.picture import draw_all
@@ -173,6 +173,18 @@ def test_tables_have_a_line_for_each_memory_and_length():
     assert note.endswith("Rows of more than 65,536 tokens attend within blocks of 8192.")
 
 
+def test_rows_with_inputs_that_are_computed_again_say_so():
+    steps = [{"timed": 16, "ms": 3.2}, {"gib": 1.0, "tokens": 8}]
+    search = replace(SEARCH, contender=OFFLOADED, every=2)
+    found = list(summary(search, steps, "", 8))
+    assert [row["every"] for row in found] == [2, 2, 2]
+    _, timed, small, _ = longest_cells(found)
+    assert timed[1] == "200.0 (checkpoint_every=2)"
+    assert small[1] == ">= 8 (checkpoint_every=2)"
+    (other, *_) = summary(replace(search, contender="eager"), steps, "", 8)
+    assert "every" not in other
+
+
 def test_a_picture_has_the_rows_that_were_found(tmp_path: Path):
     versions = {"torch": "2.6", "triton": "3.2"}
     report = {"gpu": "GPU", "date": "2026-01-01", "versions": versions, "command": "c"}
@@ -227,6 +239,9 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     limits = Limits(gib=[24.0, 48.0], timed=(), rounds=1, tries=tries, host_gib=120.0, total=540.0)
     limits = replace(limits, every=2)
     assert measured[-1][-1] == limits
+    assert main(["longest_row", "--estimated", "--output", str(tmp_path)]) == 0
+    assert measured[-1][-1] == Limits(timed=(), estimated=True)
+    assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "longest_row.json").read_text(encoding="utf-8"))
     assert "--try 24:16384 --try 48:40960" in report["command"]
 

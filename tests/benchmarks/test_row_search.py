@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from row_searches import SEARCH, SIZES, TINY
-from transformers import AutoModelForCausalLM
+from row_searches import LORA, SEARCH, SIZES, TINY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import attention_blocks, lora_contenders, row_search
 from benchmarks.guided_search import candidates, expected_longest, width
 from benchmarks.longest_row import summary
 from benchmarks.lora_contenders import OFFLOADED
 from benchmarks.measure import Failure
+from benchmarks.row_estimate import estimated_longest
 from benchmarks.row_search import Search, rows
 from benchmarks.sft_step import tiny_tokenizer
 from liger_patch.patch.forward import record_of
@@ -184,6 +185,34 @@ def test_timed_rows_tell_where_a_search_begins(search_of: Callable[..., Search],
     lines = list(summary(search, found, "", 8))[2:]
     assert [row["tokens"] for row in lines] == [80, 184, 280]
     assert not any(row.get("at_least") for row in lines)
+
+
+def test_an_estimate_tells_where_a_search_begins(
+    search_of: Callable[..., Search], gpu: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Two steps a limit, without a timed row; one more where the estimate is a little too long."""
+    estimates = {1.0: 83, 2.0: 192, 3.0: 288}
+    monkeypatch.setattr(row_search, "estimated_longest", lambda *_: estimates)
+    search = replace(search_of("eager"), timed=(), limits=(1.0, 2.0, 3.0), most=400, estimated=True)
+    found = list(rows(search))
+    assert gpu == [80, 88, 192, 184, 288, 280]
+    lines = list(summary(search, found, "", 8))
+    assert [row["tokens"] for row in lines] == [80, 184, 280]
+    assert not any(row.get("at_least") for row in lines)
+
+
+def test_estimates_are_those_of_the_contenders_step():
+    """Ours take the host memory that they may; Unsloth is not estimated."""
+    config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 32})
+
+    def longest(contender: str, host_gib: float | None = None, every: int = 1) -> int:
+        (tokens,) = estimated_longest(config, contender, LORA, [2.0], host_gib, every).values()
+        return tokens
+
+    eager, ours, offloaded = map(longest, ("eager", "liger_patch", OFFLOADED))
+    assert eager < ours < longest(OFFLOADED, 0.2) < longest(OFFLOADED, 0.2, 4) < offloaded
+    assert longest("liger_patch", 0.2, 4) == ours
+    assert estimated_longest(config, "Unsloth", LORA, [2.0], None, 1) == {}
 
 
 def test_rows_beyond_one_that_does_not_fit_are_not_tried(

@@ -1,0 +1,47 @@
+"""Estimate the longest rows of a contender with ``python -m liger_patch estimate``'s own functions,
+for a search that begins there: they trace the step in seconds, without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from liger_patch.cli.contenders import EAGER, LIGER, OURS
+from liger_patch.cli.estimate import longest_rows
+from liger_patch.cli.model import TrainingStep, build
+
+from .lora_contenders import LORA, OFFLOADED, Setting
+from .models import IGNORED
+
+ESTIMATED = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
+
+
+def estimated_longest(
+    config: Any,
+    contender: str,
+    setting: Setting,
+    limits: Sequence[float],
+    host_gib: float | None,
+    every: int,
+) -> dict[float, int]:
+    """Return the tokens of the longest rows that are expected to fit limits in GiB, without a
+    reserve; none for a contender that is not estimated.
+    """
+    if contender not in ESTIMATED:
+        return {}
+    is_offloaded = contender == OFFLOADED
+    step = TrainingStep(
+        lora_rank=LORA["r"],
+        bits=4 if setting.quantized else None,
+        double_quant=setting.quantized,
+        checkpointing=setting.checkpointing,
+        checkpoint_offload=is_offloaded,
+        checkpoint_every=every if is_offloaded else 1,
+        host_gib=host_gib if is_offloaded else None,
+        optimizer="none",
+        supervised=1 - IGNORED,
+    )
+    _, sizes = build(config, step)
+    rows = longest_rows(config, step, ESTIMATED[contender], sizes, 0, limits)
+    return {gib: row.tokens for gib, row in rows.items()}
