@@ -35,7 +35,8 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
 from .names import COMPILED, FLEX
+from .row_estimate import Guesses, estimating
 from .row_search import Search
 
 LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
@@ -134,7 +136,10 @@ def run_case(
     a signal ends this process, first those of the contender at work.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        _guessing(model, setting, contenders, limits) as guesses,
+    ):
         folder = str(Path(place) / "model")
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
@@ -153,12 +158,12 @@ def run_case(
                 tuple(limits.tries),
                 limits.host_gib,
                 limits.every,
-                limits.estimated,
             )
             print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
             if isinstance(saved, Failure):
                 yield from summary(search, [], saved.failure, limits.whole)
                 continue
+            search = replace(search, guesses=guesses(contender))
             before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
             before += f"attention_blocks.install({limits.whole}); "
             before += "import unsloth; " if contender == "Unsloth" else ""
@@ -169,6 +174,14 @@ def run_case(
                 failure = run_process("row_search", request, before, left, steps)
             finally:
                 yield from summary(search, steps, failure, limits.whole)
+
+
+def _guessing(
+    model: Model, setting: Setting, contenders: Sequence[str], limits: Limits
+) -> AbstractContextManager[Callable[[str], Guesses]]:
+    if not limits.estimated:
+        return nullcontext(lambda _: ())
+    return estimating(model.config, contenders, setting, limits.gib, limits.host_gib, limits.every)
 
 
 def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:

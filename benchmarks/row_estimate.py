@@ -1,10 +1,16 @@
-"""Estimate the longest rows of a contender with ``python -m liger_patch estimate``'s own functions,
-for a search that begins there: they trace the step in seconds, without a GPU.
+"""Estimate the longest rows of contenders with ``python -m liger_patch estimate``'s own functions,
+for searches that begin there.
+
+They trace a step without a GPU, in processes of their own: beside the GPU's work, and where neither
+Liger-Kernel nor attention within blocks has replaced what is traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from liger_patch.cli.contenders import EAGER, LIGER, OURS
@@ -45,3 +51,21 @@ def estimated_longest(
     _, sizes = build(config, step)
     rows = longest_rows(config, step, ESTIMATED[contender], sizes, 0, limits)
     return {gib: row.tokens for gib, row in rows.items()}
+
+
+Guesses = tuple[tuple[float, int], ...]
+
+
+@contextmanager
+def estimating(
+    config: Any, contenders: Sequence[str], *step: Any
+) -> Iterator[Callable[[str], Guesses]]:
+    """Start to estimate all contenders; yield a function that waits for those of one.
+
+    Args:
+        step: the arguments of ``estimated_longest`` behind the contender.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(contenders), mp_context=spawn) as pool:
+        found = {each: pool.submit(estimated_longest, config, each, *step) for each in contenders}
+        yield lambda contender: tuple(found[contender].result().items())

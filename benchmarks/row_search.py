@@ -19,7 +19,6 @@ from .guided_search import candidates, expected_longest
 from .lora_contenders import CONTENDERS, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
-from .row_estimate import estimated_longest
 from .training_step import run_step
 
 GIB = 2**30
@@ -44,7 +43,7 @@ class Search:
         host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
             on the GPU, rows of others are not tried; None: unlimited.
         every: of how many layers ours keep one input.
-        estimated: whether a search begins where ``liger_patch.cli`` estimates the longest row.
+        guesses: limits with a length each, near which the longest row is searched for.
     """
 
     contender: str
@@ -60,7 +59,7 @@ class Search:
     tries: tuple[tuple[float, int], ...] = ()
     host_gib: float | None = None
     every: int = 1
-    estimated: bool = False
+    guesses: tuple[tuple[float, int], ...] = ()
 
 
 def main(request: Path, results: Path) -> None:
@@ -69,7 +68,8 @@ def main(request: Path, results: Path) -> None:
     """
     fields = json.loads(request.read_text(encoding="utf-8"))
     fields["setting"] = Setting(**fields["setting"])
-    fields["tries"] = tuple((gib, tokens) for gib, tokens in fields["tries"])
+    for name in ("tries", "guesses"):
+        fields[name] = tuple((gib, tokens) for gib, tokens in fields[name])
     fields |= {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
     for row in rows(Search(**fields)):
         line = json.dumps(row)
@@ -86,7 +86,6 @@ def rows(search: Search) -> Iterator[dict]:
     except Exception:
         traceback.print_exc()  # the parent has the last line only
         raise
-    guesses = _guesses(search) if search.estimated else {}
     known: dict[int, dict] = {}  # the peaks of each length that fits
     too_long = _beyond_host(search)
     for tokens in search.timed:
@@ -100,7 +99,7 @@ def rows(search: Search) -> Iterator[dict]:
     longest = 0
     for limit in search.limits:
         room = limit_memory(limit, search.device)
-        guess = guesses.get(limit)
+        guess = next((tokens for gib, tokens in search.guesses if gib == limit), None)
         fits = _Fits(step, search.device, room, known, longest, too_long, guess)
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
@@ -174,13 +173,6 @@ class _Fits:
             return None
         allocated = {n: each["peak_mib"] for n, each in self._known.items() if _peaks(each)}
         return expected_longest(allocated, self._room)
-
-
-def _guesses(search: Search) -> dict[float | None, int]:
-    config = AutoConfig.from_pretrained(search.folder)
-    limits = [each for each in search.limits if each is not None]
-    what = config, search.contender, search.setting, limits, search.host_gib, search.every
-    return {**estimated_longest(*what)}
 
 
 def _beyond_host(search: Search) -> dict[int, Failure]:

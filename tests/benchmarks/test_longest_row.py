@@ -21,6 +21,7 @@ from benchmarks.lora_contenders import OFFLOADED, Setting
 from benchmarks.lora_step import run_process
 from benchmarks.models import Model
 from benchmarks.picture import draw_all
+from benchmarks.row_estimate import estimated_longest
 from benchmarks.step_tables import longest_rows_table, longest_summary
 
 pytestmark = pytest.mark.filterwarnings(
@@ -127,6 +128,24 @@ def test_a_search_that_ends_early_has_a_lower_bound():
     assert (untried["tokens"], untried["at_least"]) == (16, True)
     nothing = list(summary(SEARCH, [], "does not run", 8))
     assert [row["failure"] for row in nothing] == ["does not run"] * 3
+
+
+def test_estimates_are_made_beside_the_search(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple] = []
+
+    def run_process(module: str, request: str, *_) -> str:
+        asked.append(tuple(map(tuple, json.loads(request)["guesses"])))
+        return ""
+
+    monkeypatch.setattr(longest_row, "save", lambda *_: None)
+    monkeypatch.setattr(longest_row, "run_process", run_process)
+    limits = Limits(gib=(1.0, 2.0), timed=(), estimated=True)
+    list(run_case(TINY, LORA, ("Unsloth", "liger_patch"), limits))
+    unsloth, ours = asked
+    assert unsloth == ()
+    assert ours == tuple(
+        estimated_longest(TINY.config, "liger_patch", LORA, [1.0, 2.0], None, 1).items()
+    )
 
 
 @pytest.mark.slow

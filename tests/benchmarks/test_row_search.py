@@ -187,13 +187,11 @@ def test_timed_rows_tell_where_a_search_begins(search_of: Callable[..., Search],
     assert not any(row.get("at_least") for row in lines)
 
 
-def test_an_estimate_tells_where_a_search_begins(
-    search_of: Callable[..., Search], gpu: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    """Two steps a limit, without a timed row; one more where the estimate is a little too long."""
-    estimates = {1.0: 83, 2.0: 192, 3.0: 288}
-    monkeypatch.setattr(row_search, "estimated_longest", lambda *_: estimates)
-    search = replace(search_of("eager"), timed=(), limits=(1.0, 2.0, 3.0), most=400, estimated=True)
+def test_an_estimate_tells_where_a_search_begins(search_of: Callable[..., Search], gpu: list[int]):
+    """Two steps a limit, without a timed row, also where the estimate is a little too long."""
+    guesses = ((1.0, 83), (2.0, 192), (3.0, 288))
+    search = replace(search_of("eager"), timed=(), limits=(1.0, 2.0, 3.0), most=400)
+    search = replace(search, guesses=guesses)
     found = list(rows(search))
     assert gpu == [80, 88, 192, 184, 288, 280]
     lines = list(summary(search, found, "", 8))
@@ -293,7 +291,7 @@ def test_a_row_is_written_and_printed_before_the_next(
     search_of: Callable[..., Search], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     asked, results = tmp_path / "request", tmp_path / "results"
-    search = replace(search_of("eager"), tries=((1.0, 8),))
+    search = replace(search_of("eager"), tries=((1.0, 8),), guesses=((1.0, 16),))
     asked.write_text(json.dumps(asdict(search)), encoding="utf-8")
 
     def two(given: Search):
