@@ -7,7 +7,6 @@ An attention's own code runs, with other functions under two kinds of names: the
 from __future__ import annotations
 
 import functools
-import types
 from collections import Counter
 from collections.abc import Collection, Hashable
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from liger_patch.layers.checks import is_transformers, layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
 from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
+from liger_patch.layers.other_globals import with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import sharing_inputs
 from liger_patch.subclass import derived_class, once_for_each_class
@@ -94,10 +94,8 @@ def _forward_on_kernels(
 ) -> Any:
     """Return the forward of an attention on kernels: the same code, with other globals.
 
-    Each call looks up all globals in the function's module again. A global of ``values`` is used
-    unless the module's own value of that name has been replaced since. Around the call, the
-    projections of one input are computed together, and the norms of queries and keys are left to
-    the rotation.
+    Each call looks up all globals in the function's module again. Around it, the projections of one
+    input are computed together, and the norms of queries and keys are left to the rotation.
 
     Args:
         function: the attention's own forward.
@@ -105,24 +103,8 @@ def _forward_on_kernels(
         rotations: those of these names that are rotary functions.
         rotates_norms: whether these functions can compute the norms too.
     """
-    module = function.__globals__
-    own = {name: module[name] for name in values}
-    found = {**module, **values}
-    # with a __name__, Dynamo would look globals up in that module
-    found.pop("__name__", None)
-    other = types.FunctionType(
-        function.__code__, found, function.__name__, function.__defaults__, function.__closure__
-    )
-    other.__kwdefaults__ = function.__kwdefaults__
-    others = [e for e in _names_in(function.__code__) if e in module and e not in values]
-
-    def look_up() -> None:
-        for name, value in values.items():
-            current = module.get(name)
-            found[name] = value if current is own[name] else current
-        for each in others:
-            if each in module:
-                found[each] = module[each]
+    other, look_up = with_other_globals(function, values)
+    found = other.__globals__
 
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -140,9 +122,3 @@ def _forward_on_kernels(
 
     vars(forward)["look_up"] = look_up
     return forward
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names in the code of a function and of the functions within it."""
-    within = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*(_names_in(each) for each in within))
