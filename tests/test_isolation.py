@@ -51,9 +51,14 @@ def snapshot() -> dict[str, dict[str, Any]]:
         torch.overrides,
         loss_utils,
         transformers.models.llama.modeling_llama,
+        transformers.models.llama.modeling_llama.LlamaModel,
         transformers.modeling_utils,
+        transformers.masking_utils,
+        transformers.masking_utils.AttentionMaskInterface,
     ]
     contents = {f"{holder!r}": dict(vars(holder)) for holder in holders}
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    contents["masks"] = {name: masks[name] for name in masks}
     contents["LOSS_MAPPING"] = dict(loss_utils.LOSS_MAPPING)
     return contents
 

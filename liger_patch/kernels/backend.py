@@ -247,6 +247,16 @@ def is_compiled_here() -> bool:
     return compiler.is_dynamo_compiling() or (compiler.is_compiling() and in_tracing_mode())
 
 
+def is_watched_by_dynamo() -> bool:
+    """Return True if Dynamo may compile the functions that this thread calls now: within a call of
+    a compiled function, also where the graph was broken.
+    """
+    try:
+        return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None  # type: ignore
+    except AttributeError:  # private
+        return True
+
+
 def _is_watched(arguments: tuple[object, ...]) -> bool:
     """Return True if something records the operators that run, or runs them without values."""
     if torch._C._len_torch_dispatch_stack() == 0:

@@ -7,8 +7,9 @@ more than this:
 
     query i sees keys j with    start(i) <= j <= i    and    i - j < window
 
-where start(i) is the first token of its sequence. ``segment_attention`` computes just those
-products, with the flash attention of PyTorch.
+where start(i) is the first token of its sequence. ``segments_of_intervals`` finds it out of a mask
+that was not made. ``segment_attention`` computes just those products, with the flash attention of
+PyTorch.
 
 Padding is tokens whose key no query sees. On the right, where they see the tokens before them, they
 count as the end of that sequence. On the left, where they see nothing, they count as a sequence of
@@ -18,6 +19,7 @@ B: rows, T: tokens of a row, S: sequences in all rows, D: features of an attenti
 attention: Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -85,20 +87,91 @@ def segments_of(mask: Tensor, rows: int, used: Tensor | None = None) -> Segments
         seen = (distances >= 0) & (distances < counts[:, of, None])
         is_described &= ((seen == mask[:, of]) | ~is_real[:, of, None]).all()
     is_described &= (is_real if used is None else is_real | ~used).all()
+    return _segments(rows, is_described, is_real, is_first, lengths, window)
+
+
+def segments_of_intervals(
+    sees: Callable[[Tensor, Tensor], Tensor],
+    is_real: Tensor,  # (rows or 1, T) bool
+    rows: int,
+    window: int | None = None,
+    used: Tensor | None = None,
+    *,
+    holds: Tensor | None = None,
+) -> Segments | None:
+    """Return the segments of a mask that was not made, None for a mask of another kind.
+
+    For each query there must be an interval, of which it sees just the real keys. Then a few pairs
+    of a query and a key say all of the mask:
+
+    - a query sees itself;
+    - it sees the nearest key of its segment, and no real key before that;
+    - the real query before a real key does not see that key.
+
+    Takes a few numbers for each token, and no T * T operations.
+
+    Args:
+        sees: whether queries see keys, both given as places in their rows, (..., rows or 1, T)
+            int64. It returns as many bools.
+        is_real: whether a key is none of padding: no query sees those.
+        rows: B.
+        window: how many keys a query may see at most; None for no such bound.
+        used: as in ``segments_of``.
+        holds: () bool, whether there is such an interval for each query; None where it is known.
+    """
+    here = torch.arange(is_real.shape[-1], device=is_real.device).expand_as(is_real)
+    to_here = torch.where(is_real, here, -1).cummax(-1).values
+    before = to_here.roll(1, -1)  # the real key before each one
+    before[:, 0] = -1
+    has_before, before = before >= 0, before.clamp(min=0)
+    seen = sees(torch.stack([here, here, before]), torch.stack([here, before, here]))
+    sees_itself, sees_before, is_seen_before = seen[0], seen[1] & has_before, seen[2] & has_before
+    sees_nothing = ~(is_real | sees_before)
+    is_first = ~(sees_before | (sees_nothing & _before(sees_nothing)))
+    first = torch.where(is_first, here, 0).cummax(-1).values
+    lengths = here - first + 1
+    nearest = first if window is None else torch.maximum(first, here - window + 1)
+    seen = sees(torch.stack([here] * 2), torch.stack([nearest, before.gather(-1, nearest)]))
+    sees_farther = seen[1] & has_before.gather(-1, nearest)
+    continues = is_first | _before(is_real)  # none behind padding
+    is_right = sees_itself & continues & seen[0] & ~(sees_farther | is_seen_before)
+    is_described = (is_right | ~is_real).all() & (
+        is_real if used is None else is_real | ~used
+    ).all()
+    if holds is not None:
+        is_described &= holds
+    return _segments(rows, is_described, is_real, is_first, lengths, window)
+
+
+def _segments(
+    rows: int,
+    is_described: Tensor,  # () bool
+    is_real: Tensor,  # (rows or 1, T) bool
+    is_first: Tensor,  # (rows or 1, T) bool
+    lengths: Tensor,  # (rows or 1, T), of its sequence up to a token
+    window: Tensor | int | None,
+) -> Segments | None:
+    """Return the segments, None if a mask is not described. The host waits for their numbers."""
+    tokens = is_real.shape[-1]
     most = lengths.masked_fill(~is_real, 0).max()
-    numbers = [is_described, window, most, lengths.max(), is_first.sum(), is_real.all()]
-    described, window, most, max_seqlen, sequences, all_real = torch.stack(numbers).tolist()
+    numbers = [is_described, most, lengths.max(), is_first.sum(), is_real.all()]
+    if isinstance(window, Tensor):
+        numbers.append(window)
+    described, most, max_seqlen, sequences, all_real, *read = torch.stack(numbers).tolist()
     if not described:
         return None
+    window = read[0] if isinstance(window, Tensor) else window
     cu_seqlens = None
-    if sequences > len(mask):
+    if sequences > len(is_real):
         starts = is_first.expand(rows, tokens).flatten()
-        sequences *= rows // len(mask)
+        sequences *= rows // len(is_real)
         # sorted, because the host knows their number already, and nonzero() would ask the device
-        places = torch.arange(len(starts), device=mask.device).where(starts, len(starts))
+        places = torch.arange(len(starts), device=starts.device).where(starts, len(starts))
         ends = [places.sort().values[:sequences], places.new_tensor([len(starts)])]
         cu_seqlens = torch.cat(ends).to(torch.int32)
-    return Segments(cu_seqlens, max_seqlen, window if window < most else None, not all_real)
+    if window is not None and window >= most:  # it hides no key
+        window = None
+    return Segments(cu_seqlens, max_seqlen, window, not all_real)
 
 
 def _before(tokens: Tensor) -> Tensor:
@@ -106,6 +179,13 @@ def _before(tokens: Tensor) -> Tensor:
     before = tokens.roll(1, -1)
     before[:, 0] = False
     return before
+
+
+def may_serve_flash_attention(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Return whether PyTorch's flash attention serves any tensors of this dtype on this device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def serves_flash_attention(

@@ -1,9 +1,10 @@
 """Attention of Transformers' models without the mask of packed sequences, sliding windows or
 padding.
 
-Transformers hands ``scaled_dot_product_attention`` a mask (B, 1, T, T) for these. The attention
-function here reads the mask once a forward pass, and computes with ``segment_attention`` what it
-describes. For any other mask, and without one, it calls Transformers' own function.
+Transformers hands ``scaled_dot_product_attention`` a mask (B, 1, T, T) for these, deferred where
+``masks`` can. The attention function here reads the mask once a forward pass, and computes with
+``segment_attention`` what it describes. For any other mask, and without one, it calls Transformers'
+own function.
 
 Padding gets another result without the mask. So a mask with padding is left out only where no
 result of the padding is used: see ``UsedTokens``. Each call of a patched model reads its masks
@@ -33,6 +34,7 @@ from liger_patch.kernels.segments import (
     serves_flash_attention,
 )
 from liger_patch.layers.checks import names_of, needs_own_code
+from liger_patch.layers.deferred_mask import DeferredMask
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"  # the name by which attentions look their function up
 SDPA = nn.functional.scaled_dot_product_attention  # PyTorch's own: libraries replace it
@@ -79,6 +81,11 @@ class UsedTokens:
         if self._recurrent:
             used = used.flip(-1).cummax(-1).values.flip(-1)
         return used
+
+
+def leaves_masks_out() -> bool:
+    """Return whether this thread runs a call of a patched model, in which masks are left out."""
+    return getattr(_running, "used", None) is not None
 
 
 @contextmanager
@@ -137,7 +144,9 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention (B, T, num_heads, D), and None for the weights."""
     segments = None
-    if not _needs_mask(query, key, attention_mask, dropout, options):
+    deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
+    like = attention_mask if deferred is None else deferred.padding  # of the same shape
+    if not _needs_mask(query, key, like, dropout, options):
         states = _as_autocast(query, key, value)
         if serves_flash_attention(*states):
             segments = _segments_of_call(attention_mask, len(query))
@@ -145,6 +154,8 @@ def attention(
             return segment_attention(*states, segments, scaling), None
     if segments is not None:  # whole rows: PyTorch may have a faster kernel
         attention_mask, is_causal = None, True
+    elif deferred is not None:
+        attention_mask = deferred.real_mask()
     how = dropout, scaling, is_causal
     return sdpa_attention_forward(module, query, key, value, attention_mask, *how, **options)
 
@@ -199,7 +210,12 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
     if used is None:
         return None
     with torch.inference_mode(False):
-        segments = segments_of(mask[:, 0], rows, used.of_mask(rows, mask))
+        if not isinstance(mask, DeferredMask):
+            segments = segments_of(mask[:, 0], rows, used.of_mask(rows, mask))
+        elif mask.value is None:
+            segments = mask.segments(rows, used.of_mask(rows, mask.padding))
+        else:  # somebody may have written to it
+            segments = segments_of(mask.value[:, 0], rows, used.of_mask(rows, mask.value))
     used.without_padding |= segments is not None and segments.has_padding
     _read[mask] = used, rows, segments
     return segments

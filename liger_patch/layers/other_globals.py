@@ -29,7 +29,7 @@ def with_other_globals(
         function.__code__, found, function.__name__, function.__defaults__, function.__closure__
     )
     other.__kwdefaults__ = function.__kwdefaults__
-    others = [e for e in _names_in(function.__code__) if e in module and e not in values]
+    others = [e for e in names_in(function.__code__) if e in module and e not in values]
 
     def look_up() -> None:
         for name, value in values.items():
@@ -42,10 +42,10 @@ def with_other_globals(
     return other, look_up
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Return the names in the code of a function and of the functions within it."""
     within = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*(_names_in(each) for each in within))
+    return set(code.co_names).union(*(names_in(each) for each in within))
 
 
 def decorated_again(function: Any, inner: Any, other: Callable[..., Any]) -> Any:

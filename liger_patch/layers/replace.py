@@ -6,6 +6,7 @@ Only the classes of these instances change:
 - So does a feed-forward layer's, where its projections are plain.
 - An attention runs its own code. Only the functions of its rotary embedding and of its attention
   are others.
+- So does the backbone around it. Only the functions that make masks are others.
 - A projection that Transformers' tensor-parallel plan distributes multiplies by its own part.
 """
 
@@ -26,6 +27,7 @@ from liger_patch.layers.attention import (
 )
 from liger_patch.layers.checks import LAYER_NAMES, layers_of
 from liger_patch.layers.lora import is_lora_linear, lora_class
+from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.layers.tensor_parallel import is_parallel_linear, parallel_linear_class
@@ -99,6 +101,18 @@ def replace_layers(model: PreTrainedModel, row: Architecture | None, names: froz
             replacements[key] = CLASSES[layers](module, wanted)
         if replacements[key] is not None:
             module.__class__ = replacements[key]
+    if "attention" in names:
+        _defer_masks(model)
+
+
+def _defer_masks(model: nn.Module) -> None:
+    for module in model.modules():
+        if module is model or "forward" in vars(module) or layers_of(module):
+            continue
+        _change_class(module, _original_class(module))  # anew, as a layer's
+        replacement = mask_deferring_class(module)
+        if replacement is not None:
+            module.__class__ = replacement
 
 
 def _layers(class_name: str, prefixes: list[str] | None) -> tuple[str, ...]:
@@ -126,11 +140,13 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
         if left != layers_of(module):
             original = _original_class(module)
             _change_class(module, attention_on_kernels(left, original) if left else original)
+        elif "attention" in names and hasattr(type(module), DEFERS_MASKS):
+            _change_class(module, _original_class(module))
 
 
 def _check_classes(model: nn.Module) -> None:
     for module in model.modules():
-        if layers_of(module) and LAYER_NAMES not in vars(type(module)):
+        if _is_replaced(module) and not {LAYER_NAMES, DEFERS_MASKS} & vars(type(module)).keys():
             raise RuntimeError(
                 f"{type(module).__name__} was given another class after apply_patch "
                 f"({type(module).__mro__[1]}): undo that before apply_patch or revert_patch"
@@ -138,7 +154,11 @@ def _check_classes(model: nn.Module) -> None:
 
 
 def _original_class(module: nn.Module) -> Any:
-    return getattr(type(module), ORIGINAL) if layers_of(module) else type(module)
+    return getattr(type(module), ORIGINAL) if _is_replaced(module) else type(module)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return bool(layers_of(module)) or hasattr(type(module), DEFERS_MASKS)
 
 
 def _change_class(module: nn.Module, cls: Any) -> None:

@@ -1,5 +1,5 @@
 """Small models whose attention has masks, their batches, and which functions computed it: on a CPU,
-the reference stands for flash attention.
+the reference stands for flash attention, and masks are deferred as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from liger_patch.kernels import reference, segments
-from liger_patch.layers import masked_attention
+from liger_patch.layers import deferred_mask, masked_attention
+from liger_patch.layers.deferred_mask import DeferredMask
 
 TOKENS, WINDOW = 40, 12
 SIZES: dict[str, Any] = {
@@ -94,6 +95,7 @@ class Calls:
         self.flash: list[segments.Segments] = []
         self.own: list[bool] = []  # whether there was a mask
         self.read = 0
+        self.made = 0  # deferred masks whose values were needed
         own = torch.nn.functional.scaled_dot_product_attention
 
         def flash(query, key, value, found, scale=None) -> Tensor:
@@ -110,12 +112,25 @@ class Calls:
             self.read += 1
             return segments.segments_of(mask, rows, used)
 
+        def read_deferred(*arguments: Any, **options: Any) -> Any:
+            self.read += 1
+            return segments.segments_of_intervals(*arguments, **options)
+
+        def made(mask: DeferredMask) -> Tensor:
+            self.made += mask.value is None
+            return real_mask(mask)
+
+        real_mask = DeferredMask.real_mask
+
         monkeypatch.setattr(masked_attention, "segment_attention", flash)
         monkeypatch.setattr(masked_attention, "segments_of", read)
+        monkeypatch.setattr(deferred_mask, "segments_of_intervals", read_deferred)
+        monkeypatch.setattr(DeferredMask, "real_mask", made)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
         monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
+            monkeypatch.setattr(deferred_mask, "may_serve_flash_attention", lambda *_: True)
 
 
 def assert_right(ours: Step, own: Step, truth: Step) -> None:

@@ -17,6 +17,7 @@ from liger_patch.kernels.segments import (
     Segments,
     segment_attention,
     segments_of,
+    segments_of_intervals,
     serves_flash_attention,
 )
 
@@ -214,6 +215,46 @@ def test_every_random_mask_is_read_as_itself_or_not_at_all(seed: int) -> None:
         assert found is not None
     if found is not None:
         torch.testing.assert_close(reference.segment_mask(found, 2, TOKENS), mask)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pairs_say_what_the_mask_of_intervals_says(seed: int) -> None:
+    """Of random intervals around each query, some with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = (torch.rand(2, TOKENS, generator=generator) < 0.15).cumsum(-1)
+    place, window = torch.arange(TOKENS), [None, 3, 9][seed % 3]
+    mask = (cuts[:, :, None] == cuts[:, None]) & (place <= place[:, None])
+    if window is not None:
+        mask &= place > place[:, None] - window
+    kept = torch.ones(2, TOKENS, dtype=torch.bool)
+    if seed % 2:  # on one side, or anywhere
+        start, stop = sorted(torch.randint(TOKENS, (2,), generator=generator).tolist())
+        kept[0, stop:], kept[1, :start] = False, False
+        if seed % 4 == 3:
+            kept &= torch.rand(2, TOKENS, generator=generator) < 0.9
+    if seed % 5 == 4:  # one query sees another interval
+        row, query = seed % 2, int(torch.randint(TOKENS, (1,), generator=generator))
+        low, high = torch.randint(TOKENS, (2,), generator=generator).tolist()
+        mask[row, query] = (place >= min(low, query)) & (place <= max(high, query))
+    mask &= kept[:, None]
+    rows = torch.arange(2)[:, None]
+
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
+        return mask[rows, queries, keys]
+
+    for used in (None, kept, torch.zeros_like(kept)):
+        expected = segments_of(mask, 2, used)
+        found = segments_of_intervals(sees, kept, 2, window, used)
+        if expected is not None:
+            assert_same(found, expected)
+            assert found is not None
+            assert found.has_padding == expected.has_padding
+        elif found is not None:  # the queries of padding see other keys, and nobody uses them
+            assert used is not None
+            seen = reference.segment_mask(found, 2, TOKENS)
+            torch.testing.assert_close((seen & kept[:, None])[kept], mask[kept])
+        holds = torch.tensor(False)
+        assert segments_of_intervals(sees, kept, 2, window, used, holds=holds) is None
 
 
 def test_flash_attention_does_not_serve_a_cpu() -> None:

@@ -66,6 +66,7 @@ def test_a_step_is_the_models_own(
     assert not any(calls.own)
     # a mask for each kind of layer
     assert calls.read == (min(1, masked) if model_type != "gemma3_text" else masked)
+    assert calls.made == 0
     assert_right(ours, own, truth)
 
 

@@ -1,0 +1,164 @@
+"""Derive the classes of backbones whose masks are deferred, each from its own class.
+
+A backbone's own code runs, with others of Transformers' functions that make causal masks. These
+run their own code too, with another table of mask functions: ``deferred_mask`` has what stands
+there for Transformers' ``sdpa_mask``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from liger_patch.kernels.backend import (
+    in_tracing_mode,
+    is_compiled_here,
+    is_watched_by_dynamo,
+)
+from liger_patch.layers.checks import is_transformers, layers_of
+from liger_patch.layers.deferred_mask import deferred_sdpa_mask
+from liger_patch.layers.masked_attention import leaves_masks_out
+from liger_patch.layers.other_globals import (
+    decorated_again,
+    names_in,
+    with_other_globals,
+)
+from liger_patch.subclass import derived_class, once_for_each_class
+
+DEFERS_MASKS = "_liger_patch_defers_masks"  # attribute of such a class
+TABLE = "ALL_MASK_ATTENTION_FUNCTIONS"  # the name by which these look a mask function up
+MAKERS = (
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+)
+
+_running = threading.local()  # the backbone that this thread runs
+
+
+class MaskTable:
+    """Transformers' table of mask functions, with ``deferred_sdpa_mask`` for ``sdpa_mask``."""
+
+    def __init__(self, table: AttentionMaskInterface) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        function = self._table[name]
+        if function is not sdpa_mask:
+            return function
+        return functools.partial(deferred_sdpa_mask, _may_defer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+def mask_deferring_class(module: nn.Module) -> Any:
+    """Return the class of a backbone whose masks are deferred, None for any other module: its code
+    must be Transformers' own, make masks, and have attention on kernels within.
+    """
+    original: Any = type(module)
+    if not isinstance(module, PreTrainedModel) or not is_transformers(original.forward):
+        return None
+    if not any("attention" in layers_of(each) for each in module.modules()):
+        return None
+    return _forward_of(original) and deferring_masks(original)
+
+
+@once_for_each_class
+def deferring_masks(original: Any) -> type[nn.Module]:
+    """Derive the class of a backbone whose masks are deferred in calls of a patched model."""
+    own, (other, look_up) = original.forward, _forward_of(original)
+
+    @functools.wraps(own)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if not _leaves_masks_out():
+            return own(self, *arguments, **options)
+        look_up()
+        before, _running.backbone = getattr(_running, "backbone", None), self
+        try:
+            return other(self, *arguments, **options)
+        finally:
+            _running.backbone = before
+
+    return derived_class(original, deferring_masks, forward=forward, **{DEFERS_MASKS: True})
+
+
+def _forward_of(original: Any) -> Any:
+    """Return the forward of a class with other functions that make masks, and a function that looks
+    its globals up again; None where it calls none of Transformers'.
+    """
+    function = inspect.unwrap(original.forward)
+    if not isinstance(function, types.FunctionType):
+        return None
+    module, names = function.__globals__, names_in(function.__code__)
+    makers = {
+        name: _maker(module[name])
+        for name in MAKERS
+        if name in names and module.get(name) is getattr(masking_utils, name)
+    }
+    makers = {name: maker for name, maker in makers.items() if maker is not None}
+    if not makers:
+        return None
+    other, look_up = with_other_globals(function, makers)
+    forward = decorated_again(original.forward, function, other)
+    return None if forward is None else (forward, look_up)
+
+
+@functools.cache
+def _maker(function: Any) -> Any:
+    """Return a function of Transformers that makes masks, with the other table; None where it has
+    none.
+    """
+    own = inspect.unwrap(function)
+    table = own.__globals__.get(TABLE)
+    if type(table) is not AttentionMaskInterface:
+        return None
+    other, look_up = with_other_globals(own, {TABLE: MaskTable(table)})
+
+    @functools.wraps(own)
+    def maker(*arguments: Any, **options: Any) -> Any:
+        look_up()
+        return other(*arguments, **options)
+
+    return decorated_again(function, own, maker)
+
+
+def _leaves_masks_out() -> bool:
+    """Return whether this thread runs a call of a patched model that leaves masks out."""
+    if is_compiled_here() or not leaves_masks_out() or torch.is_inference_mode_enabled():
+        return False
+    if is_watched_by_dynamo():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        return False
+    return not in_tracing_mode()
+
+
+def _may_defer() -> bool:
+    """Return whether nothing in the running backbone takes the memory of a mask: a graph of
+    torch.compile reads it past the operations on tensors.
+    """
+    modules: list[Any] = [_running.backbone]
+    is_plain: dict[type, bool] = {}
+    for module in modules:  # which grow
+        cls = type(module)
+        if cls not in is_plain:
+            # compiled functions have this attribute
+            is_compiled = hasattr(cls.forward, "_torchdynamo_orig_callable")
+            is_plain[cls] = not (is_compiled or issubclass(cls, OptimizedModule))
+        if not is_plain[cls] or module._compiled_call_impl is not None:
+            return False
+        if module is not _running.backbone and "forward" in vars(module):
+            return False
+        if not layers_of(module):  # no module within is given the mask
+            modules.extend(each for each in module._modules.values() if each is not None)
+    return True

@@ -1,0 +1,492 @@
+"""Transformers' masks (B, 1, T, T) are not made where attention leaves them out. Their values are
+those of the mask that Transformers makes, for whoever reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_models import CONFIGS, SIZES, WARNINGS, WINDOW, Calls, make_batch, make_model
+from tiny_models import tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training_step import step
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    masking_utils,
+)
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from liger_patch import apply_patch, registry, revert_patch
+from liger_patch.kernels.segments import segments_of
+from liger_patch.layers import deferred_mask, masked_attention, masks
+from liger_patch.layers.deferred_mask import DeferredMask, deferred_sdpa_mask
+
+pytestmark = WARNINGS
+FAMILIES = {
+    **CONFIGS,
+    "qwen2": Qwen2Config(
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+}
+TOKENS = 512
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, served=True)
+
+
+def make(model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[model_type])
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [
+            each.untyped_storage().nbytes() // each.itemsize
+            for each in tree_leaves(result)
+            if isinstance(each, Tensor) and not isinstance(each, DeferredMask)
+        ]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+def long_batch(kind: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, SIZES["vocab_size"], (1, TOKENS), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":
+        places = [torch.arange(n) for n in (200, 1, TOKENS - 201)]
+        batch["position_ids"] = torch.cat(places)[None]
+    if kind.startswith("padded"):
+        batch["attention_mask"] = torch.ones_like(ids)
+        padding = slice(400, None) if kind == "padded" else slice(100)
+        batch["attention_mask"][:, padding] = 0
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        batch["labels"][:, 100] = -100
+    return batch
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_tensor_of_a_mask_is_made(
+    model_type: str,
+    kind: str,
+    checkpointing: bool | None,
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+
+    def served(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        return (query * (key * value).repeat_interleave(groups, 1)).transpose(1, 2)
+
+    def sdpa(*states: Tensor, attn_mask: Tensor | None, **_: Any) -> Tensor:
+        given.append(attn_mask)
+        return served(*states).transpose(1, 2)
+
+    model, batch = apply_patch(make(model_type), layers=["attention"]), long_batch(kind)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    # PyTorch's own make such tensors on a CPU
+    monkeypatch.setattr(masked_attention, "segment_attention", served)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(masked_attention, "SDPA", sdpa)
+    with Largest() as largest:
+        model(**batch).loss.backward()
+    assert calls.made == 0
+    assert given == [None] * len(given)
+    assert 0 < largest.numbers < TOKENS * TOKENS
+    if checkpointing is not None or (kind, model_type) == ("plain", "llama"):  # that has none
+        return
+    monkeypatch.setattr(deferred_mask, "may_serve_flash_attention", lambda *_: False)
+    with Largest() as largest, torch.no_grad():
+        model(**batch)
+    assert largest.numbers >= TOKENS * TOKENS
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_step_in_float64_is_the_models_own(model_type: str, kind: str, calls: Calls) -> None:
+    model, batch = make(model_type).double(), make_batch(kind)
+    own = step(model, batch)
+    ours = step(apply_patch(model, layers=["attention"]), batch)
+    assert calls.made == 0
+    torch.testing.assert_close(ours, own)
+
+
+@pytest.mark.parametrize("name", deferred_mask.NEED_MASKS)
+def test_masks_that_attention_needs_are_made_at_once(name: str, calls: Calls) -> None:
+    model = apply_patch(make("mistral"), layers=["attention"])
+    setattr(model.config, name, 0.5)
+    with seen_masks(model) as seen:
+        step(model, make_batch("packed"))
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+class seen_masks:
+    """The masks that the layers of a model are given within this context."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.seen = model, []
+
+    def _see(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.seen.append(kwargs["attention_mask"])
+
+    def __enter__(self) -> list[Any]:
+        layers = self.model.model.layers
+        self.hooks = [
+            each.self_attn.register_forward_pre_hook(self._see, with_kwargs=True) for each in layers
+        ]
+        return self.seen
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self.hooks:
+            each.remove()
+
+
+def make_mask(model_type: str = "mistral", kind: str = "packed") -> tuple[Any, Tensor]:
+    """Return a deferred mask of a model, and the one that it stands for."""
+    model, batch = make(model_type), make_batch(kind)
+    with seen_masks(model) as seen:
+        model(**batch)
+        apply_patch(model, layers=["attention"])(**batch)
+    own, mask = seen[0], seen[2]
+    assert (type(own), type(mask)) == (Tensor, DeferredMask)
+    assert mask.value is None
+    return mask, own
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "numbers": lambda mask: mask.tolist(),
+    "numpy": lambda mask: mask.numpy().tolist(),
+    "text": repr,
+    "a slice": lambda mask: mask[:, :, 3:9, :7].tolist(),
+    "a sum": lambda mask: mask.sum().item(),
+    "a method": lambda mask: mask.logical_not().tolist(),
+    "an operator": lambda mask: (~mask).tolist(),
+    "a cast": lambda mask: mask.to(torch.float32).tolist(),
+    "a function": lambda mask: torch.where(mask, 0.0, 1.0).tolist(),
+    "strides": lambda mask: mask.stride(),
+    "a copy": lambda mask: copy.deepcopy(mask).tolist(),
+    "a pickle": lambda mask: pickle.loads(pickle.dumps(mask)).tolist(),
+    "a file": lambda mask: _saved(mask).tolist(),
+    "an iteration": lambda mask: [row.sum().item() for row in mask],
+    "a comparison": lambda mask: torch.equal(mask, mask.clone()),
+    "below autograd": lambda mask: torch.ops.aten.bitwise_not(mask).tolist(),
+}
+
+
+def _saved(mask: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whoever_reads_a_mask_gets_its_values(read: Callable[[Tensor], Any], calls: Calls) -> None:
+    mask, own = make_mask()
+    assert read(mask) == read(own)
+    assert calls.made == 1
+    assert read(mask) == read(own)
+
+
+def test_sizes_are_answered_without_values(calls: Calls) -> None:
+    mask, own = make_mask()
+    for each in (mask, mask.detach()):
+        assert (each.shape, each.dtype, each.device) == (own.shape, own.dtype, own.device)
+        assert (each.dim(), each.size(-1), each.numel()) == (4, own.size(-1), own.numel())
+        assert (each.requires_grad, each.is_floating_point()) == (False, False)
+        assert isinstance(each, Tensor)
+    assert calls.made == 0
+
+
+def test_sdpa_takes_a_deferred_mask(calls: Calls) -> None:
+    mask, own = make_mask()
+    states = [torch.randn(2, 4, own.shape[-1], 16) for _ in range(3)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(sdpa(*states, attn_mask=mask), sdpa(*states, attn_mask=own))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_model_that_reads_its_mask_trains_as_before(changed: bool, calls: Calls) -> None:
+    """A hook that reads it, or that hides a key from all other tokens."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs["attention_mask"]
+        assert mask.diagonal(dim1=2, dim2=3).all()
+        if changed:
+            mask[..., 20:, 9] = False
+
+    model, batch = make("mistral").double(), make_batch("packed")
+    model.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    own = step(model, batch)
+    calls.own.clear()
+    ours = step(apply_patch(model, layers=["attention"]), batch)
+    torch.testing.assert_close(ours, own)
+    assert calls.own == [True, True] * changed
+
+
+def ask(function: Callable[..., Any], mask_function: Callable[..., Any], **options: Any) -> Any:
+    """Call ``sdpa_mask`` as Transformers does, with the arguments that its version has."""
+    rows, tokens = options.pop("rows", 2), options.pop("tokens", 24)
+    names = inspect.signature(masking_utils.sdpa_mask).parameters
+    if "cache_position" in names:
+        options["cache_position"] = torch.arange(tokens)
+    else:
+        options["q_length"], options["device"] = tokens, torch.device("cpu")
+    given = {"batch_size": rows, "kv_length": tokens, "dtype": torch.bfloat16, **options}
+    return function(mask_function=mask_function, **given)
+
+
+def packed(base: Callable[..., Any], sequences: Tensor, positions: Tensor) -> Callable[..., Any]:
+    """Return what Transformers makes for packed rows: its later versions use the positions."""
+    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if make is not None:
+        return make(base, positions, sequences)
+    return masking_utils.and_masks(base, masking_utils.packed_sequence_mask_function(sequences))
+
+
+BASES: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "causal": (masking_utils.causal_mask_function, None),
+    "window": (masking_utils.sliding_window_causal_mask_function(7), 7),
+    "chunks": (masking_utils.chunked_causal_mask_function(9, torch.tensor([0, 4])), 9),
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("base", BASES)
+def test_segments_are_those_of_the_mask(base: str, seed: int, calls: Calls) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(2, 24, generator=generator) < 0.2
+    starts[:, 0] = True
+    place = torch.arange(24).expand(2, -1)
+    positions = place - torch.where(starts, place, 0).cummax(-1).values
+    function, window = BASES[base]
+    options: dict[str, Any] = {"local_size": window, "allow_is_causal_skip": True}
+    if seed % 3 == 0:
+        function = packed(function, starts.cumsum(-1), positions)
+        options["allow_is_causal_skip"] = False
+    if seed % 3 == 1:
+        options["attention_mask"] = (place >= torch.tensor([[0], [4]])) & (place < 20)
+    if seed % 3 == 2:
+        options["attention_mask"] = torch.rand(2, 24, generator=generator) < 0.9
+    kept = options.get("attention_mask", torch.ones(2, 24, dtype=torch.bool))
+    own = ask(masking_utils.sdpa_mask, function, **options)
+    mask = ask(lambda **kwargs: deferred_sdpa_mask(lambda: True, **kwargs), function, **options)
+    assert type(mask) is DeferredMask
+    for used in (None, kept):
+        found, expected = mask.segments(2, used), segments_of(own[:, 0], 2, used)
+        assert (found is None) == (expected is None)
+        assert str(found) == str(expected)
+    assert calls.made == 0
+    assert torch.equal(mask, own)
+
+
+CAUSAL = masking_utils.causal_mask_function
+NO_INTERVALS = {
+    "a sequence that goes on": (torch.tensor([[0] * 8 + [1] * 8 + [0] * 8]), torch.arange(24)),
+    "positions that jump": (torch.zeros(1, 24).long(), torch.arange(24).roll(3)),
+}
+
+
+@pytest.mark.parametrize("kind", NO_INTERVALS)
+def test_sequences_that_are_no_intervals_keep_their_mask(kind: str, calls: Calls) -> None:
+    sequences, positions = NO_INTERVALS[kind]
+    if kind == "positions that jump" and not hasattr(
+        masking_utils, "packed_sequence_compatibility_function"
+    ):
+        pytest.skip("this version of Transformers does not use the positions")
+    function = packed(CAUSAL, sequences, positions[None])
+    options = {"rows": 1, "allow_is_causal_skip": False}
+    mask = ask(lambda **kwargs: deferred_sdpa_mask(lambda: True, **kwargs), function, **options)
+    assert mask.segments(1, None) is None
+    own = ask(masking_utils.sdpa_mask, function, **options)
+    assert segments_of(own[:, 0], 1) is None
+    assert torch.equal(mask, own)
+
+
+def _users(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx <= q_idx
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a user's": {"mask_function": _users},
+    "a user's, combined": {"mask_function": masking_utils.and_masks(CAUSAL, _users)},
+    "a union": {"mask_function": masking_utils.or_masks(CAUSAL, _users)},
+    "bidirectional": {"mask_function": masking_utils.bidirectional_mask_function},
+    "by vmap": {"mask_function": CAUSAL, "use_vmap": True},
+    "fewer queries": {"mask_function": CAUSAL, "kv_length": 30},
+    "whoever gets it reads memory": {"mask_function": CAUSAL, "may_defer": False},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_masks_are_made_at_once(kind: str, calls: Calls) -> None:
+    options = {"allow_is_causal_skip": False, "may_defer": True, **OTHERS[kind]}
+    may_defer = options.pop("may_defer")
+    mask = ask(lambda **kwargs: deferred_sdpa_mask(lambda: may_defer, **kwargs), **options)
+    assert type(mask) is Tensor
+    assert torch.equal(mask, ask(masking_utils.sdpa_mask, **options))
+
+
+@pytest.mark.parametrize("attention_mask", [None, torch.ones(2, 24, dtype=torch.bool)])
+def test_no_mask_stays_none(attention_mask: Tensor | None, calls: Calls) -> None:
+    options = {"attention_mask": attention_mask}
+    assert (
+        ask(lambda **kwargs: deferred_sdpa_mask(lambda: True, **kwargs), CAUSAL, **options) is None
+    )
+
+
+def test_masks_of_32_bits_and_other_devices_are_made_at_once() -> None:
+    model = apply_patch(make("mistral"), layers=["attention"])
+    with seen_masks(model) as seen:
+        model(**make_batch("packed"))
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+def _compiled_layer(model: Any) -> None:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+def _compiled_in_place(model: Any) -> None:
+    model.model.layers[1].self_attn.compile(backend="eager")
+
+
+def _compiled_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("compiled", [_compiled_layer, _compiled_in_place, _compiled_forward])
+def test_a_part_that_is_compiled_gets_real_masks(
+    compiled: Callable[[Any], None], calls: Calls
+) -> None:
+    model, batch = apply_patch(make("mistral").double(), layers=["attention"]), make_batch("packed")
+    own = step(model, batch)
+    compiled(model)
+    seen = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(type(kwargs["attention_mask"])), with_kwargs=True
+    )
+    ours = {name.replace("_orig_mod.", ""): value for name, value in step(model, batch).items()}
+    torch.testing.assert_close(ours, own)
+    assert seen == [Tensor]
+    torch._dynamo.reset()
+
+
+def test_only_calls_of_the_patched_model_defer(calls: Calls) -> None:
+    """Not those of an unpatched model in another thread at the same time."""
+    model, other, batch = make("mistral"), make("mistral"), make_batch("packed")
+    apply_patch(model, layers=["attention"])
+    assert type(other.model) is not type(model.model)
+    with seen_masks(other) as seen, seen_masks(model) as ours:
+
+        def call_other(*_: Any) -> None:
+            thread = threading.Thread(target=lambda: other(**batch))
+            thread.start()
+            thread.join()
+
+        handle = model.model.layers[0].register_forward_pre_hook(call_other)
+        model(**batch)
+        handle.remove()
+        model.model(batch["input_ids"])
+        assert [type(mask) for mask in seen] == [Tensor] * 2
+        assert [type(mask) for mask in ours] == [DeferredMask] * 2 + [Tensor] * 2
+
+
+def test_the_backbone_gets_its_class_back() -> None:
+    model = apply_patch(make("llama"))
+    derived = type(model.model)
+    assert derived is not LlamaModel
+    assert issubclass(derived, LlamaModel)
+    assert inspect.signature(derived.forward) == inspect.signature(LlamaModel.forward)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.model) is type(copy.deepcopy(model).model) is derived
+    assert type(apply_patch(model, layers=["rms_norm"]).model) is LlamaModel
+    assert type(apply_patch(model, layers=["attention"]).model) is derived
+    assert type(revert_patch(model).model) is LlamaModel
+    assert type(apply_patch(make("llama"), layers=False).model) is LlamaModel
+
+
+def test_makers_of_masks_are_found_in_functions_within_a_forward() -> None:
+    """As in those of dots.llm1 in later versions of Transformers."""
+    row = next(row for row in registry.ARCHITECTURES if row.model_type == "dots1")
+    model = apply_patch(tiny_model(row), layers=["attention"])
+    assert getattr(type(model.model), masks.DEFERS_MASKS)
+
+
+def test_a_maker_of_masks_that_a_user_has_replaced_runs(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mistral import modeling_mistral
+
+    model, batch, ran = apply_patch(make("mistral"), layers=["attention"]), make_batch("plain"), []
+    own = modeling_mistral.create_sliding_window_causal_mask
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", replaced)
+    with seen_masks(model) as seen:
+        model(**batch)
+    assert ran == [1]
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+def test_a_mask_function_that_a_library_has_put_in_the_table_runs(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ran = apply_patch(make("mistral"), layers=["attention"]), []
+
+    def another(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return masking_utils.sdpa_mask(*args, **kwargs)
+
+    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(table._local_mapping, "sdpa", another)
+    with seen_masks(model) as seen:
+        model(**make_batch("plain"))
+    assert ran == [1]
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+def test_classes_whose_code_is_not_transformers_stay() -> None:
+    class Own(LlamaModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = make_model("llama")
+    model.model.__class__ = Own
+    apply_patch(model, layers=["attention"])
+    assert type(model.model) is Own
+    assert masks.mask_deferring_class(Own(LlamaConfig(**SIZES))) is None
