@@ -53,7 +53,7 @@ def is_parallel_linear(module: nn.Module) -> bool:
 
 def _style(module: nn.Module) -> Any:
     """Return the style that Transformers' plan has given a module; None where there is none."""
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     if getattr(forward, "__module__", "").startswith("transformers.distributed"):
         names, cells = forward.__code__.co_freevars, forward.__closure__ or ()
         found = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}

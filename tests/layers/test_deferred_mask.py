@@ -131,6 +131,20 @@ def test_no_tensor_of_a_mask_is_made(
     assert largest.numbers >= TOKENS * TOKENS
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_masks_of_few_numbers_are_made(
+    more: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", TOKENS * TOKENS + more)
+    segments, deferred = DeferredMask.segments, []
+    monkeypatch.setattr(
+        DeferredMask, "segments", lambda *given: deferred.append(1) or segments(*given)
+    )
+    model = apply_patch(make("llama"), layers=["attention"])
+    model(**long_batch("packed"))
+    assert (calls.read, len(deferred)) == (1, 1 - more)
+
+
 @pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_step_in_float64_is_the_models_own(model_type: str, kind: str, calls: Calls) -> None:

@@ -63,8 +63,7 @@ def test_a_name_for_itself(calls: Calls) -> None:
     """layers=["lora"] leaves the other layers alone; feed-forward layers are those of "gated"."""
     eager, model, batch = copies()
     apply_patch(model, layers=["lora"])
-    counts = count_layers(model)
-    assert counts == {"rms_norm": 0, "rotary": 0, "attention": 0, "gated": 0, "lora": 14}
+    assert {name: count for name, count in count_layers(model).items() if count} == {"lora": 14}
     assert_same(model, eager, batch)
     apply_patch(model, layers=["rms_norm", "rotary", "gated"])
     assert count_layers(model)["lora"] == 0
