@@ -31,6 +31,7 @@ from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.subclass import ORIGINAL
 
 Model = TypeVar("Model", bound=nn.Module)
+NOT_ESTIMATED = "not estimated yet: liger_patch.memory.longest_row(model) does, in seconds"
 
 
 def apply_patch(
@@ -106,6 +107,7 @@ def apply_patch(
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
         record.verified, record.compared, record.distrusted = False, None, None
+        record.longest_row = None
         _set_offload(record, checkpoint_offload, checkpoint_every)
         return model
     patched = type(target)
@@ -259,7 +261,8 @@ class PatchStatus:
 def patch_status(model: nn.Module) -> PatchStatus:
     """Return what is fused for this model, what falls back to ordinary logits, and why.
 
-    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would.
+    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would. The
+    longest row that fits is what ``liger_patch.memory.longest_row`` has estimated last.
 
     Raises:
         TypeError: not a Transformers model.
@@ -302,6 +305,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
+            ("longest row", record.longest_row or NOT_ESTIMATED),
             (
                 "LIGER_PATCH_RETURN_LOGITS",
                 {None: "unset", True: "1", False: "0"}[flags.return_logits()],

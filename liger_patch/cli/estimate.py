@@ -79,13 +79,13 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
             failed, and how.
     """
     found = []
-    with _explained(config, "can be built from its config"):
+    with explained(config, "can be built from its config"):
         build(config, step)
     for contender in CONTENDERS:
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
-        with _explained(config, what):
+        with explained(config, what):
             trace, sizes = trace_step(config, step, contender)
-        with _explained(config, "takes steps of several lengths"):
+        with explained(config, "takes steps of several lengths"):
             rows = longest_rows(config, step, contender, sizes, reserve)
         found.append(
             Estimate(
@@ -100,7 +100,7 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
 
 
 @contextmanager
-def _explained(config: Any, what: str) -> Iterator[None]:
+def explained(config: Any, what: str) -> Iterator[None]:
     """Raise the error of any model's code as a ValueError that says what it cannot do."""
     try:
         yield

@@ -71,10 +71,16 @@ def title(
     words = [
         f"{model} as {class_name}: {parameters / 1e9:.2f} billion parameters",
         f"{step.batch} x {step.length}",
+        *settings(step),
     ]
-    words.append(
-        _dtype(step.dtype) + (f", autocast to {_dtype(step.autocast)}" if step.autocast else "")
-    )
+    line = ", ".join(words)
+    return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
+
+
+def settings(step: TrainingStep) -> list[str]:
+    """Return how a step trains, in words."""
+    words = [_dtype(step.dtype)]
+    words += [f"autocast to {_dtype(step.autocast)}"] if step.autocast else []
     if step.lora_rank:
         words.append(f"LoRA of rank {step.lora_rank}")
     words += [f"{step.bits} bits"] if step.bits else []
@@ -84,9 +90,7 @@ def title(
         words.append(f"offloaded by liger_patch{bound}")
         every = step.checkpoint_every
         words += [f"one of {every} layer inputs kept"] if every > 1 else []
-    words.append(f"optimizer {step.optimizer}")
-    line = ", ".join(words)
-    return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
+    return [*words, f"optimizer {step.optimizer}"]
 
 
 def _dtype(dtype: Any) -> str:
@@ -103,11 +107,11 @@ def as_json(
     notes: Sequence[str],
 ) -> str:
     """Return the same as JSON; sizes in bytes."""
-    settings = {
+    given = {
         name: _dtype(value) if name.endswith("dtype") or name == "autocast" else value
         for name, value in asdict(step).items()
     }
-    settings["autocast"] = None if step.autocast is None else _dtype(step.autocast)
+    given["autocast"] = None if step.autocast is None else _dtype(step.autocast)
     contenders = [
         {
             "name": each.name,
@@ -124,7 +128,7 @@ def as_json(
         "class": class_name,
         "tested": is_tested,
         "parameters": parameters,
-        "settings": settings,
+        "settings": given,
         "contenders": contenders,
         "notes": list(notes),
     }

@@ -115,6 +115,8 @@ class PatchRecord:
         checked_dtypes: whether the dtypes of these adapters have been looked at, and warned of
             where they make layers run PEFT's own forward.
         offload: holds checkpoints on the host, None where they stay on the device.
+        longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
+            last; None before.
         traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
 
@@ -134,6 +136,7 @@ class PatchRecord:
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     checked_dtypes: bool = False
     offload: CheckpointOffload | None = None
+    longest_row: str | None = None
     traced_loss_function: Callable[..., Any] | None = None
 
     @property

@@ -1,0 +1,184 @@
+"""The longest row that a model in memory can train on its GPU, as ``estimate`` computes it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_patch.apply import transformers_model
+from liger_patch.cli.contenders import EAGER, OURS, Contender
+from liger_patch.cli.estimate import GIB, explained, longest_rows
+from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
+from liger_patch.cli.report import settings
+from liger_patch.patch.forward import original_class, record_of
+from liger_patch.patch.settings import PatchRecord
+
+
+def longest_row(
+    model: nn.Module,
+    *,
+    batch: int = 1,
+    gib: float | None = None,
+    reserve_gib: float = 1.0,
+    optimizer: str = "adamw",
+    autocast: bool = True,
+) -> int:
+    """Estimate how many tokens each sequence of a batch may have, so that a training step fits.
+
+    The model's config, weights, adapters, checkpointing and options of ``apply_patch`` are read as
+    they are now: patch it, add adapters and enable checkpointing first. A step is traced on the
+    meta device several times, which takes seconds and no memory of the GPU. So call this before
+    training, not within a step. ``patch_status`` repeats the result. One GPU: no sharding is taken
+    into account. Rows may end earlier where the model's positions do.
+
+    Args:
+        model: a Transformers model, or a PEFT wrapper around one, patched or not. All weights
+            train, or LoRA adapters of one rank, without dropout, on all linear layers but the head.
+        batch: sequences of a step.
+        gib: GiB of the GPU's memory; None for what this process has and what is free there.
+        reserve_gib: GiB of these that a step cannot have: gaps between pieces of memory.
+        optimizer: whose states count: "adamw" (in the dtype of the weights), "adamw-float32",
+            "adamw-8bit" or "none".
+        autocast: whether products are in 16 bits, as ``Trainer(bf16=True)`` has them.
+
+    Returns:
+        Tokens of each sequence; 0 where not even a short one fits.
+
+    Raises:
+        ValueError: an argument is out of range, or the model is not one whose step is estimated.
+        TypeError: not a Transformers model.
+    """
+    target = transformers_model(model)
+    if batch < 1:
+        raise ValueError(f"batch must be a whole number >= 1, got {batch!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    gib = _gib_of(target) if gib is None else gib
+    if not 0 <= reserve_gib < gib < math.inf:
+        raise ValueError(f"gib must be a number > reserve_gib={reserve_gib!r} >= 0, got {gib!r}")
+    record: PatchRecord | None = record_of(target)
+    config = copy.deepcopy(target.config)  # what is built writes to it
+    own, built = (
+        type(target) if record is None else original_class(target),
+        model_class_name(config),
+    )
+    if own.__name__ != built:
+        raise ValueError(f"model must be a {built}, got a {own.__name__}")
+    step = _step(target, record, batch, optimizer, autocast)
+    with explained(config, "can be built from its config"):
+        _, sizes = build(config, step)
+    trained, parameters = _counts(target)
+    if (trained, parameters) != (sizes.trained, sizes.parameters):
+        raise ValueError(
+            "model must train all weights, or LoRA adapters of one rank on all linear layers but "
+            f"the head: {sizes.trained:,} of {sizes.parameters:,}, got {trained:,} of "
+            f"{parameters:,}"
+        )
+    with explained(config, "takes steps of several lengths"):
+        rows = longest_rows(config, step, _contender(record), sizes, int(reserve_gib * GIB), [gib])
+    if not rows:
+        raise ValueError(
+            f"model must make as many tensors at any length, got {built}, which does not: "
+            "`python -m liger_patch estimate` estimates one length"
+        )
+    row = rows[gib]
+    if record is not None:
+        host = f" and {row.host / GIB:.3g} GiB of the host" if row.host else ""
+        record.longest_row = (
+            f"{batch} x {row.tokens:,} tokens in {gib:.4g} GiB{host}, estimated for "
+            f"{', '.join(settings(step))}"
+        )
+    return row.tokens
+
+
+def _gib_of(model: nn.Module) -> float:
+    """Return what this process has of the GPU's memory, and what is free there."""
+    devices = {each.device for each in model.parameters()}
+    device = next(iter(devices))
+    if len(devices) > 1 or device.type != "cuda":
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"gib must be given where a model is not on one CUDA GPU, got one on {names}"
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device)) / GIB
+
+
+def _step(
+    model: Any, record: PatchRecord | None, batch: int, optimizer: str, autocast: bool
+) -> TrainingStep:
+    """Return the step that a model's weights and options describe, of the usual length."""
+    adapters = [each for each in model.modules() if hasattr(each, "lora_A")]
+    down = [weight for each in adapters for weight in each.lora_A.parameters()]
+    in_4_bits = [each for each in model.modules() if _is_4_bit(each)]
+    dropouts = [part.p for each in adapters for part in each.modules() if type(part) is nn.Dropout]
+    if any(dropouts):
+        raise ValueError(f"model must have adapters without dropout, got {max(dropouts):g}")
+    own = {id(weight) for each in adapters for weight in _trained_of(each)}
+    packed = {id(each.weight) for each in in_4_bits}
+    dtypes = {p.dtype for p in model.parameters() if id(p) not in own | packed}
+    of_adapters = {weight.dtype for weight in down} or {torch.float32}
+    if len(dtypes) > 1 or len(of_adapters) > 1:
+        names = ", ".join(sorted(map(str, dtypes | of_adapters)))
+        raise ValueError(f"model must have weights of one dtype and adapters of one, got {names}")
+    (dtype,), (adapter_dtype,) = dtypes, of_adapters
+    products = dtype if dtype.itemsize == 2 else torch.bfloat16
+    offload = None if record is None else record.offload
+    bound = math.inf if offload is None else offload.bound() / GIB
+    return TrainingStep(
+        batch=batch,
+        dtype=dtype,
+        autocast=products if autocast else None,
+        lora_rank=len(down[0]) if down else None,
+        adapter_dtype=adapter_dtype,
+        bits=4 if in_4_bits else None,
+        double_quant=any(each.weight.compress_statistics for each in in_4_bits),
+        checkpointing=any(
+            getattr(each, "gradient_checkpointing", False) for each in model.modules()
+        ),
+        checkpoint_offload=offload is not None,
+        checkpoint_every=1 if offload is None else offload.every,
+        host_gib=None if math.isinf(bound) else bound,
+        optimizer=optimizer,
+        chunk_mib=None if record is None else record.chunk_mib,
+        attention=_attention(model),
+    )
+
+
+def _attention(model: Any) -> str:
+    """Return the attention to estimate: flash attention keeps what SDPA does."""
+    name = model.config._attn_implementation
+    if name not in ("sdpa", "eager") and "flash" not in name:
+        raise ValueError(f"model must have sdpa, eager or flash attention, got {name!r}")
+    return "sdpa" if "flash" in name else name
+
+
+def _trained_of(layer: Any) -> list[nn.Parameter]:
+    return [each for name, each in layer.named_parameters() if not name.startswith("base_layer.")]
+
+
+def _is_4_bit(layer: nn.Module) -> bool:
+    return any(each.__name__ == "Linear4bit" for each in type(layer).__mro__)
+
+
+def _counts(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers train, and how many there are: those in 4 bits one by one."""
+    packed: dict[int, int] = {}
+    for each in model.modules():
+        if _is_4_bit(each):
+            layer: Any = each
+            packed[id(layer.weight)] = layer.in_features * layer.out_features
+    sizes = [(packed.get(id(p), p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+
+
+def _contender(record: PatchRecord | None) -> Contender:
+    if record is None:
+        return EAGER
+    if isinstance(record.layers, bool):
+        return OURS if record.layers else Contender("liger_patch", "chunks")
+    return Contender("liger_patch", "chunks", record.layers)

@@ -1,0 +1,138 @@
+"""The longest row of a model in memory is that of ``estimate`` for its config and options."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.models import Model
+from liger_patch import apply_patch, patch_status
+from liger_patch.cli.estimate import GIB, estimate
+from liger_patch.cli.model import TrainingStep
+from liger_patch.memory import longest_row
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+)
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+)
+EAGER, OURS_HEAD, OURS = 0, 2, 3  # of the estimates
+
+
+def model_of(**options: Any) -> Any:
+    return Model("tiny", copy.deepcopy(copy.deepcopy(CONFIG)), 1, **options).build("cpu")
+
+
+def in_status(model: Any) -> str:
+    return dict(patch_status(model).rows)["longest row"]
+
+
+def estimated(contender: int, **options: Any) -> int:
+    """Return the tokens for a GPU of 16 GiB."""
+    found = estimate(
+        copy.deepcopy(CONFIG), TrainingStep(adapter_dtype=torch.bfloat16, **options), GIB
+    )
+    return found[contender].longest[16]
+
+
+def test_all_weights_of_a_model_patched_or_not() -> None:
+    model = model_of()
+    random = torch.get_rng_state()
+    assert longest_row(model, gib=16) == estimated(EAGER)
+    for layers, contender in ((True, OURS), (False, OURS_HEAD)):
+        apply_patch(model, layers=layers)
+        assert "liger_patch.memory.longest_row(model)" in in_status(model)
+        tokens = longest_row(model, gib=16)
+        assert tokens == estimated(contender)
+        assert in_status(model).startswith(f"1 x {tokens:,} tokens in 16 GiB, estimated for bfl")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.device.type == "cpu"
+
+
+def test_options_are_read_where_they_are() -> None:
+    model = model_of(lora_rank=4)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_patch(model, chunk_mib=2, checkpoint_offload=0.5, checkpoint_every=2)
+    options = {"lora_rank": 4, "checkpointing": True, "chunk_mib": 2, "checkpoint_offload": True}
+    options |= {"checkpoint_every": 2, "host_gib": 0.5, "batch": 3, "optimizer": "adamw-8bit"}
+    tokens = longest_row(model, gib=16, batch=3, optimizer="adamw-8bit")
+    assert tokens == estimated(OURS, **options)
+    assert in_status(model).startswith(f"3 x {tokens:,} tokens in 16 GiB")
+    assert "LoRA of rank 4, checkpointing, offloaded by liger_patch to 0.5" in in_status(model)
+    assert longest_row(model, gib=16, autocast=False, reserve_gib=2) < tokens * 3
+
+
+def test_weights_in_4_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = apply_patch(model_of(lora_rank=4, quantized=True))
+    expected = estimated(OURS, lora_rank=4, bits=4, double_quant=True)
+    assert longest_row(model, gib=16) == expected
+
+
+def frozen_in_part() -> Any:
+    model = model_of()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def with_adapters(**options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    given = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return get_peft_model(LlamaForCausalLM(copy.deepcopy(CONFIG)), LoraConfig(**given | options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            frozen_in_part,
+            "model must train all weights, or LoRA adapters of one rank on all linear",
+        ),
+        (lambda: with_adapters(target_modules=["q_proj"]), "of one rank on all linear layers"),
+        (lambda: with_adapters(use_dora=True), "of one rank on all linear layers"),
+        (lambda: with_adapters(lora_dropout=0.25), "adapters without dropout, got 0.25"),
+        (
+            lambda: LlamaForSequenceClassification(copy.deepcopy(CONFIG)),
+            "model must be a LlamaForCausalLM, got",
+        ),
+    ],
+)
+def test_a_model_that_is_not_estimated_has_a_reason(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        longest_row(make(), gib=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "gib must be given where a model is not on one CUDA GPU, got one on cpu"),
+        ({"gib": 1}, "gib must be a number > reserve_gib=1.0 >= 0, got 1"),
+        ({"gib": math.nan}, "gib must be a number > reserve_gib=1.0 >= 0, got nan"),
+        ({"gib": 16, "batch": 0}, "batch must be a whole number >= 1, got 0"),
+        ({"gib": 16, "optimizer": "sgd"}, "optimizer must be one of none, adamw, .*, got 'sgd'"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        longest_row(LlamaForCausalLM(copy.deepcopy(CONFIG)), **options)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_what_is_free_there() -> None:
+    model = apply_patch(model_of().to("cuda"))
+    most = torch.cuda.get_device_properties(0).total_memory / GIB
+    assert 0 < longest_row(model) <= longest_row(model, gib=most)
