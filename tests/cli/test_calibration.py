@@ -36,6 +36,7 @@ from liger_patch.cli.step import trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CHECK = "long_row_check.json"
 MEMORY, SECTION = Path(__file__).parents[2] / "docs" / "memory.md", "estimated_peaks"
 WITHIN = 0.03  # the worst, Gemma-3-4B with QLoRA and offloaded checkpoints, is off by 2.9 %
 MIB = 2**20
@@ -214,26 +215,22 @@ def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
 
 
-def _checked_rows() -> list[Any]:
-    """Return the rows of ``long_row_check``, whose command has both options."""
-    report = json.loads((RESULTS / "long_row_check.json").read_text(encoding="utf-8"))
+def _checked_rows() -> list[dict[str, Any]]:
+    """Return the rows of ``long_row_check``, with both options of its command."""
+    report = json.loads((RESULTS / CHECK).read_text(encoding="utf-8"))
     words = report["command"].split()
     every, host_gib = (
         float(words[words.index(option) + 1]) for option in ("--checkpoint-every", "--host-gib")
     )
-    rows = [row for row in report["long_row_check"] if "peak_mib" in row]
-    return [pytest.param(row, int(every), host_gib, id=f"{row['tokens']:,}") for row in rows]
+    more = {"every": int(every), "host_gib": host_gib, "file": CHECK}
+    return [row | more for row in report["long_row_check"] if "peak_mib" in row]
 
 
-@pytest.mark.parametrize(("measured", "every", "host_gib"), _checked_rows())
-def test_peaks_with_inputs_that_are_computed_again(
-    measured: dict[str, Any], every: int, host_gib: float
-) -> None:
-    if checks.TOP_HOOKS is None:
-        pytest.skip("torch 2.6 runs no slices")
-    (model,) = (each for each in LONG_MODELS if each.name == measured["model"])
+@functools.cache
+def _traced_check(tokens: int, every: int, host_gib: float) -> tuple[float, list[int]]:
+    """Return the peak in MiB, and the bytes that each offloaded input takes on the host."""
     step = TrainingStep(
-        length=measured["tokens"],
+        length=tokens,
         lora_rank=16,
         bits=4,
         double_quant=True,
@@ -243,14 +240,22 @@ def test_peaks_with_inputs_that_are_computed_again(
         host_gib=host_gib,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, step, OURS)
-    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    trace, sizes = trace_step(LONG_MODELS[0].config, step, OURS)
+    peak = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    return peak, [host_bytes(each.size) for each in trace.sent]
+
+
+@pytest.mark.parametrize("measured", _checked_rows(), ids=lambda row: f"{row['tokens']:,}")
+def test_peaks_with_inputs_that_are_computed_again(measured: dict[str, Any]) -> None:
+    if checks.TOP_HOOKS is None:
+        pytest.skip("torch 2.6 runs no slices")
+    assert measured["model"] == LONG_MODELS[0].name
+    fields = (measured[name] for name in ("tokens", "every", "host_gib"))
+    traced, hosts = _traced_check(*fields)
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
-    host = sum(host_bytes(each.size) for each in trace.sent) / MIB
-    found = f"{len(trace.sent)} layer inputs, {host:g} MiB of host memory"
-    assert measured["offloaded"].startswith(found)
-    again = model.config.num_hidden_layers - 1 - len(trace.sent)  # the last input is kept too
-    assert measured["offloaded"].endswith(f", {again} computed again")
+    found = f"{len(hosts)} layer inputs, {sum(hosts) / MIB:g} MiB of host memory"
+    again = LONG_MODELS[0].config.num_hidden_layers - 1 - len(hosts)  # the last input is kept too
+    assert measured["offloaded"] == f"{found}, {again} computed again"
 
 
 def _shown() -> list[dict[str, Any]]:
@@ -264,7 +269,7 @@ def _shown() -> list[dict[str, Any]]:
             if (row["model"], row["contender"]) == (model, contender)
         )
         found.append(row | {"file": file})
-    return found
+    return found + _checked_rows()
 
 
 def _named(row: dict[str, Any]) -> list[str]:
@@ -272,6 +277,8 @@ def _named(row: dict[str, Any]) -> list[str]:
     step = row["model"]
     if row["file"] == "longest_row.json":
         step = step.replace(", ", f", 1 x {row['timed']:,}, ", 1)
+    if row["file"] == CHECK:
+        step += f", 1 x {row['tokens']:,}, QLoRA + checkpointing, checkpoint_every={row['every']}"
     contender = row["contender"].removesuffix(", layers")
     return [step, contender, f"{row['peak_mib']:,.0f}"]
 
@@ -279,6 +286,8 @@ def _named(row: dict[str, Any]) -> list[str]:
 def _estimated(row: dict[str, Any]) -> float:
     if row["file"] == "lora_step.json":
         return _traced_lora_mib(row["model"], row["contender"])[0]
+    if row["file"] == CHECK:
+        return _traced_check(row["tokens"], row["every"], row["host_gib"])[0]
     if row["file"] == "longest_row.json":
         return _traced_long_mib(row["model"], row["contender"], row["timed"])
     return _traced_mib(row["model"], CONTENDERS[row["contender"]])
