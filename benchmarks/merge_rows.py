@@ -8,8 +8,9 @@ LIST = "longest_rows"
 def merged(report: dict, other: dict) -> dict:
     """Return the report with the rows of another run, which gets the next number.
 
-    A length that is new, exact or longer replaces that of the same model, contender and memory.
-    Times of each run stay on lines of their own.
+    A length that is new, exact or longer replaces that of the same model, contender and memory, and
+    a shorter lower bound of more memory. A package that one run had not installed may have any
+    version. Times of each run stay on lines of their own.
 
     Raises:
         ValueError: one of them has no longest rows, or GPU or versions differ.
@@ -17,11 +18,14 @@ def merged(report: dict, other: dict) -> dict:
     for each in (report, other):
         if not each.get(LIST):
             raise ValueError(f"a report must have {LIST}, got one of {each['command']!r}")
-    for name in ("gpu", "versions"):
-        if report[name] != other[name]:
+    versions, others = report["versions"], other["versions"]
+    for name, own, its in (
+        ("gpu", report["gpu"], other["gpu"]),
+        *((name, own, others[name]) for name, own in versions.items() if name in others),
+    ):
+        if own != its:
             raise ValueError(
-                f"{name} must be that of the report, {report[name]}, got {other[name]} of "
-                f"{other['command']!r}"
+                f"{name} must be that of the report, {own}, got {its} of {other['command']!r}"
             )
     rows = [{"run": 1, **row} for row in report[LIST]]
     run = 1 + max(row["run"] for row in rows)
@@ -35,9 +39,26 @@ def merged(report: dict, other: dict) -> dict:
             rows[place] = row
     return report | {
         "command": f"{report['command']}; {other['command']}",
+        "versions": versions | others,
         "date": _dates(report["date"], run, other["date"]),
-        LIST: rows,
+        LIST: [_at_least(row, rows) for row in rows],
     }
+
+
+def _at_least(row: dict, rows: list[dict]) -> dict:
+    """Return the row; for a lower bound, the longest of those that fit less memory."""
+    if not row.get("at_least"):
+        return row
+    same = row["model"], row["contender"]
+    fitting = [
+        each
+        for each in rows
+        if (each["model"], each["contender"]) == same
+        and "tokens" in each
+        and each["gib"] < row["gib"]
+    ]
+    longest = max([row, *fitting], key=lambda each: each["tokens"])
+    return {**longest, "gib": row["gib"], "at_least": True}
 
 
 def _key(row: dict) -> tuple:

@@ -58,7 +58,16 @@ def test_a_length_that_is_exact_or_longer_replaces_another() -> None:
     third = report_of(
         "c", {"gib": 80.0, "tokens": 32, "at_least": True}, {"gib": 24.0, "failure": "x"}
     )
-    assert lengths(merged(found, third)) == lengths(found) | {80.0: (32, True, 3)}
+    longer = 32, True, 3
+    assert lengths(merged(found, third)) == lengths(found) | dict.fromkeys((80.0, 139.0), longer)
+
+
+def test_a_row_that_fits_less_memory_fits_more() -> None:
+    found = merged(FIRST, report_of("b", {"gib": 24.0, "tokens": 32, "every": 2}))
+    assert lengths(found)[24.0] == (32, None, 2)
+    assert lengths(found)[48.0] == (32, True, 2)
+    (bound,) = (row for row in found["longest_rows"] if row.get("gib") == 48.0)
+    assert bound["every"] == 2
 
 
 def test_runs_of_other_days_have_their_dates() -> None:
@@ -75,8 +84,10 @@ def test_other_gpus_and_versions_are_refused() -> None:
     rows = [{"gib": 24.0, "tokens": 8}]
     with pytest.raises(ValueError, match="gpu must be that of the report, GPU, got another of 'b'"):
         merged(FIRST, report_of("b", *rows, gpu="another"))
-    with pytest.raises(ValueError, match="versions must be that of the report"):
+    with pytest.raises(ValueError, match=r"torch must be that of the report, 2\.6, got 2\.7"):
         merged(FIRST, report_of("b", *rows, versions={"torch": "2.7"}))
+    more = {"torch": "2.6", "unsloth": "1"}  # not installed in the first run
+    assert merged(FIRST, report_of("b", *rows, versions=more))["versions"] == more
     with pytest.raises(ValueError, match="a report must have longest_rows, got one of 'b'"):
         merged(FIRST, report_of("b"))
 
