@@ -88,7 +88,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from liger_patch.apply import transformers_model
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import GIB, estimate, most_positions
+    from liger_patch.cli.estimate import GIB, estimate, most_attended, most_positions
     from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
     from liger_patch.registry import row_of
 
@@ -119,7 +119,8 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     model, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
     tested = row_of(transformers_model(model)) is not None
-    notes = report.notes(model_class_name(config), tested, estimates)
+    attended = most_attended(config, options.batch)
+    notes = report.notes(model_class_name(config), tested, estimates, attended)
     if options.json:
         print(report.as_json(*what, estimates, tested, notes))
     else:

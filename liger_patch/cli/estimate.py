@@ -17,6 +17,7 @@ from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
+from liger_patch.kernels.segments import MOST_NUMBERS
 from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
@@ -117,6 +118,18 @@ def most_positions(config: Any) -> int | None:
     """Return how many positions a model's text has, None where its config does not say."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
+
+
+def most_attended(config: Any, batch: int) -> int | None:
+    """Return the tokens of the longest sequences whose queries are 2^31 numbers at most: with more,
+    the backward pass of PyTorch 2.11's flash attention is wrong. None where a config does not say.
+    """
+    text = config.get_text_config()
+    heads, hidden = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
+    size = getattr(text, "head_dim", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return None
+    return MOST_NUMBERS // (batch * heads * (size if isinstance(size, int) else hidden // heads))
 
 
 def parts_at_peak(trace: Trace, sizes: Sizes, step: TrainingStep) -> dict[str, int]:

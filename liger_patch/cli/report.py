@@ -41,8 +41,14 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
 
 
-def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> list[str]:
-    """Return what a reader of the estimates must know beside them, in sentences."""
+def notes(
+    class_name: str, is_tested: bool, estimates: Sequence[Estimate], attended: int | None = None
+) -> list[str]:
+    """Return what a reader of the estimates must know beside them, in sentences.
+
+    Args:
+        attended: tokens of the longest sequences that attention is known to be right for.
+    """
     found = []
     if not is_tested:
         found.append(
@@ -56,6 +62,12 @@ def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> li
         found.append(
             f"The longest sequences{whose} are not estimated: how many tensors {class_name} makes "
             "depends on the length. --length estimates the peak of another length."
+        )
+    longest = max((n for each in estimates for n in each.longest.values()), default=0)
+    if attended is not None and longest > attended:
+        found.append(
+            f"Sequences of more than {attended:,} tokens need an attention whose gradients are "
+            "right there: that of PyTorch 2.11 is not (docs/memory.md, A million tokens)."
         )
     return found
 

@@ -252,6 +252,20 @@ def test_notes_name_the_contenders_without_longest_rows() -> None:
     assert report.notes("Model", True, found[:1]) == []
 
 
+def test_a_note_names_the_length_beyond_which_attention_may_be_wrong() -> None:
+    """Of Llama-3.1-8B's shape: 4096 features of queries."""
+    shape = {"hidden_size": 4096, "num_attention_heads": 32}
+    attended = estimates.most_attended(LlamaConfig(**shape), 2)
+    assert attended == 262_144
+    assert estimates.most_attended(LlamaConfig(**shape, head_dim=64), 1) == 2**20
+    found = [Estimate("eager", {}, {16: 1, 141: attended})]
+    assert report.notes("Model", True, found, attended) == []
+    (note,) = report.notes("Model", True, found, attended - 1)
+    assert note.startswith(
+        "Sequences of more than 262,143 tokens need an attention whose gradients"
+    )
+
+
 def test_the_class_that_is_estimated_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
