@@ -82,6 +82,16 @@ class GpuOperations(TorchFunctionMode):
         """Return what a GPU answers."""
         return True
 
+    def may_serve_flash_attention(self, *_: Any) -> bool:
+        """Return what a GPU answers, for 16 bits."""
+        return True
+
+    def segments_of_intervals(
+        self, _: Any, is_real: Tensor, *_more: Any, **_options: Any
+    ) -> Segments:
+        """Return the same as ``segments_of``, of a mask that is not made."""
+        return Segments(None, is_real.shape[-1], 1)
+
     def segments_of(self, mask: Tensor, *_: Any) -> Segments:
         """Return what a mask describes that is needed for whole rows: a window."""
         return Segments(None, mask.shape[-1], 1)

@@ -17,7 +17,7 @@ from liger_patch.cli.model import Sizes, TrainingStep, build
 from liger_patch.cli.offload import MetaOffload, noting_input
 from liger_patch.cli.operations import ChunkedHead, GpuOperations
 from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
-from liger_patch.layers import masked_attention, mlp
+from liger_patch.layers import deferred_mask, masked_attention, mlp
 from liger_patch.patch import offload as checkpoints
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
@@ -69,6 +69,10 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stand_in = getattr(operations, name)
             stack.enter_context(_replaced(masked_attention, name, stand_in))
+        # short rows have masks, too small to matter
+        stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
+        for name in ("may_serve_flash_attention", "segments_of_intervals"):
+            stack.enter_context(_replaced(deferred_mask, name, getattr(operations, name)))
         stack.enter_context(masked_attention.using_results_of(masked_attention.UsedTokens()))
         # with torch 2.6, these questions about the meta device are errors
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))

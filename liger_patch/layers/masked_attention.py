@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from liger_patch.kernels.backend import autocast_dtype, in_tracing_mode, is_compiled_here
 from liger_patch.kernels.segments import (
+    MOST_NUMBERS,
     Segments,
+    may_serve_flash_attention,
     segment_attention,
     segments_of,
     serves_flash_attention,
@@ -156,8 +159,20 @@ def attention(
         attention_mask, is_causal = None, True
     elif deferred is not None:
         attention_mask = deferred.real_mask()
+    if not is_compiled_here() and query.requires_grad and query.numel() > MOST_NUMBERS:
+        _warn_of_length(query)
     how = dropout, scaling, is_causal
     return sdpa_attention_forward(module, query, key, value, attention_mask, *how, **options)
+
+
+def _warn_of_length(query: Tensor) -> None:
+    if may_serve_flash_attention(query.device, autocast_dtype(query.device.type) or query.dtype):
+        warnings.warn(
+            f"liger_patch: attention over {query.numel():,} numbers of queries. Over more than "
+            f"{MOST_NUMBERS:,}, gradients of PyTorch 2.11's flash attention were wrong: take "
+            "shorter rows, or fewer of them at a time",
+            stacklevel=2,
+        )
 
 
 def _needs_mask(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_a_call_of_the_inner_model_keeps_its_mask(checkpointing: bool, calls: Ca
     model.model(batch["input_ids"]).last_hidden_state.sum().backward()
     assert (calls.flash, calls.read) == ([], 0)
     assert calls.own == [True, True] * (1 + checkpointing)
+
+
+def test_a_batch_too_large_for_pytorchs_flash_attention_is_warned_of(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("plain")
+    monkeypatch.setattr(masked_attention, "MOST_NUMBERS", 1)
+    monkeypatch.setattr(masked_attention, "may_serve_flash_attention", lambda *_: True)
+    with pytest.warns(UserWarning, match="queries. Over more than 1, gradients of PyTorch"):
+        step(model, batch)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
 
 
 def test_a_replaced_sdpa_is_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
