@@ -166,8 +166,10 @@ def _choose_layers(
     before = frozenset(name for name, count in count_layers(model).items() if count)
     replace_layers(model, row, names | before)
     counts = count_layers(model)
-    # adapters may come later, and one process has no shards
-    lacking = [n for n in sorted(names - {"lora", "tensor_parallel"}) if not counts[n]]
+    optional = {"lora"}  # adapters may come later
+    if len(names) > 1:
+        optional.add("tensor_parallel")  # the same call in one process has no shards
+    lacking = [n for n in sorted(names - optional) if not counts[n]]
     if lacking and is_explicit:
         restore_layers(model, names - before)
         begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"
@@ -175,7 +177,8 @@ def _choose_layers(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
             "hook of accelerate. A gated layer must be one whose activation is silu or gelu, an "
-            "attention must be causal and take its function from Transformers' table"
+            "attention must be causal and take its function from Transformers' table, a "
+            "tensor_parallel layer be distributed by the plan of Transformers 5.17 or later"
         )
     restore_layers(model, frozenset(LAYERS) - names)
 

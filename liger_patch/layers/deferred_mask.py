@@ -86,6 +86,7 @@ class DeferredMask(Tensor):
     padding: Tensor  # (B, 1, T, T), True where a key is none of padding: T numbers a row
     indices: tuple[Tensor, ...]  # of rows (B, 1), heads (1, 1), queries (T,) and keys (T,)
     value: Tensor | None
+    version: int  # of the value, when it was made
 
     @classmethod
     def of_call(
@@ -137,9 +138,14 @@ class DeferredMask(Tensor):
             # selective checkpointing must not see the operations: it counts them
             unseen = _disable_current_modes() if in_tracing_mode() else nullcontext()
             with torch.inference_mode(False), unseen:
-                self.value = sdpa_mask(**options)
-        assert self.value is not None
+                value = sdpa_mask(**options)
+            assert value is not None
+            self.value, self.version = value, value._version
         return self.value
+
+    def writes(self) -> int:
+        """Return how often its values have been written to since they were made."""
+        return 0 if self.value is None else self.value._version - self.version
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

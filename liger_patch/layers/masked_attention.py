@@ -53,7 +53,7 @@ UNSUPPORTED = {
 
 _running = threading.local()  # the UsedTokens of the call that this thread runs
 # what masks describe, as the last call has read them
-_read: MutableMapping[Tensor, tuple[UsedTokens, int, Segments | None]]
+_read: MutableMapping[Tensor, tuple[UsedTokens, tuple[int, int], Segments | None]]
 _read = WeakTensorKeyDictionary()
 
 
@@ -218,19 +218,21 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
     in the backward pass.
     """
     used: UsedTokens | None = getattr(_running, "used", None)
-    read_for, rows_read, segments = _read.get(mask, (None, None, None))
+    read_for, read_of, segments = _read.get(mask, (None, None, None))
+    deferred = mask if isinstance(mask, DeferredMask) else None
+    of = rows, mask._version if deferred is None else deferred.writes()
     runs_again = torch._C._current_graph_task_id() != -1
-    if rows_read == rows and (runs_again or read_for is used):
+    is_same = read_for is used and read_of == of
+    if is_same or (runs_again and read_of is not None and read_of[0] == rows):
         return segments
     if used is None:
         return None
     with torch.inference_mode(False):
-        if not isinstance(mask, DeferredMask):
-            segments = segments_of(mask[:, 0], rows, used.of_mask(rows, mask))
-        elif mask.value is None:
-            segments = mask.segments(rows, used.of_mask(rows, mask.padding))
+        if deferred is not None and not deferred.writes():
+            segments = deferred.segments(rows, used.of_mask(rows, deferred.padding))
         else:  # somebody may have written to it
-            segments = segments_of(mask.value[:, 0], rows, used.of_mask(rows, mask.value))
+            values = mask if deferred is None else deferred.real_mask()
+            segments = segments_of(values[:, 0], rows, used.of_mask(rows, values))
     used.without_padding |= segments is not None and segments.has_padding
-    _read[mask] = used, rows, segments
+    _read[mask] = used, of, segments
     return segments

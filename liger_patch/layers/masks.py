@@ -76,7 +76,10 @@ def mask_deferring_class(module: nn.Module) -> Any:
 @once_for_each_class
 def deferring_masks(original: Any) -> type[nn.Module]:
     """Derive the class of a backbone whose masks are deferred in calls of a patched model."""
-    own, (other, look_up) = original.forward, _forward_of(original)
+    own, found = original.forward, _forward_of(original)
+    if found is None:  # of a pickle: other functions make masks in this process
+        return derived_class(original, deferring_masks, **{DEFERS_MASKS: True})
+    other, look_up = found
 
     @functools.wraps(own)
     def forward(self, *arguments: Any, **options: Any) -> Any:

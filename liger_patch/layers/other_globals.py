@@ -73,6 +73,7 @@ def decorated_again(function: Any, inner: Any, other: Callable[..., Any]) -> Any
         tuple(cells),
     )
     decorated.__kwdefaults__ = function.__kwdefaults__
+    vars(decorated).update(vars(function))
     return functools.update_wrapper(decorated, again)
 
 

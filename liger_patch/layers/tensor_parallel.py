@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -53,13 +54,14 @@ def is_parallel_linear(module: nn.Module) -> bool:
 
 def _style(module: nn.Module) -> Any:
     """Return the style that Transformers' plan has given a module; None where there is none."""
-    forward: Any = vars(module).get("forward")
-    if getattr(forward, "__module__", "").startswith("transformers.distributed"):
-        names, cells = forward.__code__.co_freevars, forward.__closure__ or ()
-        found = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
-        if found.get("module") is module:
-            return found.get("self")
-    return None
+    forward = vars(module).get("forward")
+    if not isinstance(forward, types.FunctionType):  # a hook of accelerate is a partial
+        return None
+    if not (forward.__module__ or "").startswith("transformers.distributed"):
+        return None
+    names, cells = forward.__code__.co_freevars, forward.__closure__ or ()
+    found = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
+    return found.get("self") if found.get("module") is module else None
 
 
 def parallel_linear_class(module: nn.Module) -> Any:

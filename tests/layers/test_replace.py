@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -25,6 +26,7 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import masked_attention, mlp, norm, rotations
 from liger_patch.layers.replace import LAYERS, count_layers
 from liger_patch.layers.rotations import ROTATIONS
+from liger_patch.layers.tensor_parallel import is_parallel_linear
 
 ROWS = {row.model_type: row for row in registry.available()}
 
@@ -422,3 +424,21 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
         result, plain = result[0], plain[0]
     assert type(result) is TwoTensor
     torch.testing.assert_close(result.a, plain)
+
+
+def test_a_hook_around_a_plans_forward_is_not_read_as_the_plan() -> None:
+    """accelerate's hooks are partial functions that say to be of Transformers' module."""
+    linear = torch.nn.Linear(2, 2)
+    forward = functools.partial(torch.nn.Linear.forward, linear)
+    linear.forward = functools.update_wrapper(forward, tp_like())
+    assert not is_parallel_linear(linear)
+    with pytest.raises(ValueError, match="has no tensor_parallel layer"):
+        apply_patch(make_model(), layers=["tensor_parallel"])
+
+
+def tp_like() -> Any:
+    def tp_forward(x: Any) -> Any:
+        return x
+
+    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+    return tp_forward
