@@ -63,12 +63,8 @@ def packs_saved_tensors() -> bool:
     return TOP_HOOKS(False) is not None
 
 
-def has_hooks(module: nn.Module, *, except_forward: bool = False) -> bool:
-    """Return whether a call of the module does more than its class's forward.
-
-    Args:
-        except_forward: leave out a forward of the instance's own.
-    """
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module does more than its class's forward."""
     return bool(
         _global_forward_hooks
         or _global_forward_pre_hooks
@@ -78,5 +74,5 @@ def has_hooks(module: nn.Module, *, except_forward: bool = False) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or ("forward" in module.__dict__ and not except_forward)
+        or "forward" in module.__dict__
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.backend import autocast_dtype, is_compiled_here
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers.checks import (
@@ -30,7 +30,7 @@ from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
-from liger_patch.layers.tensor_parallel import sharing_inputs
+from liger_patch.layers.tensor_parallel import is_distributed, sharing_inputs
 from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
@@ -134,6 +134,12 @@ def gated_layer(original: Any) -> type[nn.Module]:
     is_plain, projections = own.is_plain, (*own.projections, own.down)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_compiled_here() or not is_distributed(self, projections[0]):
+            return compute(self, x)
+        with sharing_inputs():
+            return compute(self, x)
+
+    def compute(self: Any, x: Tensor) -> Tensor:
         act = getattr(self, own.activation)
         kind = _activation(act)
         if kind is None or has_hooks(act) or needs_own_code(x):
@@ -158,8 +164,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
                 weights = _plain_weights(self, projections)
                 if weights is not None:
                     return gated_mlp(x, *weights, activation=kind)
-        with sharing_inputs(self, own.projections[0]):
-            gate, up = own.products(self, x)
+        gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from liger_patch.kernels.backend import is_compiled_here
-from liger_patch.layers.checks import has_hooks, layers_of, needs_own_code
+from liger_patch.layers.checks import layers_of, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 
 STYLES = "ColwiseParallel", "RowwiseParallel"  # of Transformers' plan
@@ -71,19 +71,35 @@ def parallel_linear_class(module: nn.Module) -> Any:
 
 @once_for_each_class
 def parallel_linear(original: Any) -> type[nn.Module]:
-    """Derive a linear layer whose call in training multiplies by this rank's own part.
+    """Derive a linear layer whose forward in training multiplies by this rank's own part.
 
-    The forward of the instance is the plan's, so the call is replaced.
+    The plan's forward is an attribute of the instance. A property of the class comes before it, so
+    hooks run around either: what one rank alone hooks must not change its number of sums.
     """
 
-    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
         part = None if len(arguments) != 1 or options else _part(self, arguments[0])
         if part is None:
-            return original.__call__(self, *arguments, **options)
+            return vars(self)["forward"](*arguments, **options)
         return _product(arguments[0], part)
 
+    def chosen(self) -> Any:
+        own = vars(self).get("forward")
+        if own is None:
+            return types.MethodType(original.forward, self)
+        return own if _style(self) is None else types.MethodType(forward, self)
+
+    def replace(self, value: Any) -> None:
+        vars(self)["forward"] = value
+
+    def remove(self) -> None:
+        del vars(self)["forward"]
+
     return derived_class(
-        original, parallel_linear, __call__=__call__, _liger_patch_layers=("tensor_parallel",)
+        original,
+        parallel_linear,
+        forward=property(chosen, replace, remove),
+        _liger_patch_layers=("tensor_parallel",),
     )
 
 
@@ -92,8 +108,6 @@ def _part(module: Any, x: Any) -> Part | None:
     gradients it is as fast.
     """
     if not torch.is_grad_enabled() or is_compiled_here() or needs_own_code(x):
-        return None
-    if has_hooks(module, except_forward=True) or _style(module) is None:
         return None
     weight, bias = module.weight, module.bias
     placements = getattr(weight, "placements", ())
@@ -108,20 +122,17 @@ def _product(x: Tensor, part: Part) -> Tensor:
     if part.by_columns:
         return nn.functional.linear(_shared(x, part.group), weight, bias)
     y = _Sum.apply(nn.functional.linear(x, weight), part.group)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # under autocast, that of the product
+
+
+def is_distributed(layer: nn.Module, name: str) -> bool:
+    """Return whether the projection of this name of a layer multiplies by a rank's own part."""
+    return "tensor_parallel" in layers_of(getattr(layer, name, None))
 
 
 @contextmanager
-def sharing_inputs(layer: nn.Module, name: str) -> Iterator[None]:
-    """Within this context, layers that read the same input sum its gradient once.
-
-    Args:
-        layer: an attention or a feed-forward layer.
-        name: of its first projection, which tells whether the layer is distributed.
-    """
-    if "tensor_parallel" not in layers_of(getattr(layer, name, None)):
-        yield
-        return
+def sharing_inputs() -> Iterator[None]:
+    """Within this context, layers that read the same input sum its gradient once, on all ranks."""
     before = getattr(_running, "inputs", None)
     _running.inputs = {}
     try:

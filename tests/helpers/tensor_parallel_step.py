@@ -54,6 +54,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--bias", action="store_true", help="of all projections")
     parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--hooked", action="store_true", help="on the first rank alone")
     parser.add_argument("--even", action="store_true", help="shards of one size")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--verify", action="store_true")
@@ -80,6 +81,10 @@ def check(arguments: argparse.Namespace) -> None:
             step(model, batch)
     with patch.object(registry, "ARCHITECTURES", () if arguments.untested else ARCHITECTURES):
         apply_patch(model, layers=arguments.layers)
+    if arguments.hooked and dist.get_rank() == 0:  # which must not change its number of sums
+        layer = model.model.layers[0]
+        for module in (layer.self_attn.q_proj, layer.mlp.up_proj, layer.mlp.act_fn):
+            module.register_forward_hook(lambda *_: None)
     os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
     context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
     with context, warnings.catch_warnings():
