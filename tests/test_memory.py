@@ -32,7 +32,7 @@ EAGER, OURS_HEAD, OURS = 0, 2, 3  # of the estimates
 
 
 def model_of(**options: Any) -> Any:
-    return Model("tiny", copy.deepcopy(copy.deepcopy(CONFIG)), 1, **options).build("cpu")
+    return Model("tiny", copy.deepcopy(CONFIG), 1, **options).build("cpu")
 
 
 def in_status(model: Any) -> str:

@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen2Config,
 )
 
 from liger_patch.kernels import reference, segments
@@ -45,6 +46,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
     "llama": LlamaConfig(**SIZES),
 }
+FAMILIES: dict[str, PreTrainedConfig] = {
+    **CONFIGS,
+    "qwen2": Qwen2Config(
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+}
 SLIDING = {"gemma3_text": 1, "mistral": 2, "llama": 0}  # of the two layers
 WARNINGS = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated"),
@@ -54,7 +64,7 @@ WARNINGS = [
 
 def make_model(model_type: str, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[model_type])
+    config = copy.deepcopy(FAMILIES[model_type])
     config.use_cache = False  # as Trainer has it
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.train()
@@ -137,3 +147,24 @@ class Calls:
 def assert_right(ours: Step, own: Step, truth: Step) -> None:
     truth, own, ours = joined(truth, own, ours)
     assert_no_worse(ours, own, truth, torch.float32)
+
+
+class seen_masks:
+    """The masks that the layers of a model are given within this context."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.seen = model, []
+
+    def _see(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.seen.append(kwargs["attention_mask"])
+
+    def __enter__(self) -> list[Any]:
+        layers = self.model.model.layers
+        self.hooks = [
+            each.self_attn.register_forward_pre_hook(self._see, with_kwargs=True) for each in layers
+        ]
+        return self.seen
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self.hooks:
+            each.remove()

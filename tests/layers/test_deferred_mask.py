@@ -8,54 +8,40 @@ import copy
 import inspect
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_models import CONFIGS, SIZES, WARNINGS, WINDOW, Calls, make_batch, make_model
-from tiny_models import tiny_model
+from attention_models import (
+    FAMILIES,
+    SIZES,
+    WARNINGS,
+    Calls,
+    make_batch,
+    make_model,
+    seen_masks,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_step import step
 from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
     masking_utils,
 )
-from transformers.models.llama.modeling_llama import LlamaModel
 
-from liger_patch import apply_patch, registry, revert_patch
+from liger_patch import apply_patch
 from liger_patch.kernels.segments import segments_of
-from liger_patch.layers import deferred_mask, masked_attention, masks
+from liger_patch.layers import deferred_mask, masked_attention
 from liger_patch.layers.deferred_mask import DeferredMask, deferred_sdpa_mask
 
 pytestmark = WARNINGS
-FAMILIES = {
-    **CONFIGS,
-    "qwen2": Qwen2Config(
-        **{name: size for name, size in SIZES.items() if name != "head_dim"},
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=1,
-    ),
-}
 TOKENS = 512
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
-
-
-def make(model_type: str) -> Any:
-    torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[model_type])
-    config.use_cache = False
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
 class Largest(TorchDispatchMode):
@@ -110,7 +96,7 @@ def test_no_tensor_of_a_mask_is_made(
         given.append(attn_mask)
         return served(*states).transpose(1, 2)
 
-    model, batch = apply_patch(make(model_type), layers=["attention"]), long_batch(kind)
+    model, batch = apply_patch(make_model(model_type), layers=["attention"]), long_batch(kind)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
@@ -140,7 +126,7 @@ def test_masks_of_few_numbers_are_made(
     monkeypatch.setattr(
         DeferredMask, "segments", lambda *given: deferred.append(1) or segments(*given)
     )
-    model = apply_patch(make("llama"), layers=["attention"])
+    model = apply_patch(make_model("llama"), layers=["attention"])
     model(**long_batch("packed"))
     assert (calls.read, len(deferred)) == (1, 1 - more)
 
@@ -148,7 +134,7 @@ def test_masks_of_few_numbers_are_made(
 @pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_step_in_float64_is_the_models_own(model_type: str, kind: str, calls: Calls) -> None:
-    model, batch = make(model_type).double(), make_batch(kind)
+    model, batch = make_model(model_type).double(), make_batch(kind)
     own = step(model, batch)
     ours = step(apply_patch(model, layers=["attention"]), batch)
     assert calls.made == 0
@@ -157,37 +143,16 @@ def test_a_step_in_float64_is_the_models_own(model_type: str, kind: str, calls: 
 
 @pytest.mark.parametrize("name", deferred_mask.NEED_MASKS)
 def test_masks_that_attention_needs_are_made_at_once(name: str, calls: Calls) -> None:
-    model = apply_patch(make("mistral"), layers=["attention"])
+    model = apply_patch(make_model("mistral"), layers=["attention"])
     setattr(model.config, name, 0.5)
     with seen_masks(model) as seen:
         step(model, make_batch("packed"))
     assert [type(mask) for mask in seen] == [Tensor] * 2
 
 
-class seen_masks:
-    """The masks that the layers of a model are given within this context."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.seen = model, []
-
-    def _see(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self.seen.append(kwargs["attention_mask"])
-
-    def __enter__(self) -> list[Any]:
-        layers = self.model.model.layers
-        self.hooks = [
-            each.self_attn.register_forward_pre_hook(self._see, with_kwargs=True) for each in layers
-        ]
-        return self.seen
-
-    def __exit__(self, *_: Any) -> None:
-        for each in self.hooks:
-            each.remove()
-
-
 def make_mask(model_type: str = "mistral", kind: str = "packed") -> tuple[Any, Tensor]:
     """Return a deferred mask of a model, and the one that it stands for."""
-    model, batch = make(model_type), make_batch(kind)
+    model, batch = make_model(model_type), make_batch(kind)
     with seen_masks(model) as seen:
         model(**batch)
         apply_patch(model, layers=["attention"])(**batch)
@@ -262,7 +227,7 @@ def test_a_model_that_reads_its_mask_trains_as_before(
         if changed:
             mask[..., 20:, 9] = False
 
-    model, batch = make("mistral").double(), make_batch("packed")
+    model, batch = make_model("mistral").double(), make_batch("packed")
     model.model.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
     own = step(model, batch)
     calls.own.clear()
@@ -383,127 +348,7 @@ def test_no_mask_stays_none(attention_mask: Tensor | None, calls: Calls) -> None
 
 
 def test_masks_of_32_bits_and_other_devices_are_made_at_once() -> None:
-    model = apply_patch(make("mistral"), layers=["attention"])
+    model = apply_patch(make_model("mistral"), layers=["attention"])
     with seen_masks(model) as seen:
         model(**make_batch("packed"))
     assert [type(mask) for mask in seen] == [Tensor] * 2
-
-
-def _compiled_layer(model: Any) -> None:
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-
-
-def _compiled_in_place(model: Any) -> None:
-    model.model.layers[1].self_attn.compile(backend="eager")
-
-
-def _compiled_forward(model: Any) -> None:
-    layer = model.model.layers[1]
-    layer.forward = torch.compile(layer.forward, backend="eager")
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
-@pytest.mark.parametrize("compiled", [_compiled_layer, _compiled_in_place, _compiled_forward])
-def test_a_part_that_is_compiled_gets_real_masks(
-    compiled: Callable[[Any], None], calls: Calls
-) -> None:
-    model, batch = apply_patch(make("mistral").double(), layers=["attention"]), make_batch("packed")
-    own = step(model, batch)
-    compiled(model)
-    seen = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(type(kwargs["attention_mask"])), with_kwargs=True
-    )
-    ours = {name.replace("_orig_mod.", ""): value for name, value in step(model, batch).items()}
-    torch.testing.assert_close(ours, own)
-    assert seen == [Tensor]
-    torch._dynamo.reset()
-
-
-def test_only_calls_of_the_patched_model_defer(calls: Calls) -> None:
-    """Not those of an unpatched model in another thread at the same time."""
-    model, other, batch = make("mistral"), make("mistral"), make_batch("packed")
-    apply_patch(model, layers=["attention"])
-    assert type(other.model) is not type(model.model)
-    with seen_masks(other) as seen, seen_masks(model) as ours:
-
-        def call_other(*_: Any) -> None:
-            thread = threading.Thread(target=lambda: other(**batch))
-            thread.start()
-            thread.join()
-
-        handle = model.model.layers[0].register_forward_pre_hook(call_other)
-        model(**batch)
-        handle.remove()
-        model.model(batch["input_ids"])
-        assert [type(mask) for mask in seen] == [Tensor] * 2
-        assert [type(mask) for mask in ours] == [DeferredMask] * 2 + [Tensor] * 2
-
-
-def test_the_backbone_gets_its_class_back() -> None:
-    model = apply_patch(make("llama"))
-    derived = type(model.model)
-    assert derived is not LlamaModel
-    assert issubclass(derived, LlamaModel)
-    assert inspect.signature(derived.forward) == inspect.signature(LlamaModel.forward)
-    again = pickle.loads(pickle.dumps(model))
-    assert type(again.model) is type(copy.deepcopy(model).model) is derived
-    assert type(apply_patch(model, layers=["rms_norm"]).model) is LlamaModel
-    assert type(apply_patch(model, layers=["attention"]).model) is derived
-    assert type(revert_patch(model).model) is LlamaModel
-    assert type(apply_patch(make("llama"), layers=False).model) is LlamaModel
-
-
-def test_makers_of_masks_are_found_in_functions_within_a_forward() -> None:
-    """As in those of dots.llm1 in later versions of Transformers."""
-    row = next(row for row in registry.ARCHITECTURES if row.model_type == "dots1")
-    model = apply_patch(tiny_model(row), layers=["attention"])
-    assert getattr(type(model.model), masks.DEFERS_MASKS)
-
-
-def test_a_maker_of_masks_that_a_user_has_replaced_runs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.mistral import modeling_mistral
-
-    model, batch, ran = apply_patch(make("mistral"), layers=["attention"]), make_batch("plain"), []
-    own = modeling_mistral.create_sliding_window_causal_mask
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        ran.append(1)
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", replaced)
-    with seen_masks(model) as seen:
-        model(**batch)
-    assert ran == [1]
-    assert [type(mask) for mask in seen] == [Tensor] * 2
-
-
-def test_a_mask_function_that_a_library_has_put_in_the_table_runs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ran = apply_patch(make("mistral"), layers=["attention"]), []
-
-    def another(*args: Any, **kwargs: Any) -> Any:
-        ran.append(1)
-        return masking_utils.sdpa_mask(*args, **kwargs)
-
-    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(table._local_mapping, "sdpa", another)
-    with seen_masks(model) as seen:
-        model(**make_batch("plain"))
-    assert ran == [1]
-    assert [type(mask) for mask in seen] == [Tensor] * 2
-
-
-def test_classes_whose_code_is_not_transformers_stay() -> None:
-    class Own(LlamaModel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
-    model = make_model("llama")
-    model.model.__class__ = Own
-    apply_patch(model, layers=["attention"])
-    assert type(model.model) is Own
-    assert masks.mask_deferring_class(Own(LlamaConfig(**SIZES))) is None

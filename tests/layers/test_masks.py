@@ -1,0 +1,157 @@
+"""Backbones whose masks are deferred: which get such a class, in which calls, and how it goes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_models import SIZES, WARNINGS, Calls, make_batch, make_model, seen_masks
+from tiny_models import tiny_model
+from torch import Tensor
+from training_step import step
+from transformers import LlamaConfig, masking_utils
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from liger_patch import apply_patch, registry, revert_patch
+from liger_patch.layers import masks
+from liger_patch.layers.deferred_mask import DeferredMask
+
+pytestmark = WARNINGS
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, served=True)
+
+
+def _compiled_layer(model: Any) -> None:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+def _compiled_in_place(model: Any) -> None:
+    model.model.layers[1].self_attn.compile(backend="eager")
+
+
+def _compiled_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("compiled", [_compiled_layer, _compiled_in_place, _compiled_forward])
+def test_a_part_that_is_compiled_gets_real_masks(
+    compiled: Callable[[Any], None], calls: Calls
+) -> None:
+    model, batch = (
+        apply_patch(make_model("mistral").double(), layers=["attention"]),
+        make_batch("packed"),
+    )
+    own = step(model, batch)
+    compiled(model)
+    seen = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(type(kwargs["attention_mask"])), with_kwargs=True
+    )
+    ours = {name.replace("_orig_mod.", ""): value for name, value in step(model, batch).items()}
+    torch.testing.assert_close(ours, own)
+    assert seen == [Tensor]
+    torch._dynamo.reset()
+
+
+def test_only_calls_of_the_patched_model_defer(calls: Calls) -> None:
+    """Not those of an unpatched model in another thread at the same time."""
+    model, other, batch = make_model("mistral"), make_model("mistral"), make_batch("packed")
+    apply_patch(model, layers=["attention"])
+    assert type(other.model) is not type(model.model)
+    with seen_masks(other) as seen, seen_masks(model) as ours:
+
+        def call_other(*_: Any) -> None:
+            thread = threading.Thread(target=lambda: other(**batch))
+            thread.start()
+            thread.join()
+
+        handle = model.model.layers[0].register_forward_pre_hook(call_other)
+        model(**batch)
+        handle.remove()
+        model.model(batch["input_ids"])
+        assert [type(mask) for mask in seen] == [Tensor] * 2
+        assert [type(mask) for mask in ours] == [DeferredMask] * 2 + [Tensor] * 2
+
+
+def test_the_backbone_gets_its_class_back() -> None:
+    model = apply_patch(make_model("llama"))
+    derived = type(model.model)
+    assert derived is not LlamaModel
+    assert issubclass(derived, LlamaModel)
+    assert inspect.signature(derived.forward) == inspect.signature(LlamaModel.forward)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.model) is type(copy.deepcopy(model).model) is derived
+    assert type(apply_patch(model, layers=["rms_norm"]).model) is LlamaModel
+    assert type(apply_patch(model, layers=["attention"]).model) is derived
+    assert type(revert_patch(model).model) is LlamaModel
+    assert type(apply_patch(make_model("llama"), layers=False).model) is LlamaModel
+
+
+def test_makers_of_masks_are_found_in_functions_within_a_forward() -> None:
+    """As in those of dots.llm1 in later versions of Transformers."""
+    row = next(row for row in registry.ARCHITECTURES if row.model_type == "dots1")
+    model = apply_patch(tiny_model(row), layers=["attention"])
+    assert getattr(type(model.model), masks.DEFERS_MASKS)
+
+
+def test_a_maker_of_masks_that_a_user_has_replaced_runs(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mistral import modeling_mistral
+
+    model, batch, ran = (
+        apply_patch(make_model("mistral"), layers=["attention"]),
+        make_batch("plain"),
+        [],
+    )
+    own = modeling_mistral.create_sliding_window_causal_mask
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", replaced)
+    with seen_masks(model) as seen:
+        model(**batch)
+    assert ran == [1]
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+def test_a_mask_function_that_a_library_has_put_in_the_table_runs(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ran = apply_patch(make_model("mistral"), layers=["attention"]), []
+
+    def another(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return masking_utils.sdpa_mask(*args, **kwargs)
+
+    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(table._local_mapping, "sdpa", another)
+    with seen_masks(model) as seen:
+        model(**make_batch("plain"))
+    assert ran == [1]
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
+def test_classes_whose_code_is_not_transformers_stay() -> None:
+    class Own(LlamaModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = make_model("llama")
+    model.model.__class__ = Own
+    apply_patch(model, layers=["attention"])
+    assert type(model.model) is Own
+    assert masks.mask_deferring_class(Own(LlamaConfig(**SIZES))) is None
