@@ -253,20 +253,21 @@ def _form(
     """
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}
-    may_be_odds = config.hopper_kernels is not False and upstream is None
-    if may_be_odds and serves_triton_device(labels.labels):
-        from liger_patch.kernels.head import hopper, odds_inputs, sharded_odds
+    if upstream is None and serves_triton_device(labels.labels):
+        from liger_patch.kernels.head import hopper, odds_inputs, row_odds, sharded_odds
 
-        if shard is not None and odds_inputs.suits_odds(operands, options, statistics):
-            operands = odds_inputs.fitting(operands)
-            form = sharded_odds.ShardedOddsForm(operands, labels, options, shard, **how)
-            return form, operands
-        if (
-            shard is None
-            and (config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels)))
-            and odds_inputs.serves_odds(operands, options, statistics)
-        ):
-            return hopper.OddsForm(operands, labels, options, **how), operands
+        may_be_hopper = config.hopper_kernels is not False
+        is_large = config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels))
+        if shard is not None:
+            if may_be_hopper and odds_inputs.suits_odds(operands, options, statistics):
+                operands = odds_inputs.fitting(operands)
+                form = sharded_odds.ShardedOddsForm(operands, labels, options, shard, **how)
+                return form, operands
+        elif is_large:
+            if may_be_hopper and odds_inputs.serves_odds(operands, options, statistics):
+                return hopper.OddsForm(operands, labels, options, **how), operands
+            if row_odds.serves_row_odds(operands, options):
+                return row_odds.RowOddsForm(operands, labels, options, **how), operands
     how["upstream"] = upstream
     if shard is not None:
         return ShardedForm(operands, labels, options, shard, **how), operands

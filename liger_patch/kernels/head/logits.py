@@ -1,12 +1,13 @@
 """A chunk's logits, materialized: how many tokens fit into memory, the products that write their
 logits, and the kernel that turns each row into its loss and, in place, into its gradient.
 
-``LogitsForm`` computes losses from logits: on all devices but Hopper, and where Hopper's odds
-kernels (``hopper.OddsForm``) do not serve, as for gradients of entropy and lse. C: tokens of a
-chunk, N: of the batch, n: of them supervised, V: vocabulary.
+``LogitsForm`` computes losses from logits where odds do not serve, neither those of Hopper
+(``hopper.OddsForm``) nor those of other GPUs (``row_odds.RowOddsForm``): for gradients of entropy
+and lse, for instance. C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from liger_patch.kernels.head.statistics import (
 )
 from liger_patch.kernels.options import LossOptions
 
+if TYPE_CHECKING:
+    from liger_patch.kernels.head.gradients import OddsFactors
+
 SLICE_BYTES = 64 * 2**20  # of a quantized weight at a time: 128 MiB are no faster
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
@@ -38,12 +42,12 @@ class LogitsForm:
             take no (C, V) memory.
         losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
         statistics: of the same tokens, None where not wanted.
-        odds: None here, where the memory of a chunk holds dlogits. ``OddsForm``: the factors that
-            turn odds into dlogits.
+        odds: None here, where the memory of a chunk holds dlogits. ``OddsForm`` and
+            ``RowOddsForm``: the factors that turn odds into dlogits.
     """
 
     counts_on_device = False
-    odds = None
+    odds: "OddsFactors | None" = None
 
     def __init__(
         self,
@@ -87,13 +91,17 @@ class LogitsForm:
             return
         if self.statistics is not None:
             token_statistics_rows(logits, labels, self._options, self.statistics.of(chunk))
+        self._turn(logits, chunk, None if row_scale is None else row_scale[chunk])
+
+    def _turn(self, logits: Tensor, chunk: slice, row_scale: Tensor | None) -> None:
+        """Turn logits into losses and, with ``row_scale`` (C,), in place into gradients."""
         cross_entropy_rows(
             logits,
-            labels,
+            self._labels[chunk],
             self._options,
             losses=self.losses[chunk],
             dlogits=None if row_scale is None else logits,
-            row_scale=None if row_scale is None else row_scale[chunk],
+            row_scale=row_scale,
         )
 
 
@@ -123,7 +131,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
         if is_plain:
             return torch.mm(a, b, out=out)
         return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    if _writes_float32(a) and out.dtype == torch.float32:
+    if writes_float32(a) and out.dtype == torch.float32:
         if is_plain:
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
@@ -135,7 +143,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
     return out
 
 
-def _writes_float32(a: Tensor) -> bool:
+def writes_float32(a: Tensor) -> bool:
+    """Return True if a product of such operands can be written in float32, unrounded."""
     # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA devices only
     return a.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype_out")
 

@@ -33,7 +33,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _z_and_slope(x, logit_scale, softcap):
+def z_and_slope(x, logit_scale, softcap):
     """Return z times log2(e), and dz/dx over logit_scale, of raw logits x."""
     slope = 1.0
     if softcap is not None:
@@ -47,6 +47,14 @@ def _z_and_slope(x, logit_scale, softcap):
     else:
         z = x * (logit_scale * LOG2_E)
     return z, slope
+
+
+@triton.jit
+def log_of_sum(label_odds, others):
+    """Compute log(label_odds + others) to the last digit of small others."""
+    total = label_odds + others
+    rounded = total - label_odds  # others' own logarithm has what this has lost, at total = 1
+    return tl.log(total) + (others - rounded) / total
 
 
 @triton.jit
@@ -109,7 +117,7 @@ def label_logit_kernel(
         low_rank_weight_ptr += label * low_rank_weight_stride
         products += _products(low_rank_ptr, low_rank_weight_ptr, rank, BLOCK_H)
     logit = tl.sum(products, axis=0)
-    z, _ = _z_and_slope(logit, logit_scale, softcap)
+    z, _ = z_and_slope(logit, logit_scale, softcap)
     tl.store(label_logit_ptr + token, logit)
     tl.store(label_z_ptr + token, z)
     tl.store(reference_ptr + token, z)
@@ -133,7 +141,7 @@ def _write_odds(
     """
     columns: tl.constexpr = logits.shape[1]
     column = v_start + tl.arange(0, columns)
-    z, slope = _z_and_slope(logits, logit_scale, softcap)  # pyright: ignore
+    z, slope = z_and_slope(logits, logit_scale, softcap)  # pyright: ignore
     # few tiles hold a label of their rows, and only the last ends beyond the vocabulary
     holds_label = (label >= v_start) & (label < v_start + columns)
     if (tl.max(holds_label.to(tl.int32), axis=0) > 0) | (v_start + columns > vocab_size):
@@ -354,9 +362,7 @@ def finish_kernel(
             tl.store(reference_ptr + row, tl.where(overflows, highest, reference), mask=is_row)
             tl.store(overflow_ptr, start + 1)
 
-    # log(1 + others) to the last digit of small others: their own logarithm has it at total = 1
-    rounded = total - label_odds
-    log_sum = tl.log(total) + (others - rounded) / total
+    log_sum = log_of_sum(label_odds, others)
     gap = log_sum + (reference - z) * LN_2
     lse = log_sum + reference * LN_2
     label_share = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
@@ -390,7 +396,7 @@ def finish_kernel(
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0) * logit_scale / total
         label_logit = tl.load(label_logit_ptr + row, mask=is_row, other=0.0)
-        _, slope = _z_and_slope(label_logit, logit_scale, softcap)
+        _, slope = z_and_slope(label_logit, logit_scale, softcap)
         label_gradient = (rest_share * label_odds - label_share * others) * slope * scale
         tl.store(factor_ptr + row, (label_share + rest_share) * scale, mask=is_row)
         tl.store(label_gradient_ptr + row, label_gradient, mask=is_row)
