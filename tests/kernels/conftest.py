@@ -1,6 +1,7 @@
 """What tests of kernels need: memory that is NaN where nothing was written, and odds."""
 
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,27 +21,69 @@ def empty_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=FORMS[1:])
-def odds(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[torch.device, torch.dtype]]:
-    """Device and dtype that odds are computed in; a test in which none are fails."""
+OddsForm = Literal["hopper", "rows"]
+Odds = Iterator[tuple[torch.device, torch.dtype]]
+ROW_BLOCK_V = 32  # of the interpreter's rows: several blocks of the tests' 131 classes
+
+
+def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str) -> Odds:
+    """Yield device and dtype that odds are computed in; a test in which none are fails. The
+    interpreter multiplies no bf16.
+    """
     from odds_cases import IS_HOPPER  # skips where Triton is not installed
 
-    from liger_patch.kernels.head import hopper, odds_inputs
+    from liger_patch.kernels.head import hopper, odds_inputs, row_odds
+    from liger_patch.kernels.triton import row_odds as kernels
 
-    if INTERPRETED and request.param == "cpu":
-        monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
-    elif not IS_HOPPER:
-        pytest.skip("needs a Hopper GPU")
+    is_interpreter = device == "cpu"
+    if is_interpreter and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    if form == "hopper":
+        computes, name = hopper.OddsForm, "run"
+        if is_interpreter:
+            monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
+        elif not IS_HOPPER:
+            pytest.skip("needs a Hopper GPU")
+    else:
+        computes, name = row_odds.RowOddsForm, "_turn"
+        monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: False)
+        if is_interpreter:
+            monkeypatch.setattr(row_odds, "serves_row_odds", lambda *_: True)
+            for block in (kernels.BLOCK, kernels.BLOCK_WITH_SOFTCAP):
+                monkeypatch.setitem(block, "BLOCK_V", ROW_BLOCK_V)
     computed = []
-    run = hopper.OddsForm.run
+    compute = getattr(computes, name)
 
-    def counted(self, *args, **how):
-        computed.append(self)
-        run(self, *args, **how)
+    def counted(self: Any, *args: Any, **how: Any) -> None:
+        if form == "hopper" or args[-1] is not None:  # rows without a scale are losses alone
+            computed.append(self)
+        compute(self, *args, **how)
 
-    monkeypatch.setattr(hopper.OddsForm, "run", counted)
-    dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
-    yield torch.device(request.param), dtype
+    monkeypatch.setattr(computes, name, counted)
+    yield torch.device(device), torch.float32 if is_interpreter else torch.bfloat16
     assert computed
+
+
+@pytest.fixture(params=FORMS[1:])
+def odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Odds:
+    """Odds of Hopper's kernels."""
+    yield from computing_odds("hopper", monkeypatch, request.param)
+
+
+@pytest.fixture(params=FORMS[1:])
+def row_odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Odds:
+    """Odds of other GPUs' kernel."""
+    yield from computing_odds("rows", monkeypatch, request.param)
+
+
+@pytest.fixture(params=FORMS[1:])
+def both_odds(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, odds_form: OddsForm
+) -> Odds:
+    """Odds of the kernels that ``odds_form`` names."""
+    yield from computing_odds(odds_form, monkeypatch, request.param)
+
+
+@pytest.fixture(params=["hopper", "rows"])
+def odds_form(request: pytest.FixtureRequest) -> OddsForm:
+    return request.param

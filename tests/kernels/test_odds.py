@@ -22,8 +22,8 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize("options", SERVED.values(), ids=SERVED)
-def test_every_option(options, odds):
-    device, dtype = odds
+def test_every_option(options, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device)
     options = filled(options, len(labels), 131, device)
     check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
@@ -32,8 +32,8 @@ def test_every_option(options, odds):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("frozen", [(), ("hidden_states",), ("weight",)], ids=str)
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
-def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, odds):
-    device, dtype = odds
+def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, ignored=ignored)
     upstream = torch.tensor(-1.7, device=device)
     if reduction == "none":
@@ -80,8 +80,8 @@ def test_any_shape(shape, odds):
     check_linear(inputs, labels)
 
 
-def test_twice_the_same_bits(odds):
-    device, dtype = odds
+def test_twice_the_same_bits(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 40)
     first, second = (check_linear(inputs, labels) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -111,9 +111,9 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
     assert torch.equal(alone, with_gradients)
 
 
-def test_backward_twice_gives_the_same_bits(odds):
+def test_backward_twice_gives_the_same_bits(both_odds):
     """Also with ignored tokens: the second backward pass knows their number, the first did not."""
-    device, dtype = odds
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.4)
     leaves = [value.requires_grad_() for value in inputs.values()]
     loss = linear_cross_entropy(*leaves, labels, chunk_mib=chunk_mib(7, 131, dtype))
@@ -124,8 +124,8 @@ def test_backward_twice_gives_the_same_bits(odds):
 
 @pytest.mark.parametrize("ignored", slow_but([0.4], [0.0, 0.4, 0.95]))
 @pytest.mark.parametrize("rows", [1, 2, 3, 19, 20])
-def test_any_number_of_chunks(rows, ignored, odds):
-    device, dtype = odds
+def test_any_number_of_chunks(rows, ignored, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=ignored)
     check_linear(inputs, labels, chunk_mib=chunk_mib(rows, 131, dtype))
 
@@ -140,8 +140,8 @@ def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     hopper.tile_constants.cache_clear()
 
 
-def test_many_tokens_with_the_same_label(odds):
-    device, dtype = odds
+def test_many_tokens_with_the_same_label(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 60, ignored=0.2)
     labels[labels % 3 == 0] = 5
     labels[10:40] = 7
@@ -149,8 +149,8 @@ def test_many_tokens_with_the_same_label(odds):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_inputs_in_padded_rows_and_strided_class_weights(odds):
-    device, dtype = odds
+def test_inputs_in_padded_rows_and_strided_class_weights(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device)
     padded = {
         name: torch.nn.functional.pad(value, (0, 24))[:, :-24] for name, value in inputs.items()
@@ -163,8 +163,8 @@ def test_inputs_in_padded_rows_and_strided_class_weights(odds):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-def test_autocast_over_float32_weights(odds):
-    device, _ = odds
+def test_autocast_over_float32_weights(both_odds):
+    device, _ = both_odds
     inputs, labels = linear_inputs(torch.float32, device, 50)
 
     def under_autocast(function):

@@ -13,6 +13,7 @@ from three_ways import (
     linear_inputs,
     loss_and_gradients,
 )
+from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.head import hopper
@@ -22,11 +23,20 @@ from liger_patch.kernels.linear_log_probs import linear_log_probs
 pytestmark = MARKS
 
 
+def losses_of(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """The losses of a training step: (N,)."""
+    return loss_and_gradients(
+        lambda **x: linear_cross_entropy(**x, labels=labels, reduction="none"),
+        inputs,
+        torch.ones(len(labels), device=labels.device),
+    )["loss"]
+
+
 @pytest.mark.parametrize("scale", slow_but([100.0], [10.0, 100.0]))
 @pytest.mark.parametrize("options", [{}, {"softcap": 200.0}, {"z_loss": 1e-3}], ids=str)
-def test_losses_beyond_60_nats(scale, options, odds):
+def test_losses_beyond_60_nats(scale, options, both_odds):
     """exp(z - z of the label) overflows: then each row is taken against its largest logit."""
-    device, dtype = odds
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.1)
     inputs["hidden_states"] *= scale
     ours = check_linear(inputs, labels, chunk_mib=chunk_mib(7, 131, dtype), **options)
@@ -52,20 +62,12 @@ def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch):
     assert not any(flags)
 
 
-def test_one_row_beyond_60_nats_leaves_the_others_alone(odds):
-    device, dtype = odds
+def test_one_row_beyond_60_nats_leaves_the_others_alone(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 9, ignored=0.0)
     one = dict(inputs, hidden_states=inputs["hidden_states"].clone())
     one["hidden_states"][4] *= -100
-    calm, wild = (
-        loss_and_gradients(
-            lambda x=x, **_: linear_cross_entropy(
-                x["hidden_states"], x["weight"], labels, reduction="none"
-            ),
-            {},
-        )["loss"]
-        for x in (inputs, one)
-    )
+    calm, wild = (losses_of(x, labels) for x in (inputs, one))
     assert wild[4] > 60
     others = torch.arange(9, device=device) != 4
     assert torch.equal(calm[others], wild[others])
@@ -88,28 +90,28 @@ def test_probability_of_one(odds):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_and_inf_reach_the_loss_of_their_token(value, odds):
-    device, dtype = odds
+def test_nan_and_inf_reach_the_loss_of_their_token(value, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
     inputs["hidden_states"][2, 3] = value
-    losses = linear_cross_entropy(**inputs, labels=labels, reduction="none")
+    losses = losses_of(inputs, labels)
     eager = eager_cross_entropy(linear(*inputs.values()), labels, reduction="none")
     assert torch.equal(losses.isfinite(), eager.isfinite())
 
 
-def test_impossible_label_costs_infinity(odds):
-    device, dtype = odds
+def test_impossible_label_costs_infinity(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
     inputs["hidden_states"] = inputs["hidden_states"].abs()
     inputs["weight"][labels[2]] = -math.inf
-    losses = linear_cross_entropy(**inputs, labels=labels, reduction="none")
+    losses = losses_of(inputs, labels)
     assert losses.isposinf().equal(labels == labels[2])
 
 
-def test_all_labels_ignored_gives_zero(odds):
-    device, dtype = odds
+def test_all_labels_ignored_gives_zero(both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
-    check_linear(inputs, labels)  # odds are computed here
+    check_linear(inputs, labels)  # both_odds are computed here
     ours = loss_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels.fill_(-100)), inputs
     )
