@@ -319,11 +319,13 @@ def _users(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
     return kv_idx <= q_idx
 
 
+HALVES = masking_utils.packed_sequence_mask_function(torch.arange(24).expand(2, -1) // 12)
 OTHERS: dict[str, dict[str, Any]] = {
     "a user's": {"mask_function": _users},
     "a user's, combined": {"mask_function": masking_utils.and_masks(CAUSAL, _users)},
     "a union": {"mask_function": masking_utils.or_masks(CAUSAL, _users)},
     "bidirectional": {"mask_function": masking_utils.bidirectional_mask_function},
+    "packed twice": {"mask_function": masking_utils.and_masks(CAUSAL, HALVES, HALVES)},
     "by vmap": {"mask_function": CAUSAL, "use_vmap": True},
     "fewer queries": {"mask_function": CAUSAL, "kv_length": 30},
     "whoever gets it reads memory": {"mask_function": CAUSAL, "may_defer": False},
