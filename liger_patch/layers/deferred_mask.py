@@ -3,7 +3,8 @@
 ``sdpa_mask`` of Transformers takes a function that says whether a query sees a key. Where it sees
 an interval of keys (``mask_functions``), but for those of padding, ``segments`` asks for a few
 pairs of each token, and no mask is made. An operation that needs the mask's values makes it, once,
-with Transformers' own function, and goes on with it.
+with Transformers' own function, and goes on with it. If a tensor that the mask is made of was
+changed in place before that, it is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class DeferredMask(Tensor):
     """A mask (B, 1, T, T) of Transformers' ``sdpa_mask``, made when its values are first needed."""
 
     options: dict[str, Any]  # of the call of sdpa_mask
-    tensors: dict[str, Tensor]  # that its mask function reads
+    tensors: dict[str, Tensor]  # that the mask is made of, by Transformers' names
+    versions: dict[str, int]  # of these tensors, when the mask was deferred
     padding: Tensor  # (B, 1, T, T), True where a key is none of padding: T numbers a row
     indices: tuple[Tensor, ...]  # of rows (B, 1), heads (1, 1), queries (T,) and keys (T,)
     value: Tensor | None
@@ -63,8 +65,9 @@ class DeferredMask(Tensor):
         mask: Any = Tensor._make_wrapper_subclass(
             cls, padding.shape, dtype=torch.bool, device=padding.device
         )
-        mask.options, mask.tensors = options, tensors
-        mask.padding, mask.value = padding, None
+        mask.options, mask.padding, mask.value = options, padding, None
+        mask.tensors = tensors
+        mask.versions = {name: each._version for name, each in tensors.items()}
         rows, heads, queries, keys = indices
         mask.indices = rows.view(-1, 1), heads.view(1, 1), queries.flatten(), keys.flatten()
         return mask
@@ -75,7 +78,11 @@ class DeferredMask(Tensor):
         Args:
             rows: B.
             used: (B, T) bool, True for queries whose result is used; None for all.
+
+        Raises:
+            RuntimeError: a tensor that the mask is made of was changed in place.
         """
+        self._check_unchanged()
         is_real, window = self.padding[:, 0, 0], self.options.get("local_size")
         holds = show_intervals(self.tensors)
         return segments_of_intervals(self._sees, is_real, rows, window, used, holds=holds)
@@ -86,8 +93,13 @@ class DeferredMask(Tensor):
         return seen & self.padding[row, 0, 0, keys]
 
     def real_mask(self) -> Tensor:
-        """Return the real mask, made at the first call."""
+        """Return the real mask, made at the first call.
+
+        Raises:
+            RuntimeError: a tensor that the mask is made of was changed in place before that.
+        """
         if self.value is None:
+            self._check_unchanged()
             options = {**self.options, "allow_is_causal_skip": False}
             # selective checkpointing must not see the operations: it counts them
             unseen = _disable_current_modes() if in_tracing_mode() else nullcontext()
@@ -96,6 +108,15 @@ class DeferredMask(Tensor):
             assert value is not None
             self.value, self.version = value, value._version
         return self.value
+
+    def _check_unchanged(self) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor._version != self.versions[name]:
+                raise RuntimeError(
+                    f"an attention mask is read, but {name}, which it is made of, was changed in "
+                    "place since the model made the mask. Read the mask before that, or give the "
+                    f"model a copy: {name}.clone()"
+                )
 
     def writes(self) -> int:
         """Return how often its values have been written to since they were made."""
@@ -142,6 +163,10 @@ def deferred_sdpa_mask(
     tensors = None if arguments else tensors_of(options.get("mask_function"))
     if tensors is None or options.get("use_vmap") or not _may_be_left_out(options):
         return sdpa_mask(*arguments, **options)
+    if options.get("attention_mask") is not None:
+        tensors["attention_mask"] = options["attention_mask"]
+    if any(each.is_inference() for each in tensors.values()):  # writes to them are not counted
+        return sdpa_mask(**options)
     indices: list[tuple[Tensor, ...]] = []
 
     def sees_all(*of: Tensor) -> Tensor:

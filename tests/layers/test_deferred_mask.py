@@ -214,6 +214,71 @@ def test_sdpa_takes_a_deferred_mask(calls: Calls) -> None:
     torch.testing.assert_close(sdpa(*states, attn_mask=mask), sdpa(*states, attn_mask=own))
 
 
+def make_with_source(kind: str) -> tuple[Any, Tensor]:
+    """Return a deferred mask of a model, and the caller's tensor that it is made of."""
+    batch, name = make_batch(kind), "position_ids"
+    if kind == "padded":
+        name = "attention_mask"
+        batch[name] = batch[name].bool()  # Transformers copies any other
+    model = apply_patch(make_model("mistral"), layers=["attention"])
+    with seen_masks(model) as seen:
+        model(**batch)
+    if name not in seen[0].tensors:
+        pytest.skip("this version of Transformers does not use the positions")
+    assert seen[0].value is None
+    return seen[0], batch[name]
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, lambda mask: mask.segments(2, None)])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_a_mask_read_after_its_source_changed_is_an_error(
+    kind: str, read: Callable[[Any], Any], calls: Calls
+) -> None:
+    mask, source = make_with_source(kind)
+    source[:, 1] = 0
+    with pytest.raises(RuntimeError, match=r"which it is made of, was changed in place"):
+        read(mask)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_a_mask_read_before_its_source_changed_keeps_its_values(kind: str, calls: Calls) -> None:
+    mask, source = make_with_source(kind)
+    values = mask.tolist()
+    source[:, 1] = 0
+    assert mask.tolist() == values
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["reentrant", "not"])
+def test_positions_may_change_before_the_backward_pass(checkpointing: bool, calls: Calls) -> None:
+    """Its layers keep what their mask says."""
+    model = make_model("mistral").double()
+    model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    model.enable_input_require_grads()
+
+    def changed_step() -> dict[str, Tensor]:
+        batch = make_batch("packed")
+        model.zero_grad()
+        loss = model(**batch).loss
+        batch["position_ids"].zero_()
+        loss.backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    own = changed_step()
+    apply_patch(model, layers=["attention"])
+    torch.testing.assert_close(changed_step(), own)
+    assert calls.made == 0
+
+
+def test_masks_of_inference_tensors_are_made_at_once(calls: Calls) -> None:
+    batch = make_batch("padded")
+    with torch.inference_mode():
+        batch["attention_mask"] = batch["attention_mask"].bool()
+    model = apply_patch(make_model("mistral"), layers=["attention"])
+    with seen_masks(model) as seen:
+        model(**batch)
+    assert [type(mask) for mask in seen] == [Tensor] * 2
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_model_that_reads_its_mask_trains_as_before(
