@@ -42,7 +42,7 @@ MAKERS = (
     "create_chunked_causal_mask",
 )
 
-_running = threading.local()  # the backbone that this thread runs
+_running = threading.local()  # whether the backbone that this thread runs may defer masks
 
 
 class MaskTable:
@@ -55,7 +55,7 @@ class MaskTable:
         function = self._table[name]
         if function is not sdpa_mask:
             return function
-        return functools.partial(deferred_sdpa_mask, _may_defer)
+        return functools.partial(deferred_sdpa_mask, _running.may_defer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
@@ -86,11 +86,12 @@ def deferring_masks(original: Any) -> type[nn.Module]:
         if not _leaves_masks_out():
             return own(self, *arguments, **options)
         look_up()
-        before, _running.backbone = getattr(_running, "backbone", None), self
+        before = getattr(_running, "may_defer", None)
+        _running.may_defer = functools.cache(functools.partial(_may_defer, self))
         try:
             return other(self, *arguments, **options)
         finally:
-            _running.backbone = before
+            _running.may_defer = before
 
     return derived_class(original, deferring_masks, forward=forward, **{DEFERS_MASKS: True})
 
@@ -146,11 +147,11 @@ def _leaves_masks_out() -> bool:
     return not in_tracing_mode()
 
 
-def _may_defer() -> bool:
-    """Return whether nothing in the running backbone takes the memory of a mask: a graph of
-    torch.compile reads it past the operations on tensors.
+def _may_defer(backbone: nn.Module) -> bool:
+    """Return whether nothing in a backbone takes the memory of a mask: a graph of torch.compile
+    reads it past the operations on tensors.
     """
-    modules: list[Any] = [_running.backbone]
+    modules: list[Any] = [backbone]
     is_plain: dict[type, bool] = {}
     for module in modules:  # which grow
         cls = type(module)
@@ -160,7 +161,7 @@ def _may_defer() -> bool:
             is_plain[cls] = not (is_compiled or issubclass(cls, OptimizedModule))
         if not is_plain[cls] or module._compiled_call_impl is not None:
             return False
-        if module is not _running.backbone and "forward" in vars(module):
+        if module is not backbone and "forward" in vars(module):
             return False
         if not layers_of(module):  # no module within is given the mask
             modules.extend(each for each in module._modules.values() if each is not None)
