@@ -148,21 +148,33 @@ def _leaves_masks_out() -> bool:
 
 
 def _may_defer(backbone: nn.Module) -> bool:
-    """Return whether nothing in a backbone takes the memory of a mask: a graph of torch.compile
-    reads it past the operations on tensors.
+    """Return whether no module of a backbone that may be given its masks takes their memory: a
+    graph of torch.compile does, and it may stand behind a forward that an instance has of its own.
     """
     modules: list[Any] = [backbone]
-    is_plain: dict[type, bool] = {}
+    takes_masks = functools.cache(_takes_masks)
     for module in modules:  # which grow
         cls = type(module)
-        if cls not in is_plain:
-            # compiled functions have this attribute
-            is_compiled = hasattr(cls.forward, "_torchdynamo_orig_callable")
-            is_plain[cls] = not (is_compiled or issubclass(cls, OptimizedModule))
-        if not is_plain[cls] or module._compiled_call_impl is not None:
+        if not takes_masks(cls):
+            continue
+        # compiled functions have this attribute
+        if hasattr(cls.forward, "_torchdynamo_orig_callable") or issubclass(cls, OptimizedModule):
+            return False
+        if module._compiled_call_impl is not None:
             return False
         if module is not backbone and "forward" in vars(module):
             return False
         if not layers_of(module):  # no module within is given the mask
             modules.extend(each for each in module._modules.values() if each is not None)
     return True
+
+
+def _takes_masks(cls: Any) -> bool:
+    """Return whether modules of a class may be given a mask: norms, linear and feed-forward layers
+    are not.
+    """
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return True
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return any("mask" in name for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import threading
@@ -23,6 +24,9 @@ from liger_patch.layers import masks
 from liger_patch.layers.deferred_mask import DeferredMask
 
 pytestmark = WARNINGS
+DYNAMO_WARNING = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
+)
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def _compiled_forward(model: Any) -> None:
     layer.forward = torch.compile(layer.forward, backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@DYNAMO_WARNING
 @pytest.mark.parametrize("compiled", [_compiled_layer, _compiled_in_place, _compiled_forward])
 def test_a_part_that_is_compiled_gets_real_masks(
     compiled: Callable[[Any], None], calls: Calls
@@ -62,6 +66,54 @@ def test_a_part_that_is_compiled_gets_real_masks(
     torch.testing.assert_close(ours, own)
     assert seen == [Tensor]
     torch._dynamo.reset()
+
+
+def _own_forwards(model: Any) -> None:
+    """As those of Transformers' tensor-parallel plan, and of norms that it takes from the Hub."""
+    layer = model.model.layers[1]
+    for module in (layer.input_layernorm, layer.self_attn.q_proj, layer.mlp, model.model.norm):
+        module.forward = functools.partial(type(module).forward, module)
+
+
+def _compiled_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.compile(backend="eager")
+
+
+@DYNAMO_WARNING
+@pytest.mark.parametrize("change", [_own_forwards, _compiled_norm])
+def test_modules_that_are_given_no_mask_may_have_another_forward(
+    change: Callable[[Any], None], calls: Calls
+) -> None:
+    model, batch = make_model("mistral").double(), make_batch("packed")
+    change(model)
+    own = step(model, batch)
+    apply_patch(model, layers=["attention"])
+    with seen_masks(model) as seen:
+        ours = step(model, batch)
+    torch.testing.assert_close(ours, own)
+    assert [type(mask) for mask in seen] == [DeferredMask] * 2
+    torch._dynamo.reset()
+
+
+def _own_layer(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.forward = functools.partial(type(layer).forward, layer)
+
+
+def _own_attention(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = functools.partial(type(attention).forward, attention)
+
+
+@pytest.mark.parametrize("change", [_own_layer, _own_attention])
+def test_a_forward_that_is_given_a_mask_gets_a_real_one(
+    change: Callable[[Any], None], calls: Calls
+) -> None:
+    model = apply_patch(make_model("mistral"), layers=["attention"])
+    change(model)
+    with seen_masks(model) as seen:
+        model(**make_batch("packed"))
+    assert [type(mask) for mask in seen] == [Tensor] * 2
 
 
 def test_a_call_looks_at_its_modules_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
