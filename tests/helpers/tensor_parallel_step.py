@@ -14,12 +14,14 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
+from attention_models import Calls, seen_masks
 from distributed_step import count_logits, device
 from engine_models import saved
 from engines import mesh_of_all, tensor_parallel, whole
@@ -38,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_patch import apply_patch, linear_cross_entropy, patch_status, registry
+from liger_patch.layers.deferred_mask import DeferredMask
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch import verify
 from liger_patch.registry import ARCHITECTURES, available
@@ -57,6 +60,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--hooked", action="store_true", help="on the first rank alone")
     parser.add_argument("--even", action="store_true", help="shards of one size")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--packed", action="store_true", help="rows of two sequences")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--untested", action="store_true", help="without a row")
     parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
@@ -73,6 +77,11 @@ def check(arguments: argparse.Namespace) -> None:
     batch = {
         name: value.to(device()) for name, value in tiny_batch(alone, seed=3, length=10).items()
     }
+    if arguments.packed:
+        del batch["attention_mask"]
+        batch["labels"][:, 4] = -100
+        places = torch.tensor([[*range(4), *range(6)]], device=device())
+        batch["position_ids"] = places.expand_as(batch["labels"])
     expected = step(alone, batch)
     model = distributed(arguments)
     of_eager = None
@@ -94,7 +103,8 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.verify or arguments.untested:  # which gathers logits of a few tokens, once
             with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
                 step(model, batch)
-        with count_logits() as computed, Collectives() as collectives:
+        unmasked = without_masks(model) if arguments.packed else contextlib.nullcontext()
+        with count_logits() as computed, Collectives() as collectives, unmasked:
             results = step(model, batch)
         status = patch_status(model)
         if arguments.fallback:
@@ -126,6 +136,16 @@ def compared_loss(arguments: argparse.Namespace) -> Callable[..., Tensor]:
     return lambda *args, **options: factor * linear_cross_entropy(*args, **options)
 
 
+@contextlib.contextmanager
+def without_masks(model: Any) -> Iterator[None]:
+    """Attention as on a GPU: all layers get deferred masks, which nobody makes."""
+    with pytest.MonkeyPatch.context() as patches, seen_masks(model) as masks:
+        calls = Calls(patches, served=True)
+        yield
+    assert {type(mask) for mask in masks} == {DeferredMask}
+    assert (calls.made, len(calls.flash)) == (0, len(masks))
+
+
 class Collectives(TorchDispatchMode):
     """The collectives that a rank starts in this context.
 
@@ -150,6 +170,7 @@ class Collectives(TorchDispatchMode):
 def make(arguments: argparse.Namespace) -> Any:
     (row,) = (row for row in available() if row.model_type == arguments.model)
     model: Any = tiny_model(row)
+    model.config.use_cache = not arguments.packed  # with one, Transformers sees no sequences
     if arguments.bias:  # of projections
         model = biased(model)
     if arguments.tied:

@@ -39,6 +39,7 @@ def test_plans_of_transformers(tmp_path: Path) -> None:
         f"transformers --layers {'' if is_old else '--bias'} --checkpoints",
         "transformers --tied",
         "transformers --model gemma2 --layers",
+        "transformers --packed --layers",
     )
     run(SCRIPT, str(tmp_path / "group"), "cpu", *cases)
 
