@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.deferred.tensor_parallel import is_distributed, own_rows
+from liger_patch.deferred.tensor_parallel import is_dtensor, own_rows
 from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -111,7 +111,7 @@ def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
     dtype = parts.autocast_dtype
     weight, bias, shard = parts.weight, parts.bias, None
     states, low_rank_weight = parts.low_rank or (None, None)
-    if is_distributed(weight):
+    if is_dtensor(weight):
         weight, bias, shard = own_rows(weight, bias)
     low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
     with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
@@ -185,7 +185,7 @@ def _main_and_low_rank(
     """
     if len(terms) == 1:
         return terms[0], None
-    if any(is_distributed(term.weight) for term in terms):
+    if any(is_dtensor(term.weight) for term in terms):
         return None  # an adapter on a head whose vocabulary is distributed
     quantized = [term for term in terms if not isinstance(term.weight, Tensor)]
     main = max(quantized or terms, key=lambda term: term.weight.shape[1])

@@ -98,7 +98,7 @@ class OwnRows(NamedTuple):
     vocab_shard: VocabShard
 
 
-def is_distributed(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Return whether this is a ``DTensor``, and no stand-in for one."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "_local_tensor")
 
@@ -111,7 +111,7 @@ def own_rows(weight: Any, bias: Any) -> OwnRows:
 
 def local_tensor(tensor: Any) -> Any:
     """Return this rank's part of a ``DTensor``, without autograd; any other tensor itself."""
-    return tensor._local_tensor if is_distributed(tensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def distributed_inputs(
@@ -124,14 +124,14 @@ def distributed_inputs(
         whole: weight and bias before the head's forward ran: for inference, Transformers puts their
             local tensors in their place.
     """
-    if not is_distributed(weight):
-        if not is_distributed(whole[0]) or not _is_same(weight, whole[0]._local_tensor):
+    if not is_dtensor(weight):
+        if not is_dtensor(whole[0]) or not _is_same(weight, whole[0]._local_tensor):
             return None
         weight, bias = whole
     mesh = weight.device_mesh
     if not _has_own_rows(weight, mesh) or not (bias is None or _has_own_rows(bias, mesh)):
         return None
-    if not is_distributed(hidden_states):
+    if not is_dtensor(hidden_states):
         # one with a gradient: its engine takes care of that itself
         has_gradient = hidden_states.requires_grad and torch.is_grad_enabled()
         return None if has_gradient else (hidden_states, weight, bias)
@@ -166,7 +166,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 def _has_own_rows(parameter: Any, mesh: Any) -> bool:
     from torch.distributed.tensor import Shard
 
-    if not is_distributed(parameter) or parameter.device_mesh != mesh or mesh.ndim != 1:
+    if not is_dtensor(parameter) or parameter.device_mesh != mesh or mesh.ndim != 1:
         return False
     (placement,) = parameter.placements
     return type(placement) is Shard and placement.dim == 0

@@ -22,7 +22,7 @@ from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal
 from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
 from liger_patch.layers.other_globals import with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
-from liger_patch.layers.tensor_parallel import is_distributed, sharing_inputs
+from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, once_for_each_class
 
 NAMES = "rotary", "attention"  # of the layers that an attention may be
@@ -115,7 +115,7 @@ def _forward_on_kernels(
         takes_norms = rotates_norms and all(found[name] is values[name] for name in rotations)
         with (
             computed_together(attention),
-            sharing_inputs() if is_distributed(attention, "q_proj") else nullcontext(),
+            sharing_inputs() if has_parallel_projection(attention, "q_proj") else nullcontext(),
             norms_left_to_rotation(attention) if takes_norms else nullcontext(),
         ):
             return other(*arguments, **options)

@@ -30,7 +30,7 @@ from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
-from liger_patch.layers.tensor_parallel import is_distributed, sharing_inputs
+from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
@@ -134,7 +134,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
     is_plain, projections = own.is_plain, (*own.projections, own.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_compiled_here() or not is_distributed(self, projections[0]):
+        if is_compiled_here() or not has_parallel_projection(self, projections[0]):
             return compute(self, x)
         with sharing_inputs():
             return compute(self, x)

@@ -125,7 +125,7 @@ def _product(x: Tensor, part: Part) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)  # under autocast, that of the product
 
 
-def is_distributed(layer: nn.Module, name: str) -> bool:
+def has_parallel_projection(layer: nn.Module, name: str) -> bool:
     """Return whether the projection of this name of a layer multiplies by a rank's own part."""
     return "tensor_parallel" in layers_of(getattr(layer, name, None))
 

@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.deferred.tensor_parallel import DistributedLogits, is_distributed
+from liger_patch.deferred.tensor_parallel import DistributedLogits, is_dtensor
 from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
 from liger_patch.kernels.cross_entropy import cross_entropy
@@ -366,7 +366,7 @@ class ForwardPass:
             try:
                 difference = disagreement(parts, labels, **options)
             except torch.OutOfMemoryError:
-                if flags.verify() or is_distributed(parts.weight):
+                if flags.verify() or is_dtensor(parts.weight):
                     raise  # other ranks wait for this one
                 # no option has asked for the comparison, and without it the step may fit
                 own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")

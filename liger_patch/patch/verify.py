@@ -12,7 +12,7 @@ from liger_patch.deferred.fuse import Parts
 from liger_patch.deferred.tensor import no_hooks_of_saved_tensors
 from liger_patch.deferred.tensor_parallel import (
     distributed_product,
-    is_distributed,
+    is_dtensor,
     local_tensor,
     own_rows,
 )
@@ -61,7 +61,7 @@ def disagreement(
 
     def fused(inputs: HeadInputs) -> Tensor:
         weight, bias, shard = inputs.weight, inputs.bias, None
-        if is_distributed(weight):
+        if is_dtensor(weight):
             weight, bias, shard = own_rows(weight, bias)
         return linear_cross_entropy(
             inputs.hidden_states,
@@ -80,7 +80,7 @@ def disagreement(
         )
 
     def ordinary(inputs: HeadInputs) -> Tensor:
-        if is_distributed(inputs.weight):
+        if is_dtensor(inputs.weight):
             logits = distributed_product(inputs.hidden_states, inputs.weight, inputs.bias)
             return reference.cross_entropy(logits.full_tensor(), labels, options=options)
         return reference.linear_cross_entropy(
@@ -115,7 +115,7 @@ def loss_rounding(parts: Parts, labels: Tensor, *, ignore_index: int = -100, **_
     """Return how far rounding the logits moves the ordinary loss of a token, relative to the mean
     loss: the root mean square over a slice. 0 of a head whose vocabulary is distributed.
     """
-    if is_distributed(parts.weight):
+    if is_dtensor(parts.weight):
         return 0.0
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
@@ -186,7 +186,7 @@ def _largest(tensors: list[Tensor], weight: Any) -> list[float]:
     """Return the largest absolute value of each, over the ranks that share the vocabulary."""
     values = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
     largest = torch.stack(values)
-    if is_distributed(weight):
+    if is_dtensor(weight):
         distributed.all_reduce(
             largest, distributed.ReduceOp.MAX, group=weight.device_mesh.get_group()
         )
