@@ -39,6 +39,7 @@ from benchmarks.step_tables import (
     steps_table,
     summary_table,
 )
+from liger_patch.layers.replace import LAYERS
 from liger_patch.registry import ARCHITECTURES, Architecture
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -142,3 +143,16 @@ def test_the_tables_name_every_row_in_its_family() -> None:
         assert f"`{row.class_name}`" in line
         assert line.count("yes") == 1 + bool(row.layers)
     assert sum(int(line.split("|")[2]) for line in by_family[2:]) == len(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("document", "begins"),
+    [("options", "| `layers` |"), ("troubleshooting", "| `layers must be"), ("layers", "| `")],
+)
+def test_documents_name_all_layers(document: str, begins: str) -> None:
+    """Those of ``layers`` begin the lines of its first table."""
+    text = (DOCS / f"{document}.md").read_text(encoding="utf-8")
+    lines = re.search(rf"(^{re.escape(begins)}.*\n)+", text, re.M)
+    assert lines is not None
+    names = re.findall(r"^\| `(\w+)`" if document == "layers" else r'"(\w+)"', lines[0], re.M)
+    assert tuple(names) == LAYERS
