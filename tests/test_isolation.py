@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import io
 import json
@@ -11,7 +10,6 @@ import pickle
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -266,72 +264,6 @@ def test_a_patched_class_can_load_a_checkpoint(model: Any, tmp_path: Path) -> No
     assert not call(loaded, tiny_batch(model)).logits.is_computed
 
 
-@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
-@pytest.mark.parametrize("use", ["nothing", "step", "read logits", "fallback", "revert", "error"])
-def test_a_deleted_model_is_freed_at_once(
-    patch: bool, use: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model(LLAMA)
-    if patch:
-        apply_patch(model)
-    batch = tiny_batch(model)
-    outputs = None
-    if use == "error":
-        with pytest.raises((ValueError, IndexError)):
-            call(model, batch | {"labels": batch["labels"] + 1000})
-    elif use != "nothing":
-        if use == "fallback":
-            monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-        outputs = call(model, batch)
-        if use == "read logits":
-            outputs.logits[:, 1:] + 0
-        outputs.loss.backward()
-    if use == "revert":
-        revert_patch(model)
-    dead = [weakref.ref(model), weakref.ref(model.model), weakref.ref(model.lm_head)]
-    gc.collect()
-    gc.disable()
-    try:
-        del model, outputs
-        assert [reference() for reference in dead] == [None] * 3
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
-def test_outputs_are_freed_at_once(model: Any, patch: bool) -> None:
-    if patch:
-        apply_patch(model)
-    outputs = call(model, tiny_batch(model))
-    view = outputs.logits[:, 1:] * 2
-    outputs.loss.backward()
-    dead = [weakref.ref(outputs.loss), weakref.ref(outputs.logits), weakref.ref(view)]
-    gc.collect()
-    gc.disable()
-    try:
-        del outputs, view
-        assert [reference() for reference in dead] == [None] * 3
-    finally:
-        gc.enable()
-
-
-def test_outputs_keep_no_model_alive() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    outputs = call(model, tiny_batch(model))
-    expected = outputs.logits.detach().clone()
-    again = call(model, tiny_batch(model))
-    dead = weakref.ref(model)
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert dead() is None
-    finally:
-        gc.enable()
-    assert torch.equal(again.logits, expected)
-    again.loss.backward()
-
-
 def replica_of(model: Any) -> Any:
     """What torch.nn.DataParallel gives each device: the instance without its parameters."""
     replica = model._replicate_for_data_parallel()
@@ -364,70 +296,6 @@ def test_a_replica_of_data_parallel_trains_unfused_and_says_so() -> None:
         replica_of(model)(**batch)
     call(model, batch)
     assert patch_status(model).fused
-
-
-class Counted:
-    """A forward that is set on the instance, as accelerate's hooks are."""
-
-    def __init__(self, model: Any) -> None:
-        self.calls = 0
-        self.inner = model.forward
-        model.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.inner(*args, **kwargs)
-
-
-def test_a_forward_set_before_the_patch_still_runs(model: Any) -> None:
-    batch = tiny_batch(model)
-    expected = call(model, batch).loss
-    counted = Counted(model)
-    apply_patch(model)
-    outputs = call(model, batch)
-    assert counted.calls == 1
-    assert not outputs.logits.is_computed
-    assert patch_status(model).fused
-    torch.testing.assert_close(outputs.loss, expected)
-    call(model, {name: value for name, value in batch.items() if name != "labels"})
-    assert counted.calls == 2
-    revert_patch(model)
-    assert vars(model)["forward"] is counted
-    assert type(call(model, batch).logits) is Tensor
-    assert counted.calls == 3
-
-
-def test_a_forward_set_after_the_patch_runs_the_patched_one(model: Any) -> None:
-    batch = tiny_batch(model)
-    expected = call(model, batch).loss
-    apply_patch(model)
-    counted = Counted(model)
-    outputs = call(model, batch)
-    assert counted.calls == 1
-    assert not outputs.logits.is_computed
-    torch.testing.assert_close(outputs.loss, expected)
-    del model.forward
-    assert not call(model, batch).logits.is_computed
-
-
-def test_a_forward_set_before_and_one_after_both_run(model: Any) -> None:
-    first = Counted(model)
-    apply_patch(model)
-    second = Counted(model)
-    assert not call(model, tiny_batch(model)).logits.is_computed
-    assert (first.calls, second.calls) == (1, 1)
-    apply_patch(model, chunk_mib=3)
-    assert not call(model, tiny_batch(model)).logits.is_computed
-    assert (first.calls, second.calls) == (2, 2)
-
-
-def test_a_forward_set_after_the_patch_goes_on_unpatched_after_revert(model: Any) -> None:
-    apply_patch(model)
-    counted = Counted(model)
-    revert_patch(model)
-    outputs = call(model, tiny_batch(model))
-    assert counted.calls == 1
-    assert type(outputs.logits) is Tensor
 
 
 def test_threads_that_patch_one_class_first_get_one_class() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from estimated_models import HIDDEN, LAYERS, OFFLOADED, SIZE, STEP, TINY, TOKENS, VOCABULARY
 from torch import nn
 from transformers import (
     BertConfig,
@@ -21,29 +21,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from liger_patch.cli import contenders, operations
+from liger_patch.cli import contenders
 from liger_patch.cli import estimate as estimates
-from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
+from liger_patch.cli.contenders import EAGER, OURS, OURS_HEAD
 from liger_patch.cli.model import TrainingStep, build
-from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.step import trace_step
 from liger_patch.cli.trace import MemoryTrace
-from liger_patch.kernels import sliced
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.layers import long_rows
-from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES
-
-HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 2, 512
-STEP = TrainingStep(length=TOKENS, autocast=None, optimizer="none")
-TINY: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": SIZE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-}
 
 
 @pytest.fixture
@@ -179,9 +164,6 @@ def test_checkpointing_keeps_the_input_of_each_layer() -> None:
     assert sum(offloaded.values()) < sum(found.values())
 
 
-OFFLOADED = replace(STEP, checkpointing=True, checkpoint_offload=True, length=16384)
-
-
 def test_every_nth_input_takes_host_memory() -> None:
     """All inputs that are kept but the last, in whole pieces."""
     config, hosts = LlamaConfig(**TINY | {"num_hidden_layers": 6}), []
@@ -207,39 +189,6 @@ def test_inputs_beyond_the_bound_stay_on_the_gpu() -> None:
     assert peaks[2] == pytest.approx(plain.peak()[0], abs=1024)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("pieces", [None, 0.5, 4])
-def test_growth_with_offloaded_inputs_is_the_trace_at_any_length(
-    every: int, pieces: float | None
-) -> None:
-    config = LlamaConfig(**TINY | {"num_hidden_layers": 9})
-    host_gib = None if pieces is None else pieces * PIECE_BYTES / 2**30
-    step = replace(OFFLOADED, checkpoint_every=every, host_gib=host_gib, chunk_mib=1)
-    growth = estimates.Growth.of(config, step, OURS)
-    assert growth is not None
-    held = set()
-    for length in (16384, 200_000, 400_000):
-        trace, _ = trace_step(config, replace(step, length=length), OURS)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
-        held.add(growth.host_bytes(length))
-        assert growth.host_bytes(length) == sum(host_bytes(each.size) for each in trace.sent)
-    assert max(held) <= (math.inf if pieces is None else pieces * PIECE_BYTES)
-
-
-def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> None:
-    config.num_hidden_layers = 6
-    free, bounded = (
-        estimates.estimate(config, replace(OFFLOADED, host_gib=host_gib, chunk_mib=1))
-        for host_gib in (None, 1.0)
-    )
-    assert all(not each.host and not any(each.longest_host.values()) for each in free[:2])
-    for all_fit, some_fit in zip(free[2:], bounded[2:], strict=True):
-        tokens = all_fit.longest[16]
-        assert all_fit.longest_host[16] == 5 * host_bytes(2 * HIDDEN * tokens)
-        assert some_fit.longest[16] < tokens
-        assert 0 < some_fit.longest_host[16] <= 2**30
-
-
 def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) -> None:
     step = replace(STEP, dtype=torch.float32)
     plain, _ = trace_step(config, step, EAGER)
@@ -248,123 +197,6 @@ def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) ->
     copies = [each for each in cast.allocations if each.size == 2 * HIDDEN * SIZE]
     assert sum(each.size for each in copies) >= weights // 2
     assert cast.peak()[0] < plain.peak()[0]  # activations take half
-
-
-@pytest.mark.parametrize("contender", [EAGER, LIGER, OURS], ids=lambda each: each.name)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_growth_is_the_trace_at_any_length(
-    config: LlamaConfig, contender: Any, checkpointing: bool
-) -> None:
-    step = replace(STEP, checkpointing=checkpointing)
-    growth = estimates.Growth.of(config, step, contender)
-    assert growth is not None
-    for length in (1536, 8192):
-        trace, _ = trace_step(config, replace(step, length=length), contender)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
-
-
-@pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The tokens of a slice; rows of at most 1024 tokens run at once."""
-    if TOP_HOOKS is None:
-        pytest.skip("torch 2.6 runs no slices")
-    token_bytes = 5 * 2 * SIZE
-    monkeypatch.setattr(sliced, "LONG_BYTES", 1024 * token_bytes)
-    for module in (long_rows, estimates):
-        monkeypatch.setattr(module, "LONG_INPUT_BYTES", 1024 * 2 * HIDDEN)
-    for module in (sliced, operations):
-        monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)
-    return 256
-
-
-SETTINGS = {
-    "full": {},
-    "LoRA": {"lora_rank": 4, "autocast": torch.bfloat16},
-    "QLoRA": {"lora_rank": 4, "autocast": torch.bfloat16, "bits": 4},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.usefixtures("slices")
-def test_growth_in_slices_is_the_trace_at_any_length(
-    config: LlamaConfig, setting: dict[str, Any]
-) -> None:
-    step = replace(STEP, checkpointing=True, chunk_mib=1, **setting)
-    at_once = estimates.longest_unsliced(config, step, OURS)
-    assert at_once == 1024
-    growth = estimates.Growth.of(config, step, OURS, at_once + 1)
-    assert growth is not None
-    for length in (1025, 8192, 40000):
-        trace, _ = trace_step(config, replace(step, length=length), OURS)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
-    longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
-    assert longer is not None
-    assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * SIZE
-
-
-@pytest.mark.usefixtures("slices")
-def test_the_longest_row_in_slices_fits() -> None:
-    """And longer batches too."""
-    config = LlamaConfig(**TINY | {"hidden_size": 4 * HIDDEN, "intermediate_size": 16 * SIZE})
-    step, found = replace(STEP, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"]), []
-    _, sizes = build(config, step)
-    for batch, slices in ((1, False), (1, True), (4, True)):
-        of_batch, contender = replace(step, batch=batch), replace(OURS, slices=slices)
-        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16].tokens
-        trace, _ = trace_step(config, replace(of_batch, length=longest), contender)
-        room = 16 * 2**30 - sizes.weights - 64 * 2**20 - 24 * batch * longest
-        assert trace.peak()[0] == pytest.approx(room, rel=0.01)
-        found.append(batch * longest)
-    at_once, in_slices, of_four = found
-    assert min(in_slices, of_four) > 1.2 * at_once
-
-
-def test_slices_where_a_layer_is_computed_again_alone(config: LlamaConfig) -> None:
-    step = replace(STEP, lora_rank=4)
-    assert estimates.longest_unsliced(config, step, OURS) is None
-    step = replace(step, checkpointing=True)
-    assert estimates.longest_unsliced(config, step, OURS_HEAD) is None
-    assert estimates.longest_unsliced(config, step, EAGER) is None
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_sliced_layers_take_what_the_real_ones_do(slices: int, trains: bool) -> None:
-    """A token more of the row takes x, y, dy and dx more, whatever a slice takes."""
-
-    def peak(tokens: int, is_real: bool) -> int:
-        options: Any = {"device": "meta", "dtype": torch.bfloat16}
-        x = torch.empty(tokens, HIDDEN, **options, requires_grad=True)
-        gate, up = (torch.empty(SIZE, HIDDEN, **options) for _ in range(2))
-        down = torch.empty(HIDDEN, SIZE, **options)
-        weights = [each.requires_grad_(trains) for each in (gate, up, down)]
-        memory = MemoryTrace([x, *weights])
-        with memory:
-            if is_real:
-                y = gated_mlp(x, *weights, slice_tokens=slices)
-            else:
-                y = operations.in_slices(x, down, torch.bfloat16, (), weights)
-            memory.start_backward()
-            y.backward(torch.empty_like(y))
-            memory.close_backward()
-        return memory.finish([]).peak()[0]
-
-    lengths = 4 * slices, 8 * slices
-    real, ours = ((peak(lengths[1], each) - peak(lengths[0], each)) for each in (True, False))
-    assert real == ours == 4 * slices * 3 * 2 * HIDDEN  # x is given
-
-
-def test_the_longest_row_fits_and_one_token_more_does_not(
-    config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
-    (eager,), reserve = estimates.estimate(config, STEP, 0), 0
-    longest = eager.longest[16]
-    growth = estimates.Growth.of(config, STEP, EAGER)
-    assert growth is not None
-    _, sizes = build(config, STEP)
-    room = 16 * 2**30 - reserve - sizes.weights - 64 * 2**20
-    assert growth.peak(longest) + 24 * longest <= room
-    assert growth.peak(longest + 1) + 24 * (longest + 1) > room
 
 
 def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
@@ -397,15 +229,6 @@ def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) ->
     gc.collect()
     assert mlp.gated_mlp is gated_mlp
     assert nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2.0
-
-
-def test_small_models_with_offloaded_checkpoints_have_longest_rows() -> None:
-    """Short rows of theirs stay on the GPU: the lengths that are probed do not."""
-    step = replace(STEP, length=64, checkpointing=True, checkpoint_offload=True, lora_rank=4)
-    found = estimates.estimate(LlamaConfig(**TINY), step)
-    longest = [each.longest for each in found if each.name.startswith("liger_patch")]
-    assert longest
-    assert all(each[141] > each[16] > 64 for each in longest)
 
 
 def test_a_model_with_experts() -> None:

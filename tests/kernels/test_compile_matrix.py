@@ -1,6 +1,6 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-The cases are in loss_compilations and layer_compilations. A quick run compiles each case for one
+The cases are in loss_, layer_ and lora_compilations. A quick run compiles each case for one
 target, `make test-all` for all of them. A kernel that has no row in KERNELS fails
 `test_every_kernel_is_in_the_matrix`.
 """
@@ -21,6 +21,7 @@ import liger_patch
 pytest.importorskip("triton")
 
 import layer_compilations as layer
+import lora_compilations as lora
 import loss_compilations as loss
 from compile_targets import FULL, MULTIPLE, SHARED_KIB, TARGETS, spilled_bytes
 from triton import compile as compile_kernel
@@ -60,20 +61,20 @@ CUDA = [target for target in TARGETS if target.backend == "cuda"]
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
     "_cross_entropy_kernel": loss.cross_entropy,
-    "_dropped_gradients_kernel": layer.dropped_gradients,
-    "_dropped_product_kernel": layer.dropped_product,
+    "_dropped_gradients_kernel": lora.dropped_gradients,
+    "_dropped_product_kernel": lora.dropped_product,
     "finish_kernel": loss.finish,
     "_gated_backward_kernel": layer.gated_backward,
     "_gated_kernel": layer.gated,
-    "_gated_lora_backward_kernel": layer.gated_lora_backward,
-    "_gated_lora_kernel": layer.gated_lora,
+    "_gated_lora_backward_kernel": lora.gated_lora_backward,
+    "_gated_lora_kernel": lora.gated_lora,
     "_gated_norm_backward_kernel": layer.gated_norm_backward,
     "_gated_norm_kernel": layer.gated_norm,
     "_halves_kernel": loss.halves,
     "label_logit_kernel": loss.label_logit,
     "_log_probs_gradient_kernel": loss.log_probs_gradient,
     "odds_kernel": loss.odds,
-    "_nf4_kernel": layer.nf4,
+    "_nf4_kernel": lora.nf4,
     "_order_tokens_kernel": loss.order_tokens,
     "_rms_norm_backward_kernel": layer.rms_norm_backward,
     "_rms_norm_kernel": layer.rms_norm,
@@ -240,7 +241,7 @@ def test_scales_of_nf4_are_rounded_between_product_and_sum(kernels, monkeypatch)
         def __getitem__(self, grid):
             return lambda *_, **options: launches.append(options)
 
-    kernel, ((_, arguments, warps), *_) = kernels["_nf4_kernel"], layer.nf4(FULL)
+    kernel, ((_, arguments, warps), *_) = kernels["_nf4_kernel"], lora.nf4(FULL)
     monkeypatch.setattr(nf4, "_nf4_kernel", Launched())
     packed = torch.zeros(64, dtype=torch.uint8)
     nf4.dequantized(packed, torch.ones(16), torch.ones(2), None, 64, 0, 128, torch.float32)

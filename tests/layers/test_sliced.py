@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, registry
-from liger_patch.kernels import rms_norm, sliced
-from liger_patch.layers import checks, long_rows, lora
+from liger_patch.kernels import sliced
+from liger_patch.layers import checks, long_rows
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -321,86 +321,3 @@ def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         exported = torch.export.export(norm_and_mlp, (short,), dynamic_shapes=lengths, strict=False)
         torch.testing.assert_close(exported.module()(long), norm_and_mlp(long))
-
-
-class Kept:
-    """The shapes of what projections of a norm keep, and what they compute again."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.noted, self.norms = 0, 0
-        function, norm = lora.lora_linears, rms_norm.NormInputs.norm
-
-        def linears(x: Tensor, projections: Any, *, source: Any) -> Any:
-            self.noted += source is not None
-            return function(x, projections, source=source)
-
-        def counted(inputs: rms_norm.NormInputs) -> Tensor:
-            self.norms += 1
-            return norm(inputs)
-
-        monkeypatch.setattr(lora, "lora_linears", linears)
-        monkeypatch.setattr(rms_norm.NormInputs, "norm", counted)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
-def test_projections_of_a_norm_keep_its_input(
-    model_type: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And give the bits of those that keep the norm."""
-    lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
-    results = []
-    for least in (2**40, 0):
-        monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
-        kept = Kept(monkeypatch)
-        model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        batch = tiny_batch(model.get_base_model())
-        results.append(lora_models.training_step(model, batch, autocast=True))
-        # queries, keys and values of two layers, once more in the backward pass
-        expected = (2 if reentrant else 4, 2) if least == 0 else (0, 0)
-        assert (kept.noted, kept.norms) == expected
-    for name, value in results[0].items():
-        assert torch.equal(results[1][name], value), name
-
-
-CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "nothing": lambda x, y: None,
-    "the input": lambda x, y: x.add_(1),
-    "the norm": lambda x, y: y.add_(1),
-}
-
-
-def test_norms_of_queries_and_keys_are_not_noted() -> None:
-    """No projection is behind them: a note would only keep what they are the norm of."""
-
-    def layer(x: Tensor) -> Tensor:
-        y = rms_norm.rms_norm(x, None, 1e-6)
-        long_rows.note_source(y, x, None, 1e-6, 0.0, x.dtype)
-        assert long_rows.source_of(y) is None
-        return y.sum()
-
-    x = torch.randn(1, 3, 2, 8, requires_grad=True)
-    checkpoint.checkpoint(layer, x, use_reentrant=False).backward()
-
-
-@pytest.mark.parametrize("which", CHANGES)
-def test_a_norm_that_has_changed_is_kept(which: str) -> None:
-    """It is no longer what its source says."""
-    weight, found = torch.linspace(1.0, 2.0, 8), []
-
-    def layer(x: Tensor) -> Tensor:
-        x = x * 2.0
-        y = rms_norm.rms_norm(x, weight, 1e-6)
-        long_rows.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
-        with torch.no_grad():
-            CHANGES[which](x, y)
-        found.append((long_rows.source_of(y), y.detach()))
-        return y.sum()
-
-    checkpoint.checkpoint(layer, torch.randn(3, 8, requires_grad=True), use_reentrant=False)
-    ((source, y),) = found
-    assert (source is None) == (which != "nothing")
-    if source is not None:
-        assert torch.equal(source.norm(), y)

@@ -1,0 +1,151 @@
+"""Calls of models with layers on kernels: checkpointed, with LoRA, under torch.func, and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from tiny_models import tiny_batch, tiny_model
+from training_step import call, step, tell_apart
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, registry
+from liger_patch.layers import mlp, norm
+from liger_patch.layers.replace import count_layers
+from liger_patch.layers.rotations import ROTATIONS
+
+ROWS = {row.model_type: row for row in registry.available()}
+
+
+def make_model(model_type: str = "llama") -> PreTrainedModel:
+    return tiny_model(ROWS[model_type])
+
+
+def test_torch_func_takes_the_models_own_way() -> None:
+    model = make_model().double()
+    ids = tiny_batch(model)["input_ids"]
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = torch.func.functional_call(model, weights, (ids,), {"use_cache": False})
+        return outputs.logits.square().mean()
+
+    expected = torch.func.grad(loss)(weights)
+    apply_patch(model, layers=True)
+    torch.testing.assert_close(torch.func.grad(loss)(weights), expected)
+
+
+def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
+    model = apply_patch(make_model(), layers=True)
+    loss = model(**tiny_batch(model)).loss
+    logits = model(input_ids=tiny_batch(model)["input_ids"]).logits
+    with pytest.raises(RuntimeError, match="layers=False"):
+        torch.autograd.grad(logits.sum(), list(model.parameters())[1], create_graph=True)
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model = make_model("qwen3").double()
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    apply_patch(model, layers=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    truth, ours = tell_apart(truth, step(model.train(), batch))
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_lora_within_the_layers_trains_as_eager() -> None:
+    peft = pytest.importorskip("peft")
+    results = []
+    for when in ("", "before", "after"):
+        torch.manual_seed(0)
+        model = make_model().double()
+        if when == "before":
+            apply_patch(model, layers=True)
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        if when == "after":
+            apply_patch(model, layers=True)
+        assert any(count_layers(model).values()) == bool(when)
+        results.append(step(model, tiny_batch(model.get_base_model())))
+    eager, *ours = results
+    for each in ours:
+        truth, found = tell_apart(eager, each)
+        assert_no_worse(found, truth, truth, torch.float32)
+
+
+def test_generation_is_the_same() -> None:
+    model = make_model().eval()
+    prompt = tiny_batch(model)["input_ids"][:1, :4]
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **how)
+    assert torch.equal(apply_patch(model, layers=True).generate(prompt, **how), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+def test_an_attention_sees_what_its_module_has_now(
+    monkeypatch: pytest.MonkeyPatch, nothing_is_compiled: None
+) -> None:
+    """Whichever model of its class was patched first, and when."""
+    from transformers.models.llama import modeling_llama
+
+    calls = []
+    eager_attention = modeling_llama.eager_attention_forward
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return eager_attention(*arguments, **options)
+
+    def attending() -> PreTrainedModel:
+        model = make_model()
+        model.set_attn_implementation("eager")
+        return apply_patch(model, layers=True)
+
+    first = attending()
+    call(first, tiny_batch(first))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", recorded)
+    for model in (first, attending()):
+        calls.clear()
+        call(model, tiny_batch(model))
+        assert len(calls) == model.config.num_hidden_layers
+    calls.clear()
+    compiled = attending()
+    del compiled.model.layers[1:]  # each takes the compiler seconds
+    with torch.no_grad():
+        torch.compile(compiled.model, backend="eager")(tiny_batch(first)["input_ids"])
+    assert calls
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "rotary", "gated"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_a_layer_that_is_given_shards_runs_its_own_code(
+    model_type: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read memory that a tensor of tensors does not have."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = apply_patch(make_model(model_type), layers=True)
+    layer = model.model.layers[0]
+    for module, name in ((norm, "rms_norm"), (mlp, "gated")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
+    monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
+    x = torch.randn(2, 9, model.config.hidden_size)
+    two = TwoTensor(x, x.clone())
+    module, arguments = {
+        "rms_norm": (layer.input_layernorm, (two,)),
+        "gated": (layer.mlp, (two,)),
+        "rotary": (layer.self_attn, (two, model.model.rotary_emb(x, torch.arange(9)[None]), None)),
+    }[kind]
+    with torch.no_grad():
+        result = module(*arguments)
+        plain = type(module)._liger_patch_original.forward(
+            module, *(x if each is two else each for each in arguments)
+        )
+    if kind == "rotary":
+        result, plain = result[0], plain[0]
+    assert type(result) is TwoTensor
+    torch.testing.assert_close(result.a, plain)
