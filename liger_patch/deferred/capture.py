@@ -25,7 +25,7 @@ from liger_patch.deferred.tensor_parallel import (
     local_tensor,
 )
 from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
-from liger_patch.kernels.backend import inlined_only
+from liger_patch.kernels.backend import inlined_only, is_plain
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -101,9 +101,7 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     """Return whether these are plain floating-point tensors that fit each other, on one device."""
     tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
     if any(
-        type(tensor) not in (Tensor, nn.Parameter)
-        or not tensor.is_floating_point()
-        or tensor.layout != torch.strided
+        not is_plain(tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided
         for tensor in tensors
     ):
         return False

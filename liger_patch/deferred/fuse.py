@@ -13,6 +13,7 @@ from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import is_dtensor, own_rows
 from liger_patch.deferred.traced import TracedLogits
+from liger_patch.kernels.backend import autocast_to
 from liger_patch.kernels.head.inputs import QuantizedWeight
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
@@ -108,13 +109,12 @@ def fused_log_probs(parts: Parts, labels: Tensor, **options: Any) -> LogProbs:
 @contextmanager
 def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
     """Give the arguments of the operators, in the autocast state of the head's call."""
-    dtype = parts.autocast_dtype
     weight, bias, shard = parts.weight, parts.bias, None
     states, low_rank_weight = parts.low_rank or (None, None)
     if is_dtensor(weight):
         weight, bias, shard = own_rows(weight, bias)
     low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
-    with torch.autocast(parts.weight.device.type, dtype=dtype, enabled=dtype is not None):
+    with autocast_to(parts.weight.device.type, parts.autocast_dtype):
         yield {
             "hidden_states": parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
             "weight": weight,

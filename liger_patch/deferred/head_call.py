@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_patch.deferred.stored import in_process_group, is_partitioned, stored_parameter
-from liger_patch.kernels.backend import runs_eagerly
+from liger_patch.kernels.backend import autocast_dtype, autocast_to, runs_eagerly
 from liger_patch.kernels.head.inputs import QuantizedWeight
 
 
@@ -111,12 +112,6 @@ class HeadCall:
         *,
         product: Callable[..., Tensor] = nn.functional.linear,
     ) -> HeadCall:
-        device_type = hidden_states.device.type
-        autocast_dtype = (
-            torch.get_autocast_dtype(device_type)
-            if torch.is_autocast_enabled(device_type)
-            else None
-        )
         vocab_size, hidden_size = weight.shape
         stored_weight = weight if isinstance(weight, Tensor) else weight.stored
         stored_bias = bias
@@ -133,7 +128,7 @@ class HeadCall:
             (vocab_size, hidden_size),
             product,
             torch.is_grad_enabled(),
-            autocast_dtype,
+            autocast_dtype(hidden_states.device.type),
             stored,
             tuple(_state_of(each) for each in (hidden_states, *stored)),
             head.merged,
@@ -153,9 +148,7 @@ class HeadCall:
 
     def compute(self, *tensors: Any) -> Tensor:
         """Compute the product in the autocast state of the call."""
-        enabled = self.autocast_dtype is not None
-        device_type = self.hidden_states.device.type
-        with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=enabled):
+        with autocast_to(self.hidden_states.device.type, self.autocast_dtype):
             return self.product(*tensors)
 
     def logits(self) -> Tensor:
@@ -211,7 +204,8 @@ class State(NamedTuple):
         version: PyTorch's count of writes in place; None for inference tensors.
         steps: the steps of optimizers that hold the tensor: fused optimizers, and those of
             bitsandbytes, write without counting.
-        address, dtype: those of the data: they change when ``tensor.data`` is set.
+        address, dtype: those of the data: they change when ``tensor.data`` is set. A ``FakeTensor``
+            has no address.
     """
 
     version: int | None
@@ -237,7 +231,8 @@ def _state_of(tensor: Tensor | None) -> State | None:
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
     version = None if local.is_inference() else local._version
     # ZeRO-3 sets the data of a parameter at each gathering
-    address = 0 if is_partitioned(tensor) else local.data_ptr()
+    has_address = not (is_partitioned(tensor) or isinstance(local, FakeTensor))
+    address = local.data_ptr() if has_address else 0
     return State(version, steps, address, tensor.dtype)
 
 

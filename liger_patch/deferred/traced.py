@@ -11,6 +11,7 @@ costs nothing in the compiled graph. For a placeholder that it does return, see 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +24,7 @@ from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.backend import inlined_only
+from liger_patch.kernels.backend import autocast_dtype, autocast_to, inlined_only
 
 TRACES_LOGITS = torch.__version__ >= "2.11"  # before, Dynamo cannot make such a placeholder
 _NEED_GRADIENTS = frozenset(
@@ -61,9 +62,8 @@ class TracedCall(NamedTuple):
             call = HeadCall.of(self.hidden_states, self.weight, self.bias, head)
             return DeferredLogits.of_head(call)
 
-    def _autocast(self) -> torch.autocast:
-        enabled = self.autocast_dtype is not None
-        return torch.autocast(self.weight.device.type, dtype=self.autocast_dtype, enabled=enabled)
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast_to(self.weight.device.type, self.autocast_dtype)
 
 
 class TracedLogits(PlaceholderLogits):
@@ -73,9 +73,7 @@ class TracedLogits(PlaceholderLogits):
     def of_product(
         cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Head
     ) -> TracedLogits:
-        device, autocast = weight.device, None
-        if torch.is_autocast_enabled(device.type):
-            autocast = torch.get_autocast_dtype(device.type)
+        device, autocast = weight.device, autocast_dtype(weight.device.type)
         dtype = hidden_states.dtype if autocast is None else autocast
         named = head.model, head.module, head.owner
         grad_enabled = torch.is_grad_enabled()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.nn import Parameter
@@ -31,9 +31,9 @@ GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph a
 LOSS_ADVICE = "Use torch.nn.functional.cross_entropy on logits of your own for that."
 LAYER_ADVICE = "Use apply_patch(model, layers=False) for that."
 _BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
+_MODES_WITHOUT_VALUES = (ProxyTorchDispatchMode, FakeTensorMode)
 _TRACING_MODES = (
-    ProxyTorchDispatchMode,
-    FakeTensorMode,
+    *_MODES_WITHOUT_VALUES,
     checkpoint._CachingTorchDispatchMode,
     checkpoint._CachedTorchDispatchMode,
 )
@@ -94,6 +94,17 @@ def autocast_dtype(device_type: str, operand: torch.dtype | None = None) -> torc
     if operand == torch.float64:
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def autocast_to(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return a context within which autocast computes products in this dtype; None for no autocast.
+
+    It does nothing where that is so already: torch.export records the states of autocast that a
+    call sets, and keeps unused products of another state.
+    """
+    if autocast_dtype(device_type) == dtype:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -236,9 +247,29 @@ def in_tracing_mode() -> bool:
     """Return True if this thread's calls become a part of a graph, where Dynamo is not what traces
     them. ``is_compiling`` is one flag of all threads.
     """
+    return _is_in(_TRACING_MODES)
+
+
+def is_without_values() -> bool:
+    """Return True if the host can read no value of this thread's calls: where ``make_fx`` or
+    torch.export records them, and under ``FakeTensorMode``.
+    """
+    return not torch.compiler.is_dynamo_compiling() and _is_in(_MODES_WITHOUT_VALUES)
+
+
+def is_plain(tensor: object) -> bool:
+    """Return True for a tensor of no subclass, or one that stands for such a tensor where calls
+    run without values.
+    """
+    return type(tensor) in (Tensor, Parameter) or (
+        isinstance(tensor, FakeTensor) and is_without_values()
+    )
+
+
+def _is_in(modes: Any) -> bool:
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
-    return any(isinstance(mode, _TRACING_MODES) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
 
 
 def is_compiled_here() -> bool:

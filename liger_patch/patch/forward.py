@@ -24,7 +24,7 @@ from liger_patch.deferred.capture import MISSING, deferring_head
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.traced import TracedLogits, is_exporting
-from liger_patch.kernels.backend import is_traced
+from liger_patch.kernels.backend import is_traced, is_without_values
 from liger_patch.layers.checks import is_transformers
 from liger_patch.layers.masked_attention import UsedTokens, using_results_of
 from liger_patch.patch import flags
@@ -262,7 +262,7 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     """
     if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
-    if flags.return_logits() is True:
+    if flags.return_logits() is True or is_without_values():
         return False
     return why_not_deferred(model, model.get_output_embeddings()) is None
 
@@ -294,6 +294,8 @@ def deferring(
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not_deferred(model, head)
+    if unfused is None and is_without_values() and not _is_settled(record):
+        unfused = "the call runs without values, before a training step has been compared"
     forward_pass = ForwardPass(record, head, unfused)
     with _one_at_a_time(model), ExitStack() as stack:
         if head is not None and not (flags.return_logits() is True or unfused):

@@ -22,7 +22,13 @@ from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits, is_dtensor
 from liger_patch.deferred.traced import TracedLogits, is_exporting
-from liger_patch.kernels.backend import accumulation_dtype, inlined_only, runs_eagerly
+from liger_patch.kernels.backend import (
+    accumulation_dtype,
+    inlined_only,
+    is_plain,
+    is_without_values,
+    runs_eagerly,
+)
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
@@ -40,7 +46,7 @@ from liger_patch.patch.untested import SLICE, TrialRecord
 from liger_patch.patch.verify import disagreement, loss_rounding
 
 Deferred = DeferredLogits | TracedLogits
-PLAIN = (Tensor, nn.Parameter, DeferredLogits, TracedLogits, DistributedLogits)
+KNOWN = (DeferredLogits, TracedLogits, DistributedLogits)
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
@@ -159,17 +165,17 @@ class ForwardPass:
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
             supervised = targets != ignore_index
-            if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_dynamo_compiling() or is_without_values():
                 count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
                 num_items_in_batch = count + (count == 0)
             else:
                 is_ordinary = bool(supervised.any())  # the host reads the labels, only here
-        is_plain = type(logits) in PLAIN
+        is_known = type(logits) in KNOWN or is_plain(logits)
         if is_ordinary:
             self.record.note_logits_asked()
-        elif not is_plain:
+        elif not is_known:
             self._leave_to_transformers(type(logits).__name__)
-        if is_ordinary or not is_plain:
+        if is_ordinary or not is_known:
             return ForCausalLMLoss(
                 logits,
                 labels,

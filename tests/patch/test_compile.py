@@ -280,8 +280,7 @@ class Returning(nn.Module):
 
 @GRAPH
 @pytest.mark.filterwarnings(
-    "ignore:liger_patch computes ordinary logits:UserWarning",  # of a FakeTensor, where not strict
-    "ignore:While compiling, we found certain side effects:UserWarning",  # Transformers' too
+    "ignore:While compiling, we found certain side effects:UserWarning"  # Transformers' too
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_rows_of_any_length(strict: bool) -> None:
@@ -289,7 +288,11 @@ def test_export_with_rows_of_any_length(strict: bool) -> None:
     tokens = torch.export.Dim("tokens", min=4, max=64)
     ids = torch.randint(3, 90, (2, 12))
     dynamic = {"dynamic_shapes": ({1: tokens}, {1: tokens}), "strict": strict}
-    program: Any = torch.export.export(model, (ids, ids), **dynamic).module()
+    exported = torch.export.export(model, (ids, ids), **dynamic)
+    heads = [n for n in exported.graph.nodes if str(n.target) == "aten.linear.default"]
+    widths = [node.meta["val"].shape[-1] for node in heads]
+    assert widths.count(model.model.config.vocab_size) == strict, "logits, which it does not return"
+    program: Any = exported.module()
     for length in (5, 12, 31):
         ids = torch.randint(3, 90, (2, length))
         assert program(ids, ids).item() == pytest.approx(model(ids, ids).item(), rel=1e-6)
@@ -301,8 +304,8 @@ def test_a_strict_export_of_scaled_logits_is_a_clear_error() -> None:
     labels = {"labels": ids, "use_cache": False}
     with pytest.raises(Exception, match="export with strict=False"):
         torch.export.export(model, (ids,), labels, strict=True)
-    with pytest.warns(UserWarning, match="liger_patch computes ordinary logits"):
-        program = torch.export.export(model, (ids,), labels, strict=False).module()
+    program = torch.export.export(model, (ids,), labels, strict=False).module()
+    assert patch_status(model).fused
     expected = model(ids, **labels).loss.item()
     assert program(ids, **labels).loss.item() == pytest.approx(expected, rel=1e-6)
 
