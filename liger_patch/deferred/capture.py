@@ -47,6 +47,7 @@ class _DeferLinear(TorchFunctionMode):
         # read now: during the head's forward, Transformers puts local tensors in their place
         parameters = head.module._parameters
         self.whole = parameters.get("weight"), parameters.get("bias")
+        self.weights = _weights_of_logits(head.module) if in_graph else []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -78,7 +79,7 @@ class _DeferLinear(TorchFunctionMode):
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
         if self.in_graph:  # then this mode sees all products of the model, not those of the head
-            return weight is module.weight
+            return any(weight is each for each in self.weights)
         if weight.dim() == 2 and len(weight) == getattr(module, "out_features", None):
             return True
         if is_partitioned(
@@ -164,10 +165,16 @@ def deferring_head(
 
 
 def _is_traced(module: nn.Module) -> bool:
-    """Return whether a graph of torch.compile can record this head's product: it is a plain
-    ``nn.Linear``.
+    """Return whether a graph of torch.compile can record this head's products: it is a plain
+    ``nn.Linear``, or PEFT has wrapped one.
     """
-    return TRACES_LOGITS and type(module).forward is FORWARD and not _quantized_layers(module)
+    if not TRACES_LOGITS or _quantized_layers(module):
+        return False
+    if "peft" in sys.modules:
+        from liger_patch.integrations.peft import without_wrapper
+
+        module = without_wrapper(module)
+    return type(module).forward is FORWARD
 
 
 @contextmanager
@@ -198,6 +205,12 @@ def _linear_layers(head: nn.Module) -> list[nn.Linear]:
     """Return the plain linear layers in a head; the head itself may be one."""
     layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
     return [m for m in layers if type(m).forward is FORWARD and "forward" not in vars(m)]
+
+
+def _weights_of_logits(head: Any) -> list[Tensor]:
+    """Return the weights of a plain head, and of adapters on it, whose products are logits."""
+    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    return [linear.weight for linear in linears if linear.out_features == head.out_features]
 
 
 def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:

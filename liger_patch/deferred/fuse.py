@@ -188,7 +188,8 @@ def _main_and_low_rank(
     if any(is_dtensor(term.weight) for term in terms):
         return None  # an adapter on a head whose vocabulary is distributed
     quantized = [term for term in terms if not isinstance(term.weight, Tensor)]
-    main = max(quantized or terms, key=lambda term: term.weight.shape[1])
+    widths = [term.weight.shape[1] for term in quantized or terms]
+    main = (quantized or terms)[widths.index(max(widths))]  # Dynamo traces no key of max
     others = [term for term in terms if term is not main]
     if len(quantized) > 1 or main.scale == 0:
         return None

@@ -138,7 +138,8 @@ class TracedLogits(PlaceholderLogits):
         if step is not None and (step.kind == "detach" or not step.grad_enabled):
             return False
         if self.parent is not None:
-            return self.parent.wants_gradient
+            other = None if step is None else cast("TracedLogits | None", step.other)
+            return self.parent.wants_gradient or (other is not None and other.wants_gradient)
         tensors = (call.hidden_states, call.weight, call.bias)
         return call.grad_enabled and any(t is not None and t.requires_grad for t in tensors)
 

@@ -138,6 +138,70 @@ def test_lora_trains_in_one_graph() -> None:
     assert patch_status(model).fused
 
 
+def with_adapters(kind: str, model_type: str = "llama", **options: Any) -> Any:
+    """Return a patched model whose head PEFT has wrapped."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = {"r": 4, "target_modules": ["q_proj", "lm_head"], **options}
+    if kind == "saved":
+        options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    model = peft.get_peft_model(make_model(model_type, patch=False), config)
+    if kind == "two":
+        second = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        model.add_adapter("second", second)
+        model.base_model.set_adapter(["default", "second"])
+    if kind == "alone":
+        model.requires_grad_(False)
+        model.base_model.model.lm_head.requires_grad_()
+    if kind == "merged":
+        model.merge_adapter()
+        model.get_input_embeddings().requires_grad_()
+    return apply_patch(model)
+
+
+@GRAPH
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")  # PEFT's, of gemma2
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    slow_but(
+        [("alone", "granite"), ("saved", "llama")],
+        [
+            ("alone", "granite"),
+            ("lora", "gemma2"),
+            ("two", "llama"),
+            ("merged", "llama"),
+            ("saved", "llama"),
+        ],
+    ),
+)
+def test_a_head_that_peft_wraps_is_one_graph(kind: str, model_type: str) -> None:
+    model, uncompiled = (with_adapters(kind, model_type) for _ in range(2))
+    compiled = Counted(model)
+    for seed, ignored in enumerate(IGNORED):
+        batch = batch_of(model, seed, ignored)
+        ours, truth = run(model, batch, compiled), run(uncompiled, batch)
+        trained = [name for name, value in ours.items() if value is not None]
+        assert any("lm_head" in name for name in trained) is (kind != "merged")
+        assert_same_step(ours, truth)
+        assert patch_status(model).fused
+    assert compiled.count == 1, "compiled again for another number of ignored labels"
+    logits = compiled(**batch).logits
+    assert is_deferred(logits)
+    torch.testing.assert_close(logits + 0, uncompiled(**batch).logits + 0)
+
+
+@GRAPH
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits")
+def test_adapters_that_are_no_sum_of_products_break_the_graph() -> None:
+    model, uncompiled = (with_adapters("lora", use_dora=True) for _ in range(2))
+    batch = batch_of(model)
+    ours = run(model, batch, torch.compile(model, backend="eager"))
+    assert_same_step(ours, run(uncompiled, batch))
+    assert "were read by" in str(patch_status(model).reason)
+
+
 @GRAPH
 @pytest.mark.slow
 def test_ordinary_logits_are_one_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
