@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import assert_same_step, batch_of, is_deferred, make_model, run
+from compiled_models import ROWS, assert_same_step, batch_of, is_deferred, make_model, run
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import Batch, tiny_batch
+from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_step import Step, joined, step
+from training_step import Step, joined, step, widened
 from transformers import PreTrainedModel
 from untested_classes import make_model as make_untested
 
@@ -102,6 +102,19 @@ def test_make_fx_records_a_training_step_without_logits(model_type: str, mode: s
         assert_no_worse_than_eager(named(graph(*inputs), model), eager, inputs)
     input_ids, labels = text_of(model)
     assert graph(input_ids, torch.full_like(labels, -100))[0] == 0.0
+
+
+@pytest.mark.parametrize("model_type", slow_but(["t5"], ["t5", "m2m_100"]))
+def test_a_loss_that_a_model_computes_itself_is_recorded_too(model_type: str) -> None:
+    model, eager = (tiny_model(ROWS[model_type]).eval() for _ in range(2))
+    apply_patch(model)
+    graph = recorded(training_step(model), "symbolic", *text_of(model))
+    assert_fused(graph)
+    inputs = text_of(model, seed=1, length=14)
+    batch = {"input_ids": inputs[0], "labels": inputs[1], "use_cache": False}
+    truth = step(widened(eager), batch)
+    truth, results, ours = joined(truth, run(eager, batch), named(graph(*inputs), model))
+    assert_no_worse(ours, results, truth, torch.float32)
 
 
 @pytest.mark.parametrize(
