@@ -73,7 +73,7 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
         stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
         for name in ("may_serve_flash_attention", "segments_of_intervals"):
             stack.enter_context(_replaced(deferred_mask, name, getattr(operations, name)))
-        stack.enter_context(masked_attention.using_results_of(masked_attention.UsedTokens()))
+        stack.enter_context(masked_attention.UsedTokens())
         # with torch 2.6, these questions about the meta device are errors
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
         stack.enter_context(_replaced(torch, "get_autocast_dtype", _get_autocast_dtype))

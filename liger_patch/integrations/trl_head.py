@@ -4,6 +4,7 @@ made of the model's ``forward``, and the same output on the kernels of this pack
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from liger_patch.integrations.trl_adapters import (
     without_refusal,
 )
 from liger_patch.kernels.linear_log_probs import LogProbs
-from liger_patch.layers.masked_attention import using_results_of
+from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
@@ -185,8 +186,8 @@ class LogProbsCall:
                 record.fall_back(forward_pass.unfused)
                 return None
             targets = _targets(own)
-            used = used_tokens(model, record, targets, IGNORE_INDEX, kwargs)
-            with using_results_of(used):
+            used = functools.partial(used_tokens, model, record, targets, IGNORE_INDEX, kwargs)
+            with UsedTokens(used):
                 outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
         labels = targets.to(logits.device)

@@ -17,8 +17,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -58,50 +57,42 @@ _read = WeakTensorKeyDictionary()
 
 
 class UsedTokens:
-    """The tokens of one call whose results are used: those with a label to predict, or all.
+    """The tokens whose results one call of a patched model uses: a context for this call, in this
+    thread. Only within such a context, masks are left out.
 
     Args:
-        targets: (B, T) the label that each token predicts; None if all results are used.
-        ignore_index: the label of tokens that predict none.
-        recurrent: whether results also depend on those of earlier tokens that attention does not
-            see, as in a model with state-space layers.
+        find: returns (B, T) bool, True for those tokens; None for all. It is called once, where the
+            first mask is read.
 
     Attributes:
         without_padding: whether a mask with padding was left out in the call.
     """
 
-    def __init__(
-        self, targets: Tensor | None = None, ignore_index: int = -100, *, recurrent: bool = False
-    ) -> None:
-        self._targets, self._ignore_index, self._recurrent = targets, ignore_index, recurrent
+    def __init__(self, find: Callable[[], Tensor | None] | None = None) -> None:
+        self._find, self._used = find, None
         self.without_padding = False
+
+    def __enter__(self) -> UsedTokens:
+        self._before = getattr(_running, "used", None)
+        _running.used = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _running.used = self._before
+        self._find = self._before = None  # holds the arguments of the call
 
     def of_mask(self, rows: int, mask: Tensor) -> Tensor | None:
         """Return (rows, T) bool for a mask (..., T); None for all tokens."""
-        if self._targets is None or tuple(self._targets.shape) != (rows, mask.shape[-1]):
+        if self._find is not None:
+            self._used, self._find = self._find(), None
+        if self._used is None or tuple(self._used.shape) != (rows, mask.shape[-1]):
             return None
-        used = (self._targets != self._ignore_index).to(mask.device)
-        if self._recurrent:
-            used = used.flip(-1).cummax(-1).values.flip(-1)
-        return used
+        return self._used.to(mask.device)
 
 
 def leaves_masks_out() -> bool:
     """Return whether this thread runs a call of a patched model, in which masks are left out."""
     return getattr(_running, "used", None) is not None
-
-
-@contextmanager
-def using_results_of(used: UsedTokens) -> Iterator[None]:
-    """Run one call of a patched model in this thread, which uses the results of these tokens. Only
-    within this context, masks are left out.
-    """
-    before = getattr(_running, "used", None)
-    _running.used = used
-    try:
-        yield
-    finally:
-        _running.used = before
 
 
 class AttentionTable:

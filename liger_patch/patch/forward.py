@@ -26,7 +26,7 @@ from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import is_traced, is_without_values
 from liger_patch.layers.checks import is_transformers
-from liger_patch.layers.masked_attention import UsedTokens, using_results_of
+from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
@@ -87,7 +87,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         added = PatchArguments(number, take_weights(kwargs))
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
-            with nullcontext() if is_traced() else using_results_of(UsedTokens()):
+            with nullcontext() if is_traced() else UsedTokens():
                 return inner(*args, **kwargs)
         return _forward_with_loss(self, record, inner, args, kwargs, named, added)
 
@@ -223,8 +223,10 @@ def _deferred_forward(
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not is_traced():
-                used = _used_by_loss(model, record, forward_pass.expected, named)
-                stack.enter_context(using_results_of(used))
+                used = UsedTokens(
+                    functools.partial(_used_by_loss, model, record, forward_pass.expected, named)
+                )
+                stack.enter_context(used)
                 forward_pass.used = used if torch.is_grad_enabled() else None
             outputs = inner(*args, **kwargs)
         if is_exporting():
@@ -239,14 +241,15 @@ def _used_by_loss(
     record: PatchRecord,
     expected: ExpectedLabels | None,
     named: Mapping[str, Any],
-) -> UsedTokens:
-    """Return the tokens whose results a call uses: all of them in a loss that is not fused, or that
-    may not be the one that is expected, as in a forward that is not Transformers' own.
+) -> Tensor | None:
+    """Return (B, T) bool, True for the tokens whose results a call uses. None for all of them: in a
+    loss that is not fused, or that may not be the one that is expected, as in a forward that is not
+    Transformers' own.
     """
     if expected is None or not getattr(type(model), IN_GRAPH):
-        return UsedTokens()
+        return None
     if record.replaced_forward is not None or not is_transformers(original_class(model).forward):
-        return UsedTokens()
+        return None
     targets = expected.targets.view(expected.labels.shape)
     return used_tokens(model, record, targets, expected.ignore_index, named)
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.settings import PatchRecord
 
 OUTPUT_FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -22,11 +21,14 @@ def used_tokens(
     targets: Tensor,  # (B, T)
     ignore_index: int,
     named: Mapping[str, Any],
-) -> UsedTokens:
-    """Return the tokens whose results a call uses: those that predict a label. All of them, where a
-    router's loss or the caller may use others; where the mask is the caller's own, who may give it
-    to other calls; on several devices, to each of which the mask is copied; and in architectures
-    that are not tested.
+) -> Tensor | None:
+    """Return (B, T) bool, True for the tokens whose results a call uses: those that predict a
+    label. None for all of them, where a router's loss or the caller may use others; where the mask
+    is the caller's own, who may give it to other calls; on several devices, to each of which the
+    mask is copied; and in architectures that are not tested.
+
+    Layers that are not attention see earlier tokens that the mask does not show, as state-space
+    layers do: there, all tokens up to the last that predicts a label are used.
 
     Args:
         targets: (B, T) the label that each token predicts.
@@ -41,6 +43,7 @@ def used_tokens(
     has_own_mask = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if uses_others or has_own_mask or len(devices) > 1 or not record.tested:
-        return UsedTokens()
+        return None
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
-    return UsedTokens(targets, ignore_index, recurrent=bool(model._is_stateful or others))
+    used = targets != ignore_index
+    return used.flip(-1).cummax(-1).values.flip(-1) if model._is_stateful or others else used
