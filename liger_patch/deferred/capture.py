@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -116,17 +116,17 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     return len(dtypes) == 1
 
 
-@contextmanager
-def deferring_head(
-    model: nn.Module, module: nn.Module, owner: Owner, *, in_graph: bool = False
-) -> Iterator[None]:
-    """Make the head return deferred logits within this context.
+def defer_head(
+    stack: ExitStack, model: nn.Module, module: nn.Module, owner: Owner, *, in_graph: bool = False
+) -> None:
+    """Make the head return deferred logits until the stack is closed.
 
     The head's hooks run as always, and so does a ``forward`` that somebody has put on the head. A
     head that does not multiply by a readable weight (a tensor subclass, an unknown quantized layer)
     returns its real logits.
 
     Args:
+        stack: undoes it.
         model: the patched model.
         module: its output embedding.
         owner: the forward pass.
@@ -134,34 +134,30 @@ def deferring_head(
     """
     head = Head(model, module, owner)
     if in_graph and torch.compiler.is_dynamo_compiling() and _is_traced(module):
-        with _DeferLinear(head, None, in_graph=True):  # Dynamo cannot undo that forward is replaced
-            yield
+        # Dynamo cannot undo that forward is replaced
+        stack.enter_context(_DeferLinear(head, None, in_graph=True))
         return
-    with ExitStack() as stack:
-        hold = None
-        # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
-        if in_process_group() and not torch.compiler.is_compiling():
-            hold = stack.enter_context(keeping_weight(model, module))
-        for layer in _quantized_layers(module):
-            stack.enter_context(_replaced_forward(layer, _quantized_forward(layer, head)))
-        if nn.functional.linear.__module__.startswith("deepspeed"):
-            for layer in _linear_layers(module):
-                stack.enter_context(
-                    _replaced_forward(layer, functools.partial(_linear_forward, layer))
-                )
-        # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
-        # product
-        forward = module._modules.get("_orig_mod") or module.forward
+    hold = None
+    # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
+    if in_process_group() and not torch.compiler.is_compiling():
+        hold = stack.enter_context(keeping_weight(model, module))
+    for layer in _quantized_layers(module):
+        _replace_forward(stack, layer, _quantized_forward(layer, head))
+    if nn.functional.linear.__module__.startswith("deepspeed"):
+        for layer in _linear_layers(module):
+            _replace_forward(stack, layer, functools.partial(_linear_forward, layer))
+    # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
+    # product
+    forward = module._modules.get("_orig_mod") or module.forward
 
-        def deferring_forward(*args, **kwargs):
-            with _DeferLinear(head, hold):
-                logits = forward(*args, **kwargs)
-            if isinstance(logits, DeferredLogits) and logits.is_outdated:
-                return forward(*args, **kwargs)  # a hook has cast or freed the weight since
-            return logits
+    def deferring_forward(*args, **kwargs):
+        with _DeferLinear(head, hold):
+            logits = forward(*args, **kwargs)
+        if isinstance(logits, DeferredLogits) and logits.is_outdated:
+            return forward(*args, **kwargs)  # a hook has cast or freed the weight since
+        return logits
 
-        stack.enter_context(_replaced_forward(module, deferring_forward))
-        yield
+    _replace_forward(stack, module, deferring_forward)
 
 
 def _is_traced(module: nn.Module) -> bool:
@@ -177,9 +173,10 @@ def _is_traced(module: nn.Module) -> bool:
     return type(module).forward is FORWARD
 
 
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of this one module for calls of this thread, within this context."""
+def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace the forward of this one module for calls of this thread, until the stack is
+    closed.
+    """
     before = vars(module).get("forward", MISSING)
     original = module.forward
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
@@ -192,13 +189,10 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         return forward(*args, **kwargs)
 
     module.forward = forward_of_thread
-    try:
-        yield
-    finally:
-        if before is MISSING:
-            del module.forward
-        else:
-            module.forward = before
+    if before is MISSING:
+        stack.callback(delattr, module, "forward")
+    else:
+        stack.callback(setattr, module, "forward", before)
 
 
 def _linear_layers(head: nn.Module) -> list[nn.Linear]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +28,13 @@ from liger_patch.integrations.trl_adapters import (
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
-from liger_patch.patch.forward import deferring, leads_to_patch, patched_class, record_of
+from liger_patch.patch.forward import (
+    defer_logits,
+    leads_to_patch,
+    one_at_a_time,
+    patched_class,
+    record_of,
+)
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.patch.token_weights import take_weights, weights_of_targets
@@ -181,7 +188,8 @@ class LogProbsCall:
         same_gradient: bool,
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
-        with deferring(model, record) as forward_pass:
+        with one_at_a_time(model), ExitStack() as stack:
+            forward_pass = defer_logits(stack, model, record)
             if forward_pass.unfused is not None:
                 record.fall_back(forward_pass.unfused)
                 return None

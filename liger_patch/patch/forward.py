@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.capture import MISSING, deferring_head
+from liger_patch.deferred.capture import MISSING, defer_head
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.traced import TracedLogits, is_exporting
@@ -211,15 +211,16 @@ def _deferred_forward(
     added: PatchArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
-    with _one_at_a_time(model):  # before its loss function is read
+    with one_at_a_time(model):  # before its loss function is read
         is_transformers_loss = model.loss_function is ForCausalLMLoss and why_transformed() is None
         in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
-        with deferring(model, record, in_graph=in_graph) as forward_pass, ExitStack() as stack:
+        with ExitStack() as stack:
+            forward_pass = defer_logits(stack, model, record, in_graph=in_graph)
             forward_pass.starts = starts
             forward_pass.num_sequences = added.num_sequences
             forward_pass.loss_weights = added.loss_weights
             if is_transformers_loss:
-                stack.enter_context(_replaced_loss_function(model, forward_pass.causal_lm_loss))
+                _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not is_traced():
@@ -278,21 +279,21 @@ def _needs_sequence_starts(record: PatchRecord, labels: object, added: PatchArgu
     return record.tested or labels.dim() == 2
 
 
-def _one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
+def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Return the lock of a model whose head and loss function are replaced for a forward pass."""
     if torch.compiler.is_compiling():  # Dynamo does not trace locks
         return nullcontext()
     return _LOCKS.setdefault(model, threading.RLock())
 
 
-@contextmanager
-def deferring(
-    model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
-) -> Iterator[ForwardPass]:
-    """Defer the logits of a patched model within this context, unless something prevents it or
-    LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
+def defer_logits(
+    stack: ExitStack, model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
+) -> ForwardPass:
+    """Defer the logits of a patched model until the stack is closed, unless something prevents it
+    or LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
 
     Args:
+        stack: undoes it; within ``one_at_a_time``.
         in_graph: whether logits may stay deferred within a graph of torch.compile.
     """
     head = model.get_output_embeddings()
@@ -300,13 +301,10 @@ def deferring(
     if unfused is None and is_without_values() and not _is_settled(record):
         unfused = "the call runs without values, before a training step has been compared"
     forward_pass = ForwardPass(record, head, unfused)
-    with _one_at_a_time(model), ExitStack() as stack:
-        if head is not None and not (flags.return_logits() is True or unfused):
-            stack.enter_context(deferring_head(model, head, forward_pass, in_graph=in_graph))
-        try:
-            yield forward_pass
-        finally:
-            forward_pass.running = False
+    stack.callback(setattr, forward_pass, "running", False)
+    if head is not None and not (flags.return_logits() is True or unfused):
+        defer_head(stack, model, head, forward_pass, in_graph=in_graph)
+    return forward_pass
 
 
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:
@@ -331,25 +329,18 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
     )
 
 
-@contextmanager
-def _replaced_loss_function(
-    model: PreTrainedModel, loss_function: Callable[..., Any]
-) -> Iterator[None]:
-    """Set ``model.loss_function``, a property of Transformers, within this context."""
+def _replace_loss_function(
+    stack: ExitStack, model: PreTrainedModel, loss_function: Callable[..., Any]
+) -> None:
+    """Set ``model.loss_function``, a property of Transformers, until the stack is closed."""
     record = record_of(model)
     if torch.compiler.is_dynamo_compiling() and record is not None:
         record.traced_loss_function = loss_function  # Dynamo cannot undo that an attribute is set
-        try:
-            yield
-        finally:
-            record.traced_loss_function = None
+        stack.callback(setattr, record, "traced_loss_function", None)
         return
     before = vars(model).get("_loss_function", MISSING)
     model.loss_function = loss_function
-    try:
-        yield
-    finally:
-        if before is MISSING:
-            del model._loss_function
-        else:
-            model.loss_function = before
+    if before is MISSING:
+        stack.callback(delattr, model, "_loss_function")
+    else:
+        stack.callback(setattr, model, "loss_function", before)
