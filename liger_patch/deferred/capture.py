@@ -149,11 +149,12 @@ def defer_head(
     # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
     # product
     forward = module._modules.get("_orig_mod") or module.forward
+    is_plain = getattr(forward, "__func__", None) is FORWARD  # a product, and no hook after it
 
     def deferring_forward(*args, **kwargs):
         with _DeferLinear(head, hold):
             logits = forward(*args, **kwargs)
-        if isinstance(logits, DeferredLogits) and logits.is_outdated:
+        if not is_plain and isinstance(logits, DeferredLogits) and logits.is_outdated:
             return forward(*args, **kwargs)  # a hook has cast or freed the weight since
         return logits
 
