@@ -74,7 +74,9 @@ def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
     """Return (B, T) what each token predicts: the next label of its row."""
-    return pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
+    targets[..., :-1] = labels[..., 1:]
+    return targets
 
 
 def sequence_weights(
