@@ -29,7 +29,6 @@ from liger_patch.kernels.backend import inlined_only, is_plain
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
-MISSING = object()
 
 
 class _DeferLinear(TorchFunctionMode):
@@ -178,7 +177,6 @@ def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[...,
     """Replace the forward of this one module for calls of this thread, until the stack is
     closed.
     """
-    before = vars(module).get("forward", MISSING)
     original = module.forward
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
@@ -189,11 +187,19 @@ def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[...,
             return original(*args, **kwargs)
         return forward(*args, **kwargs)
 
-    module.forward = forward_of_thread
-    if before is MISSING:
-        stack.callback(delattr, module, "forward")
+    replace_attribute(stack, module, "forward", forward_of_thread)
+
+
+def replace_attribute(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of this one module, which is no module or tensor, until the stack is
+    closed.
+    """
+    attributes = vars(module)
+    if name in attributes:
+        stack.callback(attributes.__setitem__, name, attributes[name])
     else:
-        stack.callback(setattr, module, "forward", before)
+        stack.callback(attributes.pop, name)
+    attributes[name] = value
 
 
 def _linear_layers(head: nn.Module) -> list[nn.Linear]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.capture import MISSING, defer_head
+from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.traced import TracedLogits, is_exporting
@@ -332,15 +332,12 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
 def _replace_loss_function(
     stack: ExitStack, model: PreTrainedModel, loss_function: Callable[..., Any]
 ) -> None:
-    """Set ``model.loss_function``, a property of Transformers, until the stack is closed."""
+    """Set what ``model.loss_function``, a property of Transformers, gives, until the stack is
+    closed.
+    """
     record = record_of(model)
     if torch.compiler.is_dynamo_compiling() and record is not None:
         record.traced_loss_function = loss_function  # Dynamo cannot undo that an attribute is set
         stack.callback(setattr, record, "traced_loss_function", None)
         return
-    before = vars(model).get("_loss_function", MISSING)
-    model.loss_function = loss_function
-    if before is MISSING:
-        stack.callback(delattr, model, "_loss_function")
-    else:
-        stack.callback(setattr, model, "loss_function", before)
+    replace_attribute(stack, model, "_loss_function", loss_function)
