@@ -160,11 +160,10 @@ class ForwardPass:
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
         flat = self._flat_targets(labels, shift_labels, ignore_index)
-        targets = flat.view(given.shape)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
-            supervised = targets != ignore_index
+            supervised = flat != ignore_index
             if torch.compiler.is_dynamo_compiling() or is_without_values():
                 count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
                 num_items_in_batch = count + (count == 0)
@@ -188,9 +187,9 @@ class ForwardPass:
         token_weight = None
         if self.loss_weights is not None:
             of_labels, shifted = self.loss_weights.to(logits.device), shift_labels is not None
-            token_weight = weights_of_targets(of_labels, targets, shifted=shifted).reshape(-1)
+            token_weight = weights_of_targets(of_labels, given, shifted=shifted).reshape(-1)
         if self.record.settings.loss_average == "sequence":
-            supervised = targets.to(logits.device) != ignore_index
+            supervised = flat.view(given.shape).to(logits.device) != ignore_index
             token_weight, count = self._sequence_weights(supervised, logits.dtype)
             num_items_in_batch = self._denominator(count, num_items_in_batch)
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
@@ -346,7 +345,7 @@ class ForwardPass:
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
             return None
         parts = parts_of(logits)
-        if parts is None or logits.shape[-1] != vocab_size:
+        if parts is None or parts.weight.shape[0] != vocab_size:
             self.record.fall_back(
                 f"the head ({self.head_name}) or the model does more to the logits than a fused "
                 "loss can follow"
