@@ -157,17 +157,18 @@ class HeadCall:
         with torch.set_grad_enabled(self.grad_enabled):
             return self.compute(*self.tensors)
 
+    @runs_eagerly
     def changed(self) -> str | None:
         """Say what has changed since, so that other logits would be computed; None for nothing."""
         if any(tuple(names) != before for names, before in self.merged):
             return "an adapter was merged into the head's weight, or unmerged,"
-        is_current = isinstance(self.weight, Tensor) or self.weight.is_current()
         names = "the hidden states", "the head's weight", "the head's bias"
         tensors = self.hidden_states, *self.stored
         for name, tensor, state in zip(names, tensors, self.states, strict=True):
-            if _state_of(tensor) != state or (name == "the head's weight" and not is_current):
+            if _state_of(tensor) != state:
                 return f"{name} changed"
-        return None
+        is_current = isinstance(self.weight, Tensor) or self.weight.is_current()
+        return None if is_current else "the head's weight changed"
 
     def freed(self) -> bool:
         """Return whether an engine that shards the head has freed its weight since."""
@@ -218,7 +219,6 @@ _ONE_AT_A_TIME = threading.Lock()
 _optimizer_steps: Any = WeakIdKeyDictionary()  # the few tensors that are watched -> steps
 
 
-@runs_eagerly
 def _state_of(tensor: Tensor | None) -> State | None:
     """Return the state of a tensor now; a write through ``tensor.data`` alone is not seen."""
     if tensor is None:
