@@ -109,7 +109,9 @@ def autocast_to(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context within which products keep the dtype of their operands."""
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    if autocast_dtype(device_type) is None:
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def check_plain_tensors(**arguments: object) -> None:
