@@ -124,8 +124,9 @@ class Wanted(NamedTuple):
     @classmethod
     def by(cls, inputs: HeadInputs) -> Wanted:
         """Return those that PyTorch would compute."""
-        needed: list[Any] = [t is not None and t.requires_grad for t in inputs]
-        return cls(*(torch.is_grad_enabled() and each for each in needed))
+        if not torch.is_grad_enabled():
+            return cls()
+        return cls(*[tensor is not None and tensor.requires_grad for tensor in inputs])
 
 
 class Surroundings(NamedTuple):

@@ -64,7 +64,8 @@ def order_tokens(
     for each token one over the number of supervised ones, 1 for none.
     """
     tokens, device = len(labels), labels.device
-    ordered, rows = torch.empty(2, tokens, dtype=torch.int64, device=device)
+    ordered = torch.empty(tokens, dtype=torch.int64, device=device)
+    rows = torch.empty_like(ordered)
     means = torch.empty(tokens, dtype=torch.float32, device=device)
     counts = torch.empty(2, dtype=torch.int64, device=device)
     with torch.cuda.device_of(labels):
