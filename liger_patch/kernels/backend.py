@@ -109,9 +109,7 @@ def autocast_to(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context within which products keep the dtype of their operands."""
-    if autocast_dtype(device_type) is None:
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return autocast_to(device_type, None)
 
 
 def check_plain_tensors(**arguments: object) -> None:
