@@ -75,8 +75,7 @@ class Head:
         return tuple((names, tuple(names)) for names in lists)
 
 
-@dataclass(frozen=True)
-class HeadCall:
+class HeadCall(NamedTuple):
     """One product of the head: its inputs, the state it was made in, and its owner.
 
     Attributes:

@@ -7,8 +7,7 @@ the device has run the whole forward pass, and only then launch the backward pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from liger_patch.kernels.head.labels import compact_ahead
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 
 
-@dataclass(frozen=True)
-class ExpectedLabels:
+class ExpectedLabels(NamedTuple):
     """What the loss of a call will be given, if the model does not change it.
 
     Attributes:
