@@ -90,7 +90,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     from liger_patch.cli import report
     from liger_patch.cli.estimate import GIB, estimate, most_attended, most_positions
     from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
-    from liger_patch.registry import row_of
+    from liger_patch.registry import is_tested
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype
@@ -118,7 +118,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         parser.error(str(error))
     model, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
-    tested = row_of(transformers_model(model)) is not None
+    tested = is_tested(transformers_model(model))
     attended = most_attended(config, options.batch)
     notes = report.notes(model_class_name(config), tested, estimates, attended)
     if options.json:

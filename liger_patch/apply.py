@@ -60,8 +60,9 @@ def apply_patch(
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in
-            ``liger_patch.registry`` is compared with the ordinary path at its first calls with
-            labels, and warns once of what was compared. Where that differs, it is not fused.
+            ``liger_patch.registry``, or whose class has a forward of its own, is compared with the
+            ordinary path at its first calls with labels, and warns once of what was compared.
+            Where that differs, it is not fused.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1].
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
         chunk_mib: MiB of logits held at once; by default 512, or 256 where the head is frozen. The
@@ -83,14 +84,15 @@ def apply_patch(
         checkpoint_every: with ``checkpoint_offload``, of how many layers one input is kept, for
             hosts with too little memory. The backward pass computes the others again, bit for bit:
             with 2, every second layer runs forward once more. Not in a process group.
-        strict: whether an architecture without a row is an error. LIGER_PATCH_STRICT=1 does so too.
+        strict: whether such an architecture or class is an error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: an option is out of range; or, with ``strict``, the architecture has no row in
-            the registry (the message names the most similar ones).
+            the registry (the message names the most similar ones), or its class has a forward of
+            its own.
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
@@ -115,7 +117,7 @@ def apply_patch(
         patched = patched_class(patched)
     record = PatchRecord(
         settings,
-        tested=row is not None,
+        tested=registry.is_tested(target),
         architecture=f"{type(target).__name__} ({target.config.model_type})",
         layers=asked,
     )
@@ -274,7 +276,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     record = record_of(target)
     rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
     if record is None:
-        architecture = "tested" if registry.row_of(target) is not None else "not tested"
+        architecture = "tested" if registry.is_tested(target) else "not tested"
         return PatchStatus(False, None, None, (*rows, ("patched", "no")), architecture)
     follow_adapters(target, record)
     architecture = _architecture_status(record)

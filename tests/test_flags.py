@@ -13,6 +13,7 @@ from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, joined, step, widened
+from untested_classes import NOTICE
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -238,7 +239,8 @@ def test_a_mean_of_sequences_may_stand_beside_another_cross_entropy(model: Any) 
     model.__class__ = WithAuxiliaryLoss
     batch = {name: value[:1] for name, value in tiny_batch(model).items()}  # one sequence
     expected = step(model, batch)
-    ours = step(apply_patch(model, loss_average="sequence"), batch)
+    with pytest.warns(UserWarning, match=NOTICE):
+        ours = step(apply_patch(model, loss_average="sequence"), batch)
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value)

@@ -12,7 +12,7 @@ from liger_patch.registry.architectures import ARCHITECTURES, Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "Architecture", "available", "find", "missing", "row_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "available", "find", "is_tested", "missing", "row_of"]
 CLOSEST = 3  # rows that an error names
 
 
@@ -26,15 +26,29 @@ def row_of(model: PreTrainedModel) -> Architecture | None:
     return None
 
 
+def is_tested(model: PreTrainedModel) -> bool:
+    """Return whether `model` has a row, and its class runs Transformers' own forward: no row says
+    what another forward does with its labels.
+    """
+    return row_of(model) is not None and not _has_own_forward(model)
+
+
 def find(model: PreTrainedModel) -> Architecture:
     """Return the row of `model`.
 
-    Raises ValueError, naming the most similar rows, where there is none.
+    Raises ValueError where there is none, naming the most similar rows, or where the class of
+    `model` has a forward of its own.
     """
     row = row_of(model)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if row is not None and _has_own_forward(model):
+        raise ValueError(
+            f"model is a {type(model).__name__} with config.model_type {model_type!r}, whose "
+            f"forward is not that of Transformers: the row of {row.class_name} in "
+            "liger_patch.registry does not cover it"
+        )
     if row is not None:
         return row
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
     rows = [f"{row.model_type}: {row.class_name}" for row in ARCHITECTURES]
     closest = get_close_matches(f"{model_type}: {type(model).__name__}", rows, CLOSEST, cutoff=0.0)
     raise ValueError(
@@ -54,6 +68,14 @@ def missing() -> list[Architecture]:
     """Return the rows whose class the installed Transformers does not have."""
     exported = _exported_names()
     return [row for row in ARCHITECTURES if row.class_name not in exported]
+
+
+def _has_own_forward(model: PreTrainedModel) -> bool:
+    """Return whether the forward of the model's class is defined outside of Transformers. That of a
+    patched class names the module of the forward that it runs.
+    """
+    module = getattr(getattr(type(model), "forward", None), "__module__", None)
+    return module is not None and not module.startswith("transformers.")
 
 
 def _exported_names() -> frozenset[str]:

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from untested_classes import NOTICE
 
 from liger_patch import apply_patch
 from liger_patch.patch.forward import record_of
@@ -230,7 +231,10 @@ def test_a_forward_of_the_users_keeps_its_mask(calls: Calls) -> None:
     torch.manual_seed(0)
     model, batch = WithPenalty(CONFIGS["llama"]).train(), make_batch("padded left")
     truth, own = step(widened(model), batch), step(model, batch)
+    apply_patch(model, layers=["attention"])
+    with pytest.warns(UserWarning, match=NOTICE):
+        step(model, batch)
     calls.own.clear()
-    ours = step(apply_patch(model, layers=["attention"]), batch)
+    ours = step(model, batch)
     assert (calls.flash, calls.own) == ([], [True, True])
     assert_right(ours, own, truth)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from training_step import Float64, Step, call, gradients, patched, step, widened
 from transformers.modeling_outputs import CausalLMOutput
+from untested_classes import NOTICE
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -249,7 +250,8 @@ def test_a_loss_that_the_model_computes_itself_is_fused(own_loss: Any, smoothing
     batch = tiny_batch(own_loss)
     truth = step(own_loss, batch, smoothing=smoothing)
     with patched(own_loss):
-        ours = step(own_loss, batch, smoothing=smoothing)
+        with pytest.warns(UserWarning, match=NOTICE):
+            ours = step(own_loss, batch, smoothing=smoothing)
         assert patch_status(own_loss).fused
         assert not call(own_loss, batch).logits.is_computed
     assert_no_worse(ours, truth, truth, torch.float32)
@@ -264,7 +266,8 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
     with patched(model, **options):
         truth = step(model, batch)
     with patched(own_loss, **options):
-        ours = step(own_loss, batch)
+        with pytest.warns(UserWarning, match=NOTICE):
+            ours = step(own_loss, batch)
         assert patch_status(own_loss).fused
         of_its_own = step(own_loss, batch, smoothing=0.3)["loss"]
     assert_no_worse(ours, truth, truth, torch.float32)

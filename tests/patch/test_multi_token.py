@@ -16,6 +16,7 @@ from transformers import (
     ProphetNetForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from untested_classes import NOTICE
 
 from liger_patch import apply_patch, patch_status, registry
 
@@ -62,7 +63,10 @@ def test_losses_of_one_head_sum_into_its_gradient(tied: bool, reads: list[Any]) 
     model = MultiToken(config).double().train()
     batch = tiny_batch(model)
     eager = step(model, batch)
-    ours = step(apply_patch(model), batch)
+    with pytest.warns(UserWarning, match=NOTICE):
+        step(apply_patch(model), batch)
+    reads.clear()  # of the comparison
+    ours = step(model, batch)
     status = patch_status(model)
     assert (status.fused, status.reason, reads) == (True, None, [])
     eager, ours = tell_apart(eager, ours)

@@ -191,6 +191,46 @@ def test_labels_are_masked_at_boundaries_only_where_they_are_shifted() -> None:
             torch.testing.assert_close(call(model, batch).loss, truth)
 
 
+class Preshifted(Unshifted):
+    """Its labels are shifted by the data set."""
+
+    def forward(self, input_ids: Any, labels: Any = None, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, labels)
+
+
+class OtherInit(transformers.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.number = 1
+
+
+def test_a_tested_class_with_another_forward_is_compared_and_keeps_its_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In packed rows too: nothing says that its labels are not shifted yet."""
+    monkeypatch.setattr(registry, "ARCHITECTURES", (LLAMA,))
+    model = make_model(Preshifted).double()
+    batch = {k: v for k, v in tiny_batch(model, batch=1).items() if k != "attention_mask"}
+    batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    batch["labels"] = batch["input_ids"].roll(-1, 1)
+    eager = step(model, batch)
+    with pytest.raises(ValueError, match=r"Preshifted .* whose forward is not that of"):
+        apply_patch(model, strict=True)
+    assert patch_status(model).architecture == "not tested"
+    assert_eagers(apply_patch(model), batch, eager, None)
+    assert "own loss" in str(patch_status(model))
+
+
+def test_a_tested_class_with_its_forward_counts_as_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "ARCHITECTURES", (LLAMA,))
+    model = make_model(OtherInit)
+    assert patch_status(model).architecture == "tested"
+    apply_patch(model, strict=True)
+    call(model, tiny_batch(model))
+    again = type(model)(model.config)  # of the patched class
+    assert patch_status(apply_patch(again, strict=True)).architecture == "tested"
+
+
 def test_a_model_without_a_head_is_left_alone_with_the_reason() -> None:
     config = tiny_model(LLAMA).config
     config.pad_token_id = 0
