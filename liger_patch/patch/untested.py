@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -79,8 +79,11 @@ def compare_losses(
     trial = TrialRecord(type(record.settings)(chunk_mib=record.chunk_mib))
     try:
         expected = _loss_of(model, run_own)
-        if expected is None or not torch.isfinite(expected):
-            return  # no supervised token: compare the next call
+        if expected is None:
+            record.compared = f"{SLICE}, but not its own loss, which its outputs do not hold"
+            return
+        if not torch.isfinite(expected):
+            return  # no supervised token, say: compare the next call
         try:
             found = _loss_of(model, lambda: fused(trial, *_copied(args, kwargs)))
         except torch.OutOfMemoryError:
@@ -120,13 +123,18 @@ def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]
 
 
 def _loss_of(model: PreTrainedModel, forward: Callable[[], Any]) -> Tensor | None:
-    """Return the loss of a forward pass that leaves nothing behind, or None where it has none."""
+    """Return the loss of a forward pass that leaves nothing behind, or None where it has none: what
+    a mapping or an object names "loss", or the first of a tuple.
+    """
     try:
         with torch.no_grad(), _same_random_numbers(model), _same_state(model):
             outputs = forward()
     finally:
         torch.clear_autocast_cache()  # torch 2.6 keeps casts that were made without gradients
-    loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None
     return loss.reshape(())

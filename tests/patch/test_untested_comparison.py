@@ -54,6 +54,37 @@ def test_the_comparison_leaves_random_numbers_and_buffers_alone() -> None:
     assert calls == 2
 
 
+class InMapping(Tomorrow):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return dict(super().forward(*args, **kwargs))
+
+
+class Renamed(Tomorrow):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        return {"lm_loss": outputs.loss, "logits": outputs.logits}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "compared"),
+    [(InMapping, "loss", "its own loss .* with"), (Renamed, "lm_loss", "but not its own loss, wh")],
+)
+def test_outputs_in_a_mapping_are_compared_once(cls: Any, name: str, compared: str) -> None:
+    model, batch = apply_patch(make_model(cls)), tiny_batch(make_model())
+    calls: list[Any] = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    with torch.no_grad():
+        for _ in range(2):
+            calls.clear()
+            model(**batch)
+            counts.append(len(calls))
+    assert counts == [3 if cls is InMapping else 2, 1]
+    with pytest.warns(UserWarning, match=f"no test of .* {compared}.*: they agree"):
+        model(**batch)[name].backward()
+    assert patch_status(model).architecture == "verified"
+
+
 def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next() -> None:
     model = apply_patch(make_model(LooksAtTypes))
     batch = tiny_batch(model)
