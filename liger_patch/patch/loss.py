@@ -43,7 +43,7 @@ from liger_patch.patch.packing import (
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
 from liger_patch.patch.untested import SLICE, TrialRecord
-from liger_patch.patch.verify import disagreement, loss_rounding
+from liger_patch.patch.verify import NotComparable, disagreement, loss_rounding
 
 Deferred = DeferredLogits | TracedLogits
 KNOWN = (DeferredLogits, TracedLogits, DistributedLogits)
@@ -360,7 +360,7 @@ class ForwardPass:
         """Return whether the fused loss is to be trusted.
 
         With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
-        training step compares it with the ordinary path.
+        training step with supervised tokens and finite values compares it with the ordinary path.
         """
         record = self.record
         if isinstance(record, TrialRecord):
@@ -370,6 +370,8 @@ class ForwardPass:
         if wanted and torch.is_grad_enabled() and not record.verified:
             try:
                 difference = disagreement(parts, labels, **options)
+            except NotComparable:  # the next batch may be
+                return True
             except torch.OutOfMemoryError:
                 if flags.verify() or is_dtensor(parts.weight):
                     raise  # other ranks wait for this one
@@ -377,11 +379,11 @@ class ForwardPass:
                 own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
                 compared = f"{own}, but no gradients" if has_own else "nothing"
                 difference, record.compared = None, f"{compared}, as memory was short"
-            record.verified = bool((labels != options["ignore_index"]).any())
+            record.verified = True
             if difference is not None:
                 by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
                 record.distrusted = f"{by} {difference}"
-            elif record.verified and not record.tested:
+            elif not record.tested:
                 self._say_what_was_compared()
         return record.distrusted is None
 

@@ -2,6 +2,7 @@
 LIGER_PATCH_VERIFY, and for architectures without a row in the registry.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,10 @@ ROUNDINGS = 8  # eps of the largest value that are allowed beside that: sums dif
 Loss = Callable[[HeadInputs], Tensor]
 
 
+class NotComparable(Exception):
+    """A batch has no supervised token, or its ordinary loss or gradients are not finite."""
+
+
 def disagreement(
     parts: Parts,
     labels: Tensor,  # (N,)
@@ -49,12 +54,15 @@ def disagreement(
     comparison needs two copies of the head's weight in the wider dtype. If the vocabulary is
     distributed, these are of this rank's rows, every rank must call this function, and all ranks
     get the same answer.
+
+    Raises:
+        NotComparable: another batch has to be compared.
     """
     # the kernels that the whole batch runs, not those of a small one
     hopper_kernels = is_worth_odds(len(labels)) or None
     inputs, labels = _slice(parts, labels, ignore_index)
     if len(labels) == 0:
-        return None
+        raise NotComparable
     options = LossOptions(
         ignore_index, parts.softcap, parts.logit_scale, label_smoothing, z_loss, class_weight
     )
@@ -102,6 +110,8 @@ def disagreement(
             [ours[name] - value, eager[name] - value, value], parts.weight
         )
         allowed = EAGER_ERRORS * eager_off + rounding * largest
+        if not math.isfinite(allowed):
+            raise NotComparable
         if not off <= allowed:
             return (
                 f"found a difference on the first {len(labels)} supervised tokens. "

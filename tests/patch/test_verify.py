@@ -183,6 +183,20 @@ def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
         call(model, batch)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_leaves_the_comparison_to_the_next(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch, weight = tiny_batch(model), model.lm_head.weight.data.clone()
+    model.lm_head.weight.data.fill_(value)
+    assert not call(model, batch).loss.isfinite()
+    model.lm_head.weight.data.copy_(weight)
+    monkeypatch.setattr(gradients, "product_", no_head_gradient(gradients.product_))
+    with pytest.warns(UserWarning, match="LIGER_PATCH_VERIFY found a difference"):
+        call(model, batch)
+
+
 @pytest.mark.parametrize(("length", "hopper_kernels"), [(256, None), (257, True)])
 def test_the_kernels_of_the_batch_are_compared(
     monkeypatch: pytest.MonkeyPatch,
