@@ -108,7 +108,8 @@ def apply_patch(
     _choose_layers(target, row, layers, names)
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
-        record.verified, record.compared, record.distrusted = False, None, None
+        record.verified, record.compared = False, None
+        record.distrusted, record.differs = None, False
         record.longest_row = None
         _set_offload(record, checkpoint_offload, checkpoint_every)
         return model
@@ -248,8 +249,9 @@ class PatchStatus:
         fused: whether its last loss was fused; None before the first call with labels.
         reason: why its last loss was not fused; None if it was, or before the first call.
         rows: (name, value) of each line of the table.
-        architecture: "tested"; or, without a row in the registry, "not tested", "verified" once a
-            training step was compared, or "differs" where that found a difference.
+        architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
+            tested", "verified" once a training step was compared, "differs" where that found a
+            difference, or "not fusable" where nothing can be compared: its loss reads the logits.
     """
 
     patched: bool
@@ -338,7 +340,7 @@ def _architecture_status(record: PatchRecord) -> str:
     if record.tested:
         return "tested"
     if record.distrusted is not None:
-        return "differs"
+        return "differs" if record.differs else "not fusable"
     return "verified" if record.verified else "not tested"
 
 

@@ -153,6 +153,7 @@ def defer_head(
     def deferring_forward(*args, **kwargs):
         with _DeferLinear(head, hold):
             logits = forward(*args, **kwargs)
+        owner.head_defers = isinstance(logits, DeferredLogits)
         if not is_plain and isinstance(logits, DeferredLogits) and logits.is_outdated:
             return forward(*args, **kwargs)  # a hook has cast or freed the weight since
         return logits

@@ -29,9 +29,11 @@ class Owner(Protocol):
 
     Attributes:
         loss_of_graph: the fused loss that a graph of torch.compile has computed, if any.
+        head_defers: whether the head's last call returned deferred logits; None before the first.
     """
 
     loss_of_graph: Tensor | None
+    head_defers: bool | None
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient."""

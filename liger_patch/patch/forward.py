@@ -324,9 +324,8 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
     if flags.return_logits() is True:
         record.note_logits_asked()
         return
-    record.fall_back(
-        forward_pass.unfused or f"{name} computes a loss of its own that reads the logits"
-    )
+    why = forward_pass.unfused
+    record.fall_back(why or f"{name} computes a loss of its own: {forward_pass.why_not_recorded}")
 
 
 def _replace_loss_function(

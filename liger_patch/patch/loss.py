@@ -91,6 +91,7 @@ class ForwardPass:
         read_by: the first operation that needed the values of the logits; None if none did.
         unreached: the option that the model's own loss could not be given, None if none.
         loss_of_graph: the fused loss that a graph of torch.compile has computed, None without.
+        head_defers: whether the head's last call returned deferred logits; None before the first.
         expected: the labels of the call, counted before the model ran; None where they were not.
         used: the tokens whose results model and loss use; None in a call without gradients.
     """
@@ -106,6 +107,7 @@ class ForwardPass:
     read_by: str | None = None
     unreached: str | None = None
     loss_of_graph: Tensor | None = None
+    head_defers: bool | None = None
     expected: ExpectedLabels | None = None
     used: UsedTokens | None = None
 
@@ -113,6 +115,17 @@ class ForwardPass:
     def head_name(self) -> str:
         """The head, for messages."""
         return description(self.head)
+
+    @property
+    def why_not_recorded(self) -> str:
+        """What keeps a loss that the model computes itself from being fused, for messages."""
+        if self.read_by is not None:
+            return f"the logits of the head ({self.head_name}) were read by {self.read_by}"
+        if self.head_defers is None:
+            return f"the head ({self.head_name}) was not called"
+        if self.head_defers:
+            return f"the logits of the head ({self.head_name}) have no part in it"
+        return f"the head ({self.head_name}) returns no product that can be recorded"
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient. A loss
@@ -382,7 +395,7 @@ class ForwardPass:
             record.verified = True
             if difference is not None:
                 by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
-                record.distrusted = f"{by} {difference}"
+                record.distrusted, record.differs = f"{by} {difference}", True
             elif not record.tested:
                 self._say_what_was_compared()
         return record.distrusted is None

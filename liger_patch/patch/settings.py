@@ -105,6 +105,7 @@ class PatchRecord:
             LIGER_PATCH_VERIFY, and for architectures without a row.
         distrusted: what one of these comparisons found wrong, in words: from then on, the model is
             not fused. None where nothing was wrong.
+        differs: whether that is another loss or gradient. Otherwise nothing could be compared.
         replaced_forward: the ``forward`` that the instance itself had when it was patched (hooks of
             accelerate, TRL's head); None where it had none.
         passes_through: whether ``replaced_forward`` only calls the model's own forward, so that
@@ -130,6 +131,7 @@ class PatchRecord:
     compared: str | None = None
     verified: bool = False
     distrusted: str | None = None
+    differs: bool = False
     replaced_forward: Callable[..., Any] | None = None
     passes_through: bool = False
     other_call: OtherCall | None = None

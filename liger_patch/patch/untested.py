@@ -107,6 +107,7 @@ def compare_losses(
             record.distrusted = f"its own loss changes from call to call ({loss:.6g}, {again})"
         else:
             record.distrusted = f"its own loss is {loss:.6g}, the fused one {found.item():.6g}"
+            record.differs = True
     except torch.OutOfMemoryError:
         record.compared = f"{SLICE}, but not its own loss, whose logits did not fit in memory"
 

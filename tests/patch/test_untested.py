@@ -12,6 +12,7 @@ from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, router_arguments, step, tell_apart
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -33,7 +34,7 @@ PICKED = [
     (Architecture("idefics3", "Idefics3ForConditionalGeneration", ""), None),
     (Architecture("t5gemma", "T5GemmaForConditionalGeneration", ""), None),
     (Architecture("bart", "BartForCausalLM", ""), None),  # labels are not shifted
-    (Architecture("bart", "BartForConditionalGeneration", ""), "a loss of its own that reads"),
+    (Architecture("bart", "BartForConditionalGeneration", ""), "Linear) were read by add"),
     (Architecture("inkling2_text", "Inkling2ForCausalLM", ""), "were read by __getitem__"),
 ]
 
@@ -51,6 +52,34 @@ class WithZLoss(Tomorrow):
 class NotCausal(Tomorrow):
     def loss_of(self, logits: Any, labels: Tensor) -> Any:
         return nn.functional.mse_loss(logits.tanh(), torch.zeros_like(logits))
+
+
+class NoHeadCall(Tomorrow):
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = nn.functional.linear(states, self.lm_head.weight)
+        return CausalLMOutputWithPast(loss=self.loss_of(logits, labels), logits=logits)
+
+
+class ByMatmul(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T
+
+
+class NoLinearHead(NoHeadCall):
+    forward = Tomorrow.forward
+
+    def get_output_embeddings(self) -> Any:
+        self.lm_head.__class__ = ByMatmul
+        return self.lm_head
+
+
+class LossOfStates(Tomorrow):
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        return self.lm_head.weight.square().mean()
 
 
 class OtherHead(Tomorrow):
@@ -94,7 +123,8 @@ def assert_eagers(model: Any, batch: Any, eager: Any, reason: str | None, **argu
     else:
         assert reason in said[0]
         assert reason in str(status.reason)
-        assert (status.fused, status.architecture) == (False, "differs")
+        found = "differs" if "its own loss is" in reason else "not fusable"
+        assert (status.fused, status.architecture) == (False, found)
     for results in (ours, again):
         expected, found = tell_apart(eager, results)
         assert_no_worse(found, expected, expected, torch.float32)
@@ -120,7 +150,16 @@ def test_a_picked_class_is_verified_and_fused_or_left_alone(
         (Tomorrow, None),
         (Unshifted, None),
         (WithZLoss, None),
-        (NotCausal, "a loss of its own that reads"),
+        (
+            NotCausal,
+            "a loss of its own: the logits of the head (torch.nn.modules.linear.Linear) were read",
+        ),
+        (NoHeadCall, "a loss of its own: the head (torch.nn.modules.linear.Linear) was not called"),
+        (NoLinearHead, "ByMatmul) returns no product that can be recorded"),
+        (
+            LossOfStates,
+            "the logits of the head (torch.nn.modules.linear.Linear) have no part in it",
+        ),
         (OtherHead, "were read by mul before the loss"),
         (LooksAtTypes, "its own loss is"),
         (RefusesTypes, "with deferred logits, it raises TypeError: plain tensors only"),
