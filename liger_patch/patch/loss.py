@@ -280,12 +280,9 @@ class ForwardPass:
         if self.running:
             # the model computes its own loss: the options of apply_patch are meant for this one
             settings = self.record.settings
-            if settings.loss_average != "token":
-                self.unreached = f"loss_average={settings.loss_average!r}"
-                return NotImplemented  # the sequences of the tokens are not known here
-            if self.loss_weights is not None:
-                self.unreached = LOSS_WEIGHTS
-                return NotImplemented  # nor their places in the labels
+            self.unreached = self._unreached_by(label_smoothing, reduction)
+            if self.unreached is not None:
+                return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
             if not self._trusts(parts, target, **options):
@@ -296,6 +293,21 @@ class ForwardPass:
         loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
         # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
+    def _unreached_by(self, label_smoothing: float, reduction: str) -> str | None:
+        """Return which option of ``apply_patch`` a loss of the model's own, with these options of its
+        own, cannot be given; None if it can be given all.
+        """
+        settings = self.record.settings
+        if settings.loss_average != "token":  # the sequences of the tokens are not known there
+            return f"loss_average={settings.loss_average!r}"
+        if self.loss_weights is not None:  # nor their places in the labels
+            return LOSS_WEIGHTS
+        if label_smoothing and settings.label_smoothing not in (0.0, label_smoothing):
+            return f"label_smoothing={settings.label_smoothing:g}"
+        if settings.reduction != "mean" and reduction != "mean":  # what follows is the model's own
+            return f"reduction={settings.reduction!r}"
+        return None
 
     def _has_starts_of(self, labels: Tensor) -> bool:
         return self.starts is not None and self.starts.shape == labels.shape

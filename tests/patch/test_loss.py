@@ -227,14 +227,23 @@ def test_the_same_step_twice_is_bitwise_the_same() -> None:
 class OwnLoss(transformers.LlamaForCausalLM):
     """Computes its loss itself, as some models of Transformers do."""
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, smoothing=0.0, **kwargs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        labels=None,
+        smoothing=0.0,
+        reduction="mean",
+        **kwargs,
+    ):
         hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             shifted = logits.float()[..., :-1, :].contiguous().view(-1, V)
             targets = labels[..., 1:].reshape(-1)
-            loss = nn.CrossEntropyLoss(label_smoothing=smoothing)(shifted, targets)
+            loss_function = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction)
+            loss = loss_function(shifted, targets).mean()
         return CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -269,10 +278,27 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
         with pytest.warns(UserWarning, match=NOTICE):
             ours = step(own_loss, batch)
         assert patch_status(own_loss).fused
-        of_its_own = step(own_loss, batch, smoothing=0.3)["loss"]
+        torch.testing.assert_close(step(own_loss, batch, smoothing=0.1), ours)
     assert_no_worse(ours, truth, truth, torch.float32)
-    with patched(model, **options | {"label_smoothing": 0.3}):
-        torch.testing.assert_close(of_its_own, step(model, batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "of_its_own"),
+    [
+        ({"label_smoothing": 0.3}, {"smoothing": 0.1}),
+        ({"reduction": "sum"}, {"reduction": "none"}),
+        ({"reduction": "sum"}, {"reduction": "sum"}),
+    ],
+)
+def test_an_option_that_the_models_own_loss_has_otherwise_is_an_error(
+    own_loss: Any, options: dict[str, Any], of_its_own: dict[str, Any]
+) -> None:
+    batch, (name,) = tiny_batch(own_loss), options
+    with (
+        patched(own_loss, **options),
+        pytest.raises(ValueError, match=f"^{name}=.* cannot reach the loss that OwnLoss computes"),
+    ):
+        call(own_loss, batch, **of_its_own)
 
 
 def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
