@@ -287,7 +287,7 @@ class Growth:
                 first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
         steps = [replace(step, length=each, host_gib=None) for each in lengths]
-        traces = [trace_step(config, each, contender)[0] for each in steps]
+        traces = [trace_step(config, each, contender, short_masks=False)[0] for each in steps]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
             return None
         growth = cls(lengths, traces, step, contender)

@@ -24,8 +24,14 @@ IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
 
 
-def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[Trace, Sizes]:
+def trace_step(
+    config: Any, step: TrainingStep, contender: Contender, *, short_masks: bool = True
+) -> tuple[Trace, Sizes]:
     """Return what a step of a model allocates, and the sizes of its weights.
+
+    Args:
+        short_masks: whether liger_patch makes the masks of short rows, as it does on a GPU. Without
+            them, rows of any length allocate the same pieces.
 
     Raises:
         ValueError: a model whose step needs the values of its tensors, or without kernels.
@@ -69,8 +75,8 @@ def trace_step(config: Any, step: TrainingStep, contender: Contender) -> tuple[T
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stand_in = getattr(operations, name)
             stack.enter_context(_replaced(masked_attention, name, stand_in))
-        # short rows have masks, too small to matter
-        stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
+        if not short_masks:
+            stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
         for name in ("may_serve_flash_attention", "segments_of_intervals"):
             stack.enter_context(_replaced(deferred_mask, name, getattr(operations, name)))
         stack.enter_context(masked_attention.UsedTokens())
