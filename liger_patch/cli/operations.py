@@ -32,6 +32,7 @@ PRODUCTS = (
     torch.bmm,
     torch.baddbmm,
 )
+ATTENTION = functional.scaled_dot_product_attention  # PyTorch's own, whatever stands there later
 IN_FLOAT32 = (functional.cross_entropy, functional.nll_loss, functional.log_softmax)
 CHUNK = "chunk of logits"
 ROWS_OF_SUMS = 1024  # of the kernel behind LoraGate: one sum of dB for as many
@@ -52,9 +53,10 @@ class GpuOperations(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
+        if func is ATTENTION:
             q, k, v = (self.as_operand(each) for each in args[:3])
-            return _Attention.apply(q, k, v, kwargs.get("attn_mask"))
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            return _Attention.apply(q, k, v, mask)
         if self.autocast is not None and func in PRODUCTS:
             args = tuple(self.as_operand(each) for each in args)
             kwargs = {name: self.as_operand(each) for name, each in kwargs.items()}
