@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk-mib", type=_size, help="liger_patch's chunk_mib")
     add("--supervised", type=_share, default=1.0, help="share of labels that count (default: 1)")
     add("--attention", choices=("sdpa", "eager"), help="default: what Transformers chooses")
-    add("--reserve-gib", type=_size, default=1.0,
+    add("--reserve-gib", type=_reserve, default=1.0,
         help="of a GPU, what a step cannot have: CUDA's context, gaps (default: 1)")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the parts of each peak")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -163,6 +163,14 @@ def _size(text: str) -> float:
     return value
 
 
+def _reserve(text: str) -> float:
+    """Return a finite number >= 0."""
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
+    return value
+
+
 def _share(text: str) -> float:
     """Return a number in (0, 1]."""
     value = _number(text)
@@ -175,7 +183,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return 0.0
+        return float("nan")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.subclass import ORIGINAL
 
 Model = TypeVar("Model", bound=nn.Module)
-NOT_ESTIMATED = "not estimated yet: liger_patch.memory.longest_row(model) does, in seconds"
+NOT_ESTIMATED = (
+    "not estimated yet: liger_patch.memory.longest_row(model) does, in seconds; with gib=... where "
+    "the model is not on one GPU"
+)
 
 
 def apply_patch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from liger_patch.apply import transformers_model
 from liger_patch.cli.contenders import EAGER, OURS, Contender
-from liger_patch.cli.estimate import GIB, explained, longest_rows
+from liger_patch.cli.estimate import GIB, explained, longest_rows, most_positions
 from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
 from liger_patch.cli.report import settings
 from liger_patch.patch.forward import original_class, record_of
@@ -33,14 +34,14 @@ def longest_row(
     they are now: patch it, add adapters and enable checkpointing first. A step is traced on the
     meta device several times, which takes seconds and no memory of the GPU. So call this before
     training, not within a step. ``patch_status`` repeats the result. One GPU: no sharding is taken
-    into account. Rows may end earlier where the model's positions do.
+    into account. Rows may end earlier where the model's positions do: ``patch_status`` says where.
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one, patched or not. All weights
             train, or LoRA adapters of one rank, without dropout, on all linear layers but the head.
         batch: sequences of a step.
         gib: GiB of the GPU's memory; None for what this process has and what is free there.
-        reserve_gib: GiB of these that a step cannot have: gaps between pieces of memory.
+        reserve_gib: GiB of these that a step cannot have: gaps between pieces of memory. >= 0.
         optimizer: whose states count: "adamw" (in the dtype of the weights), "adamw-float32",
             "adamw-8bit" or "none".
         autocast: whether products are in 16 bits, as ``Trainer(bf16=True)`` has them.
@@ -53,13 +54,17 @@ def longest_row(
         TypeError: not a Transformers model.
     """
     target = transformers_model(model)
-    if batch < 1:
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ValueError(f"batch must be a whole number >= 1, got {batch!r}")
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in tuple(OPTIMIZERS):
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    if not isinstance(autocast, bool):
+        raise ValueError(f"autocast must be True or False, got {autocast!r}")
+    if not _is_number(reserve_gib) or not 0 <= reserve_gib < math.inf:
+        raise ValueError(f"reserve_gib must be a number >= 0, got {reserve_gib!r}")
     gib = _gib_of(target) if gib is None else gib
-    if not 0 <= reserve_gib < gib < math.inf:
-        raise ValueError(f"gib must be a number > reserve_gib={reserve_gib!r} >= 0, got {gib!r}")
+    if not _is_number(gib) or not reserve_gib < gib < math.inf:
+        raise ValueError(f"gib must be a number > reserve_gib={reserve_gib!r}, got {gib!r}")
     record: PatchRecord | None = record_of(target)
     config = copy.deepcopy(target.config)  # what is built writes to it
     own, built = (
@@ -88,11 +93,19 @@ def longest_row(
     row = rows[gib]
     if record is not None:
         host = f" and {row.host / GIB:.3g} GiB of the host" if row.host else ""
+        fits = f"{batch:,} x {row.tokens:,} tokens in {gib:.4g} GiB{host}"
+        positions = most_positions(config)
+        ends = positions is not None and row.tokens > positions
         record.longest_row = (
-            f"{batch} x {row.tokens:,} tokens in {gib:.4g} GiB{host}, estimated for "
-            f"{', '.join(settings(step))}"
+            f"{fits if row.tokens else f'not even {batch:,} x 1 tokens fit {gib:.4g} GiB'}, "
+            f"estimated for {', '.join(settings(step))}"
+            + (f"; the model's positions end at {positions:,}" if ends else "")
         )
     return row.tokens
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _gib_of(model: nn.Module) -> float:

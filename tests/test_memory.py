@@ -120,15 +120,46 @@ def test_a_model_that_is_not_estimated_has_a_reason(make: Callable[[], Any], mes
     ("options", "message"),
     [
         ({}, "gib must be given where a model is not on one CUDA GPU, got one on cpu"),
-        ({"gib": 1}, "gib must be a number > reserve_gib=1.0 >= 0, got 1"),
-        ({"gib": math.nan}, "gib must be a number > reserve_gib=1.0 >= 0, got nan"),
+        ({"gib": 1}, "gib must be a number > reserve_gib=1.0, got 1"),
+        ({"gib": math.nan}, "gib must be a number > reserve_gib=1.0, got nan"),
+        ({"gib": "24"}, "gib must be a number > reserve_gib=1.0, got '24'"),
+        ({"gib": True, "reserve_gib": 0}, "gib must be a number > reserve_gib=0, got True"),
+        ({"gib": 8, "reserve_gib": -1}, "reserve_gib must be a number >= 0, got -1"),
+        ({"gib": 8, "reserve_gib": math.nan}, "reserve_gib must be a number >= 0, got nan"),
+        ({"gib": 8, "reserve_gib": "1"}, "reserve_gib must be a number >= 0, got '1'"),
         ({"gib": 16, "batch": 0}, "batch must be a whole number >= 1, got 0"),
+        ({"gib": 16, "batch": "2"}, "batch must be a whole number >= 1, got '2'"),
+        ({"gib": 16, "batch": None}, "batch must be a whole number >= 1, got None"),
+        ({"gib": 16, "batch": 1.5}, "batch must be a whole number >= 1, got 1.5"),
+        ({"gib": 16, "batch": True}, "batch must be a whole number >= 1, got True"),
         ({"gib": 16, "optimizer": "sgd"}, "optimizer must be one of none, adamw, .*, got 'sgd'"),
+        ({"gib": 16, "optimizer": []}, r"optimizer must be one of none, adamw, .*, got \[\]"),
+        ({"gib": 16, "autocast": "no"}, "autocast must be True or False, got 'no'"),
     ],
 )
 def test_an_argument_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         longest_row(LlamaForCausalLM(copy.deepcopy(CONFIG)), **options)
+
+
+def test_the_status_says_where_positions_end_and_where_nothing_fits() -> None:
+    model = apply_patch(model_of())
+    tokens = longest_row(model, gib=16, reserve_gib=0)
+    assert tokens > CONFIG.max_position_embeddings
+    assert in_status(model).endswith("; the model's positions end at 2,048")
+    assert longest_row(model, gib=16, batch=10**9) == 0
+    status = in_status(model)
+    assert status.startswith("not even 1,000,000,000 x 1 tokens fit 16 GiB, estimated for bf")
+    assert "positions" not in status
+
+
+def test_errors_name_the_argument_model() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"num_layers": 1, "d_model": 64, "d_kv": 8, "d_ff": 64, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=512, **sizes))
+    with pytest.raises(ValueError, match=r"^model must be a decoder that generates text"):
+        longest_row(model, gib=16)
 
 
 @pytest.mark.gpu

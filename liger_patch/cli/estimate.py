@@ -109,7 +109,7 @@ def explained(config: Any, what: str) -> Iterator[None]:
         positions = most_positions(config)
         ends = "" if positions is None else f", with {positions:,} positions"
         raise ValueError(
-            f"MODEL must be one that {what} on the meta device, without values, got "
+            f"model must be one that {what} on the meta device, without values, got "
             f"{config.model_type!r}{ends}: {described(error)}"
         ) from error
 

@@ -93,7 +93,7 @@ def load_config(model: str) -> Any:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             reason = f"it is not in the cache; `hf download {model} config.json` puts it there"
         raise ValueError(
-            "MODEL must be a name in the local Hugging Face cache, a folder or a config.json, "
+            "model must be a name in the local Hugging Face cache, a folder or a config.json, "
             f"got {model!r}: {reason}"
         ) from error
     _model_class(config)
@@ -124,7 +124,7 @@ def _model_class(config: Any) -> Any:
     if rows and reason is None:
         return getattr(transformers, rows[0].class_name)
     raise ValueError(
-        "MODEL must be a decoder that generates text (of AutoModelForCausalLM or "
+        "model must be a decoder that generates text (of AutoModelForCausalLM or "
         f"AutoModelForImageTextToText), got model_type {config.model_type!r}"
         + (f", not estimated: {reason}" if reason else "")
     )

@@ -106,6 +106,8 @@ def test_offloaded_checkpoints_have_their_host_memory(
         (["--checkpoint-every", "0"], "--checkpoint-every: expected a whole number > 0, got '0'"),
         (["--host-gib", "9"], "argument --host-gib: expected --checkpoint-offload too"),
         (["--host-gib", "0"], "argument --host-gib: expected a number > 0, got '0'"),
+        (["--reserve-gib", "-1"], "argument --reserve-gib: expected a number >= 0, got '-1'"),
+        (["--reserve-gib", "x"], "argument --reserve-gib: expected a number >= 0, got 'x'"),
         (["--plot", "no/such/file.png"], "expected a file in an existing folder, got no/such"),
         (["--plot", "memory.txt"], "--plot: expected a file whose name ends with one of ."),
         (["--plot", "."], "--plot: expected a file whose name ends with one of ."),
@@ -123,7 +125,7 @@ def test_what_does_not_fit_is_named(
 def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", str(tmp_path / "nothing")])
-    message = "MODEL must be a name in the local Hugging Face cache, a folder or a config.json"
+    message = "model must be a name in the local Hugging Face cache, a folder or a config.json"
     assert message in capsys.readouterr().err
 
 
@@ -139,7 +141,7 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", str(tmp_path)])
     printed = capsys.readouterr().err
-    assert "MODEL must be a decoder that generates text" in printed
+    assert "model must be a decoder that generates text" in printed
     assert "got model_type 'vit'" in printed
 
 
@@ -287,5 +289,5 @@ def test_a_config_that_is_none(
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", str(tmp_path)])
-    message = "MODEL must be a name in the local Hugging Face cache, a folder or a config.json"
+    message = "model must be a name in the local Hugging Face cache, a folder or a config.json"
     assert message in capsys.readouterr().err
