@@ -164,11 +164,6 @@ def _choose_layers(
         ValueError: ``layers`` names a kind that the model does not have, and nothing has changed.
     """
     is_explicit = layers is not True
-    if names and row is not None and not row.layers and is_explicit:
-        raise ValueError(
-            f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: use "
-            "layers=False"
-        )
     before = frozenset(name for name, count in count_layers(model).items() if count)
     replace_layers(model, row, names | before)
     counts = count_layers(model)
@@ -178,7 +173,16 @@ def _choose_layers(
     lacking = [n for n in sorted(names - optional) if not counts[n]]
     if lacking and is_explicit:
         restore_layers(model, names - before)
-        begins = "" if row is None else f" begin with {' or '.join(row.layers.split())},"
+        if row is not None and not row.layers and lacking != ["tensor_parallel"]:
+            raise ValueError(
+                f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: "
+                'use layers=False, or "lora" for adapters'
+            )
+        begins = (
+            ""
+            if row is None or not row.layers
+            else f" begin with {' or '.join(row.layers.split())},"
+        )
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "

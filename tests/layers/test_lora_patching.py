@@ -49,6 +49,18 @@ def test_adapters_that_come_after_the_patch(layers: Any, calls: Calls) -> None:
     assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in model.modules())
 
 
+@pytest.mark.parametrize("layers", ["lora", ["lora"], ["lora", "tensor_parallel"]], ids=str)
+def test_adapters_of_a_row_without_layers(layers: Any) -> None:
+    assert not ROWS["gpt_neo"].layers
+    base = tiny_model(ROWS["gpt_neo"]).double()
+    model = adapted(base=base, target_modules=["q_proj", "v_proj"])
+    count = count_layers(apply_patch(copy.deepcopy(model)))["lora"]
+    assert count > 0
+    apply_patch(model, layers=layers)
+    assert count_layers(model)["lora"] == count
+    assert_same(model, revert_patch(copy.deepcopy(model)), batch_of(model))
+
+
 @pytest.mark.parametrize("layers", [False, ["gated"]], ids=str)
 def test_adapters_that_come_after_a_patch_without_them(layers: Any, calls: Calls) -> None:
     model = adapted(base=apply_patch(tiny_model(ROWS["llama"]), layers=layers))

@@ -66,8 +66,15 @@ def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> 
 def test_an_architecture_without_kernels_for_its_layers_says_so(monkeypatch: Any) -> None:
     row = dataclasses.replace(ROWS["llama"], layers="")
     monkeypatch.setattr(registry, "ARCHITECTURES", (row,))
-    with pytest.raises(ValueError, match="no layers of llama"):
-        apply_patch(make_model(), layers=["rms_norm"])
+    for layers in (["rms_norm"], ["attention"], ["rms_norm", "lora"]):
+        model = make_model()
+        with pytest.raises(ValueError, match='no layers of llama: use layers=False, or "lora"'):
+            apply_patch(model, layers=layers)
+        assert not patch_status(model).patched
+    with pytest.raises(
+        ValueError, match=r"no tensor_parallel layer that has a kernel. .* own, and"
+    ):
+        apply_patch(make_model(), layers=["tensor_parallel"])
     assert not any(count_layers(apply_patch(make_model())).values())
 
 
