@@ -88,7 +88,13 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from liger_patch.apply import transformers_model
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import GIB, estimate, most_attended, most_positions
+    from liger_patch.cli.estimate import (
+        GIB,
+        estimate,
+        loops_over_tokens,
+        most_attended,
+        most_positions,
+    )
     from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
     from liger_patch.registry import is_tested
 
@@ -113,7 +119,10 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     )
     try:
         config = load_config(options.model)
-        estimates = estimate(config, step, int(options.reserve_gib * GIB))
+        is_slow = loops_over_tokens(config, step)
+        if is_slow:
+            print(report.slow(model_class_name(config), options.length), file=sys.stderr)
+        estimates = estimate(config, step, int(options.reserve_gib * GIB), longest=not is_slow)
     except ValueError as error:
         parser.error(str(error))
     model, sizes = build(config, step)

@@ -12,7 +12,13 @@ from torch import nn
 
 from liger_patch.apply import transformers_model
 from liger_patch.cli.contenders import EAGER, OURS, Contender
-from liger_patch.cli.estimate import GIB, explained, longest_rows, most_positions
+from liger_patch.cli.estimate import (
+    GIB,
+    explained,
+    longest_rows,
+    loops_over_tokens,
+    most_positions,
+)
 from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
 from liger_patch.cli.report import settings
 from liger_patch.patch.forward import original_class, record_of
@@ -83,8 +89,11 @@ def longest_row(
             f"the head: {sizes.trained:,} of {sizes.parameters:,}, got {trained:,} of "
             f"{parameters:,}"
         )
-    with explained(config, "takes steps of several lengths"):
-        rows = longest_rows(config, step, _contender(record), sizes, int(reserve_gib * GIB), [gib])
+    rows = {}
+    if not loops_over_tokens(config, step):
+        with explained(config, "takes steps of several lengths"):
+            reserve = int(reserve_gib * GIB)
+            rows = longest_rows(config, step, _contender(record), sizes, reserve, [gib])
     if not rows:
         raise ValueError(
             f"model must make as many tensors at any length, got {built}, which does not: "

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from benchmarks.models import Model
 from liger_patch import apply_patch, patch_status
@@ -151,6 +157,13 @@ def test_the_status_says_where_positions_end_and_where_nothing_fits() -> None:
     status = in_status(model)
     assert status.startswith("not even 1,000,000,000 x 1 tokens fit 16 GiB, estimated for bf")
     assert "positions" not in status
+
+
+def test_a_loop_over_tokens_is_not_traced_at_long_lengths() -> None:
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=131, state_size=4)
+    model: Any = MambaForCausalLM(config)
+    with pytest.raises(ValueError, match="model must make as many tensors at any length, got Mam"):
+        longest_row(model.to(torch.bfloat16), gib=16)
 
 
 def test_errors_name_the_argument_model() -> None:

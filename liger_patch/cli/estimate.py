@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.cli.contenders import CONTENDERS, Contender, chunk_bytes
+from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
 from liger_patch.cli.model import Sizes, TrainingStep, build, described
 from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.operations import CHUNK
@@ -29,6 +29,7 @@ WORKSPACES = 64 * 2**20  # that cuBLAS holds on a Hopper GPU: two of 32 MiB
 BYTES_OF_A_TOKEN = 24  # of inputs: its id, label and mask
 LONGEST = 2**24  # tokens: longer sequences are not tried
 LEAST_PROBED = 1024  # tokens of a sequence
+SHORT = 8, 16  # tokens of the sequences by which loops over tokens are found
 PARTS = (
     "weights",
     "optimizer states",
@@ -69,11 +70,14 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estimate]:
+def estimate(
+    config: Any, step: TrainingStep, reserve: int = GIB, *, longest: bool = True
+) -> list[Estimate]:
     """Return what the step of each contender takes.
 
     Args:
         reserve: bytes of each GPU that a step cannot have: CUDA's context, fragmentation.
+        longest: whether the longest sequences are estimated too, by traces of other lengths.
 
     Raises:
         ValueError: a model that cannot be built or traced; the message says which of its steps
@@ -87,7 +91,7 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
         with explained(config, what):
             trace, sizes = trace_step(config, step, contender)
         with explained(config, "takes steps of several lengths"):
-            rows = longest_rows(config, step, contender, sizes, reserve)
+            rows = longest_rows(config, step, contender, sizes, reserve) if longest else {}
         found.append(
             Estimate(
                 contender.name,
@@ -98,6 +102,23 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
             )
         )
     return found
+
+
+def loops_over_tokens(config: Any, step: TrainingStep) -> bool:
+    """Return whether a model's own code runs once for each token, as that of Mamba does without its
+    kernels: a trace takes as many times longer, and no longest rows are estimated.
+
+    Raises:
+        ValueError: as ``estimate`` does.
+    """
+    with explained(config, "can be built from its config"):
+        build(config, step)
+    with explained(config, f"takes steps of {SHORT[0]} and {SHORT[1]} tokens"):
+        counts = [
+            len(trace_step(config, replace(step, length=each), EAGER)[0].allocations)
+            for each in SHORT
+        ]
+    return counts[1] - counts[0] >= SHORT[1] - SHORT[0]
 
 
 @contextmanager

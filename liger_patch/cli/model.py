@@ -86,24 +86,31 @@ def load_config(model: str) -> Any:
         ValueError: there is none, or it is of no model that generates text.
     """
     place = os.path.expanduser(model)
+    if os.path.isdir(place) and not os.path.isfile(os.path.join(place, "config.json")):
+        raise ValueError(_no_config(model, "this folder has no config.json"))
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=True)
     except Exception as error:  # also Transformers' own, of fields that a config cannot have
         reason = described(error)
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             reason = f"it is not in the cache; `hf download {model} config.json` puts it there"
-        raise ValueError(
-            "model must be a name in the local Hugging Face cache, a folder or a config.json, "
-            f"got {model!r}: {reason}"
-        ) from error
+        raise ValueError(_no_config(model, reason)) from error
     _model_class(config)
     return config
 
 
+def _no_config(model: str, reason: str) -> str:
+    return (
+        "model must be a name in the local Hugging Face cache, a folder or a config.json, got "
+        f"{model!r}: {reason}"
+    )
+
+
 def described(error: Exception) -> str:
-    """Return the kind of an error and its first line."""
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}".removesuffix(": ")
+    """Return the kind of an error and its first line; all lines where that ends in a colon."""
+    first, *others = [each.strip() for each in str(error).strip().splitlines()] or [""]
+    text = " ".join([first, *others]) if first.endswith(":") else first
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def model_class_name(config: Any) -> str:
@@ -116,11 +123,12 @@ def model_class_name(config: Any) -> str:
 
 def _model_class(config: Any) -> Any:
     """Return Transformers' automatic class for a config, or the class of its row."""
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    is_seq2seq = getattr(config, "is_encoder_decoder", False)
+    for auto in () if is_seq2seq else (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
     rows = [row for row in available() if row.model_type == config.model_type]
-    reason = _why_not_estimated(config) if rows else None
+    reason = _why_not_estimated(config) if rows or is_seq2seq else None
     if rows and reason is None:
         return getattr(transformers, rows[0].class_name)
     raise ValueError(

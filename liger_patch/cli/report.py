@@ -72,6 +72,14 @@ def notes(
     return found
 
 
+def slow(class_name: str, length: int) -> str:
+    """Return what to tell before a model is traced token by token."""
+    return (
+        f"{class_name} runs token by token without a GPU: tracing {length:,} tokens may take "
+        "minutes. --length 128 is faster."
+    )
+
+
 def _line(first: str, others: Sequence[str]) -> str:
     return f"{first:<32}" + "".join(f"{each:>{WIDTH}}" for each in others)
 

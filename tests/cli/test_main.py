@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import (
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     BartConfig,
     LlamaConfig,
+    MambaConfig,
     Qwen3NextConfig,
 )
 
@@ -19,6 +21,8 @@ from liger_patch.cli import estimate as estimates
 from liger_patch.cli import report
 from liger_patch.cli.contenders import EAGER
 from liger_patch.cli.estimate import Estimate
+from liger_patch.cli.model import described
+from liger_patch.cli.step import trace_step
 
 NAMES = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
 
@@ -151,6 +155,10 @@ def test_a_model_that_generates_no_text(tmp_path: Path, capsys: pytest.CaptureFi
         ("voxtral", "its inputs are sound and text"),
         ("evolla", "its inputs are proteins and text"),
         ("t5", "it is an encoder-decoder"),
+        ("bart", "it is an encoder-decoder"),
+        ("mbart", "it is an encoder-decoder"),
+        ("pegasus", "it is an encoder-decoder"),
+        ("whisper", "it is an encoder-decoder"),
     ],
 )
 def test_a_tested_model_that_is_not_estimated_has_a_reason(
@@ -196,7 +204,7 @@ def test_an_architecture_without_a_row_has_a_note(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "vocab_size": 131}
-    BartConfig(is_decoder=True, **sizes).save_pretrained(tmp_path)
+    BartConfig(is_encoder_decoder=False, is_decoder=True, **sizes).save_pretrained(tmp_path)
     assert main(["estimate", str(tmp_path), "--length", "64", *["--json"] * as_json]) == 0
     printed = capsys.readouterr().out
     note = "liger_patch has no test of BartForCausalLM: apply_patch compares its first call"
@@ -247,6 +255,24 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
     assert [each["longest"] for each in found["contenders"]] == [{}]
 
 
+def test_a_loop_over_tokens_is_named_before_it_is_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def traced(config: Any, step: Any, *others: Any, **options: Any) -> Any:
+        lengths.append((step.length, "token by token" in capsys.readouterr().err))
+        return trace_step(config, step, *others, **options)
+
+    monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
+    monkeypatch.setattr(estimates, "trace_step", traced)
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=131, state_size=4)
+    config.save_pretrained(tmp_path)
+    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
+    assert "The longest sequences are not estimated" in capsys.readouterr().out
+    assert lengths == [(8, False), (16, False), (64, True)]
+
+
 def test_notes_name_the_contenders_without_longest_rows() -> None:
     found = [Estimate("eager", {}, {16: 1}), Estimate("liger_patch", {})]
     (note,) = report.notes("Model", True, found)
@@ -278,6 +304,19 @@ def test_the_class_that_is_estimated_is_named(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
     assert f"{tmp_path} as LlamaForCausalLM: " in capsys.readouterr().out
+
+
+def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tmp_path)])
+    assert f"got '{tmp_path}': this folder has no config.json\n" in capsys.readouterr().err
+
+
+def test_all_of_an_error_that_goes_on_behind_a_colon() -> None:
+    error = TypeError("Validation error for field 'size':\n    expected int\n    got 'x'\n")
+    assert described(error) == "TypeError: Validation error for field 'size': expected int got 'x'"
+    assert described(ValueError("first\nsecond")) == "ValueError: first"
+    assert described(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(
