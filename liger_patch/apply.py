@@ -99,11 +99,10 @@ def apply_patch(
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """
-    _check_offload(checkpoint_offload, checkpoint_every)
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
-    names = _layer_names(layers)
+    names = checked_layers(layers, checkpoint_offload, checkpoint_every)
     asked = layers if isinstance(layers, bool) else names
     target = transformers_model(model)
     record = record_of(target)
@@ -131,6 +130,18 @@ def apply_patch(
     setattr(target, RECORD, record)
     target.__class__ = patched
     return model
+
+
+def checked_layers(
+    layers: bool | Collection[str], checkpoint_offload: bool | float, checkpoint_every: int
+) -> frozenset[str]:
+    """Return the names of layers; check these options of ``apply_patch``, for any model.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    _check_offload(checkpoint_offload, checkpoint_every)
+    return _layer_names(layers)
 
 
 def _check_offload(checkpoint_offload: bool | float, checkpoint_every: int) -> None:

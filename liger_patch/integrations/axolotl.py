@@ -14,13 +14,14 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
 from pydantic import BaseModel, model_validator
 
-from liger_patch.apply import apply_patch
+from liger_patch.apply import apply_patch, checked_layers
+from liger_patch.patch.settings import LossSettings
 
 RIVALS = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")
 
 
 class LigerPatchArgs(BaseModel):
-    """The plugin's keys: options of ``apply_patch``, which raises ValueError for wrong values."""
+    """The plugin's keys: options of ``apply_patch``, checked before a model is loaded."""
 
     liger_patch: bool = False
     liger_patch_layers: bool | list[str] = True
@@ -40,6 +41,17 @@ class LigerPatchArgs(BaseModel):
             if data.get("liger_patch") and data.get(name):
                 raise ValueError(f"liger_patch: true and {name}: true patch the same loss: use one")
         return data
+
+    @model_validator(mode="after")
+    def check_values(self) -> LigerPatchArgs:
+        """Raise ValueError where ``apply_patch`` would, for any model."""
+        LossSettings(chunk_mib=self.liger_patch_chunk_mib)
+        checked_layers(
+            self.liger_patch_layers,
+            self.liger_patch_checkpoint_offload,
+            self.liger_patch_checkpoint_every,
+        )
+        return self
 
 
 class LigerPatchPlugin(BasePlugin):
