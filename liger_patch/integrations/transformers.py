@@ -122,6 +122,7 @@ class LigerPatchCallback(transformers.TrainerCallback):
 
     Raises:
         ValueError, TypeError: as ``apply_patch`` does.
+        ValueError: beside ``use_liger_patch=True`` of TRL's trainers, which patches the model too.
         RuntimeError: at the beginning of training, if the model is not patched: the callback came
             too late (``trainer.add_callback``), or ``model_init`` has made another model since.
     """
@@ -131,6 +132,11 @@ class LigerPatchCallback(transformers.TrainerCallback):
         self._has_looked = False  # at the first step of a training
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(args, "use_liger_patch", False):
+            raise ValueError(
+                "LigerPatchCallback and use_liger_patch=True both patch the model: leave the "
+                "callback out"
+            )
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -155,11 +155,13 @@ def apply_trl_patch(
         The same object.
 
     Raises:
-        ValueError: the model was patched before the trainer was made; or, with ``strict``, the
-            architecture has no row in the registry.
+        ValueError: an option is out of range; the model was patched before the trainer was made;
+            or, with ``strict``, the architecture has no row in the registry.
         RuntimeError: TRL has added no head to the model, or one that is not known here.
         TypeError: not a Transformers model.
     """
+    if not isinstance(same_gradient, bool):
+        raise ValueError(f"same_gradient must be True or False, got {same_gradient!r}")
     options: dict[str, Any] = {
         "chunk_mib": chunk_mib,
         "layers": layers,

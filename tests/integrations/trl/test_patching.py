@@ -246,6 +246,23 @@ def model_of_another_trainer() -> PreTrainedModel:
     return apply_trl_patch(with_head(make_model(), ("log_probs",)))
 
 
+def test_a_callback_beside_the_flag_is_named(tmp_path: Path) -> None:
+    from liger_patch.integrations.transformers import LigerPatchCallback
+
+    options = {"callbacks": [LigerPatchCallback()]}
+    with pytest.raises(ValueError, match="LigerPatchCallback and use_liger_patch=True both patch"):
+        sft_trainer(make_model(), tmp_path, patch=True, options=options)
+    sft_trainer(make_model(), tmp_path, patch=False, options=options)
+
+
+@pytest.mark.parametrize("wrong", ["x", 1, None])
+def test_same_gradient_is_true_or_false(wrong: Any) -> None:
+    model = with_head(make_model())
+    with pytest.raises(ValueError, match=f"same_gradient must be True or False, got {wrong!r}"):
+        apply_trl_patch(model, same_gradient=wrong)
+    assert not patch_status(model).patched
+
+
 @pytest.mark.parametrize("make", [patched_model, model_of_another_trainer])
 def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
     model = make()
