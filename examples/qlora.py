@@ -124,7 +124,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--rank", type=int, default=16)
     add("--learning-rate", type=float, default=5e-3 if not ON_GPU else 2e-4)
     add("--output", type=Path, default=Path("outputs/qlora"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.length < 2:
+        parser.error(f"--length must be 2 or more, got {options.length}")
+    return options
 
 
 if __name__ == "__main__":

@@ -175,6 +175,17 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_qlora_names_a_length_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import qlora
+
+    monkeypatch.setattr(sys, "argv", ["qlora.py", "--length", "0"])
+    with pytest.raises(SystemExit):
+        qlora.parse_arguments()
+    assert "--length must be 2 or more, got 0" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]

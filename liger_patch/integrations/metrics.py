@@ -41,14 +41,16 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
             a tuple that begins with the labels.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: no tensors, or shapes that do not fit.
     """
     if isinstance(logits, (tuple, list)):
-        logits = next(
-            (each for each in logits if isinstance(each, Tensor) and each.dim() == 3), logits[0]
-        )
-    if isinstance(labels, (tuple, list)):
+        tensors = [each for each in logits if isinstance(each, Tensor)]
+        logits = next((each for each in tensors if each.dim() == 3), tensors[0] if tensors else ())
+    if isinstance(labels, (tuple, list)) and labels:
         labels = labels[0]
+    for name, value in (("logits", logits), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor or a tuple with it, got {value!r}")
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
             f"logits must have shape (B, T, V) beside labels (B, T), got {tuple(logits.shape)} and "
@@ -85,13 +87,17 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
         prediction: ``transformers.EvalPrediction`` of ``preprocess_logits_for_metrics`` and labels.
 
     Raises:
-        ValueError: predictions that are not (B, T, 3).
+        ValueError: predictions that are not (B, T, 3), or labels that are not (B, T).
     """
     values, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     if values.ndim != 3 or values.shape[-1] != len(STATISTICS):
         raise ValueError(
             "predictions must be (B, T, 3): give Trainer preprocess_logits_for_metrics too, got "
             f"{values.shape}"
+        )
+    if labels.shape != values.shape[:2]:
+        raise ValueError(
+            f"label_ids must be (B, T) beside predictions {values.shape}, got {labels.shape}"
         )
     supervised = labels[:, 1:] != IGNORE_INDEX
     log_probs, is_top1, entropy = (values[:, :-1][supervised].T).astype(np.float64)

@@ -166,10 +166,13 @@ class ForwardPass:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = True
         given = labels if shift_labels is None else shift_labels
-        if given.numel() != math.prod(logits.shape[:-1]):  # numel() makes lengths constants
+        is_tensor = isinstance(given, Tensor)
+        # numel() makes lengths constants
+        if not is_tensor or given.numel() != math.prod(logits.shape[:-1]):
             name = "labels" if shift_labels is None else "shift_labels"
             expected = tuple(logits.shape[:-1])
-            raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
+            got = tuple(given.shape) if is_tensor else f"a {type(given).__name__}"
+            raise ValueError(f"{name} must be a tensor of shape {expected}, got {got}")
         if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
             labels = within_sequences(labels, self.starts, ignore_index)
         flat = self._flat_targets(labels, shift_labels, ignore_index)

@@ -65,5 +65,26 @@ def test_what_does_not_fit_is_named() -> None:
     prediction = EvalPrediction(predictions=np.zeros((2, 3, 9)), label_ids=np.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"\(B, T, 3\).* got \(2, 3, 9\)"):
         compute_metrics(prediction)
+    for shape in ((2, 4), (3, 3), (2,)):
+        prediction = EvalPrediction(predictions=np.zeros((2, 3, 3)), label_ids=np.zeros(shape))
+        with pytest.raises(
+            ValueError, match=r"label_ids must be \(B, T\) beside .*\(2, 3, 3\), got"
+        ):
+            compute_metrics(prediction)
     with pytest.raises(ValueError, match=r"got \(2, 9\) and \(2, 3\)"):
         preprocess_logits_for_metrics(torch.zeros(2, 9), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(2, 3, 9), None, "labels must be a tensor or a tuple with it, got None"),
+        (torch.zeros(2, 3, 9), (), r"labels must be a tensor or a tuple with it, got \(\)"),
+        (None, torch.zeros(2, 3), "logits must be a tensor or a tuple with it, got None"),
+        ((), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(\)"),
+        ((None,), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(\)"),
+    ],
+)
+def test_what_is_no_tensor_is_named(logits: Any, labels: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preprocess_logits_for_metrics(logits, labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -349,8 +350,19 @@ def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
             apply_patch(model)
         batch = tiny_batch(model)
         batch["labels"] = batch["labels"][:, :-2]
-        with pytest.raises(ValueError, match=r"(?i)batch_size|labels must have shape"):
+        with pytest.raises(ValueError, match=r"(?i)batch_size|labels must be a tensor of shape"):
             call(model, batch)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_that_are_no_tensor_are_named(name: str) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    batch = tiny_batch(model)
+    shape = tuple(batch["labels"].shape)
+    batch[name] = batch["labels"].tolist()
+    message = re.escape(f"{name} must be a tensor of shape {shape}, got a list")
+    with pytest.raises(ValueError, match=message):
+        call(model, batch)
 
 
 def test_shift_labels_alone_give_no_loss_as_in_eager() -> None:
