@@ -1,10 +1,10 @@
 """The operations on deferred logits that are recorded instead of computed.
 
 What models do between head and loss: multiplication and division by a number, ``tanh``, casts, the
-sum of several products (LoRA on the head), and the choice of rows (slices, masks, ``view``), which
-leaves the last dimension whole and so applies to hidden states as well. ``cross_entropy`` is handed
-to the forward pass. A handler takes the arguments of its torch function and returns NotImplemented
-for those that it does not cover.
+sum of several products (LoRA on the head), and the choice of rows (slices, masks, ``view``,
+``flatten``), which leaves the last dimension whole and so applies to hidden states as well.
+``cross_entropy`` is handed to the forward pass. A handler takes the arguments of its torch function
+and returns NotImplemented for those that it does not cover.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def _chosen(index: tuple[Any, ...], tensor: Tensor) -> Tensor:
 
 def _with_leading(sizes: tuple[int, ...], tensor: Tensor) -> Tensor:
     return tensor.reshape(*sizes, tensor.shape[-1])
+
+
+def _flattened(start: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor.flatten(start, end)
 
 
 def _scale(a: Any, b: Any) -> Tensor:
@@ -96,6 +100,12 @@ def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(target, (int, str, torch.device)) and not isinstance(target, bool):
         return _move(logits, torch.device(target), **kwargs)
     return NotImplemented
+
+
+def _type(logits: Any, *args: Any) -> Tensor:
+    if not isinstance(logits, Recordable) or len(args) != 1 or not isinstance(args[0], torch.dtype):
+        return NotImplemented
+    return _cast(logits, args[0])
 
 
 def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
@@ -168,6 +178,16 @@ def _view(logits: Any, *shape: Any) -> Tensor:
     return result
 
 
+def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1, **others: Any) -> Tensor:
+    is_plain = isinstance(start_dim, int) and isinstance(end_dim, int) and not others
+    if not isinstance(input, Recordable) or not is_plain:
+        return NotImplemented
+    start, end = (dim + input.dim() if dim < 0 else dim for dim in (start_dim, end_dim))
+    if not 0 <= start <= end < input.dim() - 1:
+        return NotImplemented
+    return input if start == end else _rows(input, _flattened, start, end)
+
+
 def _contiguous(logits: Recordable) -> Tensor:
     return logits if logits.is_contiguous() else _rows(logits, Tensor.contiguous)
 
@@ -216,16 +236,20 @@ RECORDED: dict[Callable, Callable] = {
     Tensor.float: lambda logits: _cast(logits, torch.float32),
     Tensor.bfloat16: lambda logits: _cast(logits, torch.bfloat16),
     Tensor.half: lambda logits: _cast(logits, torch.float16),
+    Tensor.double: lambda logits: _cast(logits, torch.float64),
+    Tensor.type: _type,
     Tensor.to: _to,
     Tensor.__getitem__: _getitem,
     **dict.fromkeys((Tensor.reshape, torch.reshape), _reshape),
     Tensor.view: _view,
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flatten),
     Tensor.contiguous: _contiguous,
     Tensor.detach: _detach,
     **dict.fromkeys((Tensor.clone, torch.clone), _clone),
     nn.functional.cross_entropy: _cross_entropy,
 }
-TAKE_KEYWORDS = frozenset({Tensor.to, nn.functional.cross_entropy})  # other handlers take none
+# other handlers take none
+TAKE_KEYWORDS = frozenset({Tensor.to, Tensor.flatten, torch.flatten, nn.functional.cross_entropy})
 
 _METADATA_PROPERTIES = """
     shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu is_quantized

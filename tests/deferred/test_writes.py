@@ -71,6 +71,8 @@ DERIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "masked": lambda x: x[MASK],
     "indexed": lambda x: x[torch.tensor([1, 0])],
     "reshaped slice": lambda x: x[:, :-1].reshape(-1, V),
+    "flattened": lambda x: x.flatten(0, 1),
+    "flattened slice": lambda x: x[:, :-1].flatten(0, 1),
     "contiguous slice": lambda x: x[:, :-1].contiguous(),
     "contiguous": lambda x: x.contiguous(),
     "product of a slice": lambda x: x[:, :-1] * 2,

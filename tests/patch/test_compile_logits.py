@@ -23,6 +23,12 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels)
 
 
+def flattened_loss(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**batch).logits.type(torch.float32)
+    labels = batch["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(end_dim=-2), labels)
+
+
 def loss_and_values(model: nn.Module, batch: Batch) -> Tensor:
     outputs = model(**batch)
     return outputs.loss + outputs.logits.logsumexp(-1).mean()
@@ -51,9 +57,10 @@ def values_behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     ("of_user", "products", "fullgraph"),
     slow_but(
-        [(own_loss, 0, True), (values_behind_a_break, 1, False)],
+        [(own_loss, 0, True), (flattened_loss, 0, True), (values_behind_a_break, 1, False)],
         [
             (own_loss, 0, True),
+            (flattened_loss, 0, True),
             (loss_and_values, 1, True),
             (written_logits, 2, True),
             (sizes_alone, 0, True),

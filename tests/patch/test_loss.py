@@ -49,6 +49,8 @@ USER_LOSSES: dict[str, Loss] = {
     "cut": lambda x, y: cross_entropy(x[2:14], y[2:14]),
     "supervised only": lambda x, y: cross_entropy(x[y >= 0], y[y >= 0]),
     "float": lambda x, y: cross_entropy(x.float(), y),
+    "double": lambda x, y: cross_entropy(x.double().type(torch.float64), y),
+    "flattened": lambda x, y: cross_entropy(x.view(2, 8, V).flatten(end_dim=-2), y),
 }
 UNFUSED: dict[str, Loss] = {
     "probabilities": lambda x, y: cross_entropy(x, torch.full((16, V), 1 / V).double()),
