@@ -12,7 +12,7 @@ from .longest_report import (
 )
 from .lora_report import RATIO, first_steps, ratios
 from .markdown import cells_of, document, model_of
-from .names import LOWER_BOUND
+from .names import LOWER_BOUND, by_default
 
 SUMMARY = {  # contenders of training steps -> columns of the README's table
     "eager": "eager",
@@ -67,6 +67,7 @@ def summary_table(report: dict, compiled: dict) -> str:
 
 
 def steps_table(report: dict) -> str:
+    report = by_default(report)
     note = (
         ": forward and backward of the whole model with random weights, 40 % of the labels "
         "ignored, without checkpointing; medians in one process, peak memory over the weights, "
@@ -78,6 +79,7 @@ def steps_table(report: dict) -> str:
 
 
 def sft_steps_table(report: dict) -> str:
+    report = by_default(report)
     note = (
         ": loss, metrics and backward pass of the whole model with random weights, every weight "
         "trained, 40 % of the labels ignored, without checkpointing; medians in one process, peak "
@@ -158,6 +160,7 @@ def long_row_check_table(report: dict) -> str:
 
 
 def convergence_table(report: dict) -> str:
+    report = by_default(report)
     tokens = report["settings"]["batch_size"] * report["settings"]["length"]
     has_adapters = any(" + " in row["model"] for row in report["convergence"])
     weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"

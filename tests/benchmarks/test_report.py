@@ -14,7 +14,7 @@ from benchmarks.head_tables import (
     readme_table,
     sweep_table,
 )
-from benchmarks.names import COPY, LOWER_BOUND
+from benchmarks.names import COPY, LOWER_BOUND, by_default
 from benchmarks.picture import draw_all
 from benchmarks.report import RESULTS, read
 from benchmarks.step_tables import steps_table
@@ -44,6 +44,19 @@ STEP = [
     {"model": "model", "contender": n, "loss": 1.0, "gradient_norm": 2.0, **row}
     for n, row in OUTCOMES.items()
 ]
+
+
+def test_liger_patch_is_the_default_in_tables_of_whole_models():
+    names = {
+        "eager": "eager",
+        "liger_patch": "liger_patch, layers=False",
+        "liger_patch, layers": "liger_patch",
+        "liger_patch, layers, with masks": "liger_patch, with masks",
+    }
+    report = {key: [{"contender": name} for name in names] for key in ("steps", "results")}
+    shown = by_default(report)
+    assert [row["contender"] for row in shown["steps"]] == list(names.values())
+    assert shown["results"] == report["results"]
 
 
 def test_tables_name_every_outcome():
