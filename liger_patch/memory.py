@@ -67,10 +67,10 @@ def longest_row(
     if not isinstance(autocast, bool):
         raise ValueError(f"autocast must be True or False, got {autocast!r}")
     if not _is_number(reserve_gib) or not 0 <= reserve_gib < math.inf:
-        raise ValueError(f"reserve_gib must be a number >= 0, got {reserve_gib!r}")
+        raise ValueError(f"reserve_gib must be a finite number >= 0, got {reserve_gib!r}")
     gib = _gib_of(target) if gib is None else gib
     if not _is_number(gib) or not reserve_gib < gib < math.inf:
-        raise ValueError(f"gib must be a number > reserve_gib={reserve_gib!r}, got {gib!r}")
+        raise ValueError(f"gib must be a finite number > reserve_gib={reserve_gib!r}, got {gib!r}")
     record: PatchRecord | None = record_of(target)
     config = copy.deepcopy(target.config)  # what is built writes to it
     own, built = (
