@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import transformers
 
 from liger_patch.registry.architectures import ARCHITECTURES, Architecture
+from liger_patch.subclass import ORIGINAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,11 +72,14 @@ def missing() -> list[Architecture]:
 
 
 def _has_own_forward(model: PreTrainedModel) -> bool:
-    """Return whether the forward of the model's class is defined outside of Transformers. That of a
-    patched class names the module of the forward that it runs.
+    """Return whether the forward of the model's class, before it was patched, is defined outside of
+    Transformers: by its globals, as ``functools.wraps`` copies ``__module__``.
     """
-    module = getattr(getattr(type(model), "forward", None), "__module__", None)
-    return module is not None and not module.startswith("transformers.")
+    forward = getattr(getattr(type(model), ORIGINAL, type(model)), "forward", None)
+    if forward is None:
+        return False
+    module = getattr(forward, "__globals__", {}).get("__name__", "")
+    return not module.startswith("transformers.")
 
 
 def _exported_names() -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -243,17 +244,24 @@ class OtherInit(transformers.LlamaForCausalLM):
         self.number = 1
 
 
+class Wrapped(Preshifted):
+    forward = functools.wraps(transformers.LlamaForCausalLM.forward)(
+        lambda self, **arguments: Preshifted.forward(self, **arguments)
+    )
+
+
+@pytest.mark.parametrize("cls", [Preshifted, Wrapped])
 def test_a_tested_class_with_another_forward_is_compared_and_keeps_its_labels(
-    monkeypatch: pytest.MonkeyPatch,
+    cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In packed rows too: nothing says that its labels are not shifted yet."""
     monkeypatch.setattr(registry, "ARCHITECTURES", (LLAMA,))
-    model = make_model(Preshifted).double()
+    model = make_model(cls).double()
     batch = {k: v for k, v in tiny_batch(model, batch=1).items() if k != "attention_mask"}
     batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     batch["labels"] = batch["input_ids"].roll(-1, 1)
     eager = step(model, batch)
-    with pytest.raises(ValueError, match=r"Preshifted .* whose forward is not that of"):
+    with pytest.raises(ValueError, match=rf"{cls.__name__} .* whose forward is not that of"):
         apply_patch(model, strict=True)
     assert patch_status(model).architecture == "not tested"
     assert_eagers(apply_patch(model), batch, eager, None)
