@@ -134,7 +134,9 @@ def defer_head(
     head = Head(model, module, owner)
     if in_graph and torch.compiler.is_dynamo_compiling() and _is_traced(module):
         # Dynamo cannot undo that forward is replaced
-        stack.enter_context(_DeferLinear(head, None, in_graph=True))
+        mode = _DeferLinear(head, None, in_graph=True)
+        mode.__enter__()  # behind a graph break, Dynamo cannot leave what enter_context has entered
+        stack.callback(mode.__exit__, None, None, None)
         return
     hold = None
     # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there

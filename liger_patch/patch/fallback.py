@@ -23,7 +23,7 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
         reason = why_weight_cannot_be_kept(model, head)
         if reason is not None:
             return reason
-    if vars(model).get("_is_replica"):
+    if getattr(model, "_is_replica", False):
         return "torch.nn.DataParallel gathers the logits of every replica"
     if torch.is_grad_enabled() and _has_backward_hooks(head):
         return f"backward hooks of the head ({description(head)}) see the gradient of its logits"
