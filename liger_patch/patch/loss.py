@@ -298,8 +298,8 @@ class ForwardPass:
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
     def _unreached_by(self, label_smoothing: float, reduction: str) -> str | None:
-        """Return which option of ``apply_patch`` cannot be given to a loss of the model's own, which
-        has these options itself; None if all can.
+        """Return which option of ``apply_patch`` cannot be given to a loss of the model's own with
+        these options of its own; None if all can.
         """
         settings = self.record.settings
         if settings.loss_average != "token":  # the sequences of the tokens are not known there
