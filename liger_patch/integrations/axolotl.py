@@ -1,13 +1,10 @@
 """Axolotl's plugin: the model is patched once its adapters are on it.
 
-    plugins:
-      - liger_patch.integrations.axolotl.LigerPatchPlugin
+    plugins: [liger_patch.integrations.axolotl.LigerPatchPlugin]
     liger_patch: true
 
 Interface: ``axolotl.integrations.base.BasePlugin`` of Axolotl 0.19.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -18,6 +15,7 @@ from liger_patch.apply import apply_patch, checked_layers
 from liger_patch.patch.settings import LossSettings
 
 RIVALS = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")
+OPTIONS = ("layers", "chunk_mib", "checkpoint_offload", "checkpoint_every")  # of ``apply_patch``
 
 
 class LigerPatchArgs(BaseModel):
@@ -33,24 +31,21 @@ class LigerPatchArgs(BaseModel):
     @classmethod
     def check_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Raise ValueError for a key that is not here, or where another fused loss is asked for."""
+        keys = LigerPatchArgs.model_fields
         for name in data:
-            if name.startswith("liger_patch") and name not in LigerPatchArgs.model_fields:
-                expected = ", ".join(LigerPatchArgs.model_fields)
-                raise ValueError(f"{name} is no key of liger_patch, expected one of {expected}")
+            if name.startswith("liger_patch") and name not in keys:
+                raise ValueError(f"{name} is no key of liger_patch, expected one of {list(keys)}")
         for name in RIVALS:
             if data.get("liger_patch") and data.get(name):
                 raise ValueError(f"liger_patch: true and {name}: true patch the same loss: use one")
         return data
 
     @model_validator(mode="after")
-    def check_values(self) -> LigerPatchArgs:
+    def check_values(self) -> "LigerPatchArgs":
         """Raise ValueError where ``apply_patch`` would, for any model."""
-        LossSettings(chunk_mib=self.liger_patch_chunk_mib)
-        checked_layers(
-            self.liger_patch_layers,
-            self.liger_patch_checkpoint_offload,
-            self.liger_patch_checkpoint_every,
-        )
+        options = {name: getattr(self, f"liger_patch_{name}") for name in OPTIONS}
+        LossSettings(chunk_mib=options.pop("chunk_mib"))
+        checked_layers(**options)
         return self
 
 
@@ -62,10 +57,4 @@ class LigerPatchPlugin(BasePlugin):
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         if cfg.liger_patch:
-            apply_patch(
-                model,
-                layers=cfg.liger_patch_layers,
-                chunk_mib=cfg.liger_patch_chunk_mib,
-                checkpoint_offload=cfg.liger_patch_checkpoint_offload,
-                checkpoint_every=cfg.liger_patch_checkpoint_every,
-            )
+            apply_patch(model, **{n: getattr(cfg, f"liger_patch_{n}") for n in OPTIONS})

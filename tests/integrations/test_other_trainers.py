@@ -180,7 +180,7 @@ def test_axolotls_configuration_is_checked(
 
 
 def test_a_key_that_axolotls_plugin_does_not_have_is_an_error(axolotl: Any) -> None:
-    message = "liger_patch_layer is no key of liger_patch, expected one of .*liger_patch_layers, "
+    message = "liger_patch_layer is no key of liger_patch, expected one of .*liger_patch_layers', "
     with pytest.raises(ValueError, match=message):
         axolotl.LigerPatchArgs(liger_patch=True, liger_patch_layer=False)
     axolotl.LigerPatchArgs(base_model="a key of Axolotl")

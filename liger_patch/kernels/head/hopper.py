@@ -13,9 +13,9 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import processors
 from liger_patch.kernels.descriptors import TensorDescriptor
-from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
+from liger_patch.kernels.head.logits import OddsFactors
 from liger_patch.kernels.head.statistics import TokenStatistics
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel

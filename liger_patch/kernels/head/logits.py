@@ -7,7 +7,7 @@ and lse, for instance. C: tokens of a chunk, N: of the batch, n: of them supervi
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,26 @@ from liger_patch.kernels.head.statistics import (
 )
 from liger_patch.kernels.options import LossOptions
 
-if TYPE_CHECKING:
-    from liger_patch.kernels.head.gradients import OddsFactors
-
 SLICE_BYTES = 64 * 2**20  # of a quantized weight at a time: 128 MiB are no faster
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
 NARROW_CHUNKS = 16  # with more, a sum rounded to 16 bits after each chunk exceeds eager's error
+
+
+class OddsFactors(NamedTuple):
+    """What turns the odds of some tokens into the gradient of their logits, (tokens,) each.
+
+    The gradient is ``factors[:, None] * odds``. The odds of the labels are 0: there it is
+    ``label_gradients``, unless the label is outside [0, V_r), in another shard of the vocabulary.
+    """
+
+    factors: Tensor  # float32
+    labels: Tensor
+    label_gradients: Tensor  # float32
+
+    def of(self, tokens: slice) -> "OddsFactors":
+        """Return the same of some of the tokens."""
+        return OddsFactors(*(each[tokens] for each in self))
 
 
 class LogitsForm:
@@ -47,7 +60,7 @@ class LogitsForm:
     """
 
     counts_on_device = False
-    odds: "OddsFactors | None" = None
+    odds: OddsFactors | None = None
 
     def __init__(
         self,

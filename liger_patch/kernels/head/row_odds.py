@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.logits import LogitsForm, writes_float32
+from liger_patch.kernels.head.logits import LogitsForm, OddsFactors, writes_float32
 from liger_patch.kernels.options import LossOptions
 
 
