@@ -120,7 +120,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     try:
         config = load_config(options.model)
         is_slow = loops_over_tokens(config, step)
-        if is_slow:
+        if is_slow and options.length > report.QUICK_LENGTH:
             print(report.slow(model_class_name(config), options.length), file=sys.stderr)
         estimates = estimate(config, step, int(options.reserve_gib * GIB), longest=not is_slow)
     except ValueError as error:

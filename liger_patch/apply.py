@@ -118,10 +118,12 @@ def apply_patch(
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
         patched = patched_class(patched)
+    tested = registry.is_tested(target)
+    own = " with a forward of its own" if row is not None and not tested else ""
     record = PatchRecord(
         settings,
-        tested=registry.is_tested(target),
-        architecture=f"{type(target).__name__} ({target.config.model_type})",
+        tested=tested,
+        architecture=f"{type(target).__name__} ({target.config.model_type}){own}",
         layers=asked,
     )
     _set_offload(record, checkpoint_offload, checkpoint_every)
@@ -269,7 +271,8 @@ class PatchStatus:
         rows: (name, value) of each line of the table.
         architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
             tested", "verified" once a training step was compared, "differs" where that found a
-            difference, or "not fusable" where nothing can be compared: its loss reads the logits.
+            difference, or "not fusable" where nothing can be compared: its loss reads the logits,
+            or has nothing to do with those of the head.
     """
 
     patched: bool

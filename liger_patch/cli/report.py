@@ -12,6 +12,7 @@ from liger_patch.cli.estimate import CARDS, GIB, PARTS, Estimate
 from liger_patch.cli.model import TrainingStep
 
 WIDTH = 26  # characters of the first column
+QUICK_LENGTH = 128  # tokens: even what runs token by token is traced in seconds
 
 
 def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) -> str:
@@ -76,7 +77,7 @@ def slow(class_name: str, length: int) -> str:
     """Return what to tell before a model is traced token by token."""
     return (
         f"{class_name} runs token by token without a GPU: tracing {length:,} tokens may take "
-        "minutes. --length 128 is faster."
+        f"minutes. --length {QUICK_LENGTH} is faster."
     )
 
 

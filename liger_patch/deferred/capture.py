@@ -150,13 +150,13 @@ def defer_head(
     # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
     # product
     forward = module._modules.get("_orig_mod") or module.forward
-    is_plain = getattr(forward, "__func__", None) is FORWARD  # a product, and no hook after it
+    is_unhooked = getattr(forward, "__func__", None) is FORWARD  # a product, and no hook after it
 
     def deferring_forward(*args, **kwargs):
         with _DeferLinear(head, hold):
             logits = forward(*args, **kwargs)
         owner.head_defers = isinstance(logits, DeferredLogits)
-        if not is_plain and isinstance(logits, DeferredLogits) and logits.is_outdated:
+        if not is_unhooked and isinstance(logits, DeferredLogits) and logits.is_outdated:
             return forward(*args, **kwargs)  # a hook has cast or freed the weight since
         return logits
 
@@ -201,7 +201,7 @@ def replace_attribute(stack: ExitStack, module: nn.Module, name: str, value: Any
     if name in attributes:
         stack.callback(attributes.__setitem__, name, attributes[name])
     else:
-        stack.callback(attributes.pop, name)
+        stack.callback(attributes.pop, name, None)
     attributes[name] = value
 
 

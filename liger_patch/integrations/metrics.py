@@ -45,7 +45,7 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
     """
     if isinstance(logits, (tuple, list)):
         tensors = [each for each in logits if isinstance(each, Tensor)]
-        logits = next((each for each in tensors if each.dim() == 3), tensors[0] if tensors else ())
+        logits = next((each for each in tensors if each.dim() == 3), (*tensors, logits)[0])
     if isinstance(labels, (tuple, list)) and labels:
         labels = labels[0]
     for name, value in (("logits", logits), ("labels", labels)):

@@ -232,7 +232,7 @@ def _deferred_forward(
             outputs = inner(*args, **kwargs)
         if is_exporting():
             outputs = tree_map_only(TracedLogits, TracedLogits.real_logits, outputs)
-        if not forward_pass.done:
+        if not forward_pass.done or forward_pass.unreached is not None:
             _note_own_loss(model, record, forward_pass)
     return outputs
 
@@ -331,12 +331,14 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
 def _replace_loss_function(
     stack: ExitStack, model: PreTrainedModel, loss_function: Callable[..., Any]
 ) -> None:
-    """Set what ``model.loss_function``, a property of Transformers, gives, until the stack is
-    closed.
+    """Set what ``model.loss_function`` gives, a property of Transformers or an attribute of the
+    class, until the stack is closed.
     """
     record = record_of(model)
     if torch.compiler.is_dynamo_compiling() and record is not None:
         record.traced_loss_function = loss_function  # Dynamo cannot undo that an attribute is set
         stack.callback(setattr, record, "traced_loss_function", None)
         return
-    replace_attribute(stack, model, "_loss_function", loss_function)
+    is_property = isinstance(getattr(type(model), "loss_function", None), property)
+    name = "_loss_function" if is_property else "loss_function"
+    replace_attribute(stack, model, name, loss_function)

@@ -283,8 +283,9 @@ class ForwardPass:
         if self.running:
             # the model computes its own loss: the options of apply_patch are meant for this one
             settings = self.record.settings
-            self.unreached = self._unreached_by(label_smoothing, reduction)
-            if self.unreached is not None:
+            unreached = self._unreached_by(label_smoothing, reduction)
+            if unreached is not None:
+                self.unreached = unreached
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss

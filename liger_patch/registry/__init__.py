@@ -72,14 +72,16 @@ def missing() -> list[Architecture]:
 
 
 def _has_own_forward(model: PreTrainedModel) -> bool:
-    """Return whether the forward of the model's class, before it was patched, is defined outside of
-    Transformers: by its globals, as ``functools.wraps`` copies ``__module__``.
+    """Return whether the forward of the model's class, before it was patched, or what decorators
+    have wrapped in it, is defined outside of Transformers: by the globals, as ``functools.wraps``
+    copies ``__module__``.
     """
     forward = getattr(getattr(type(model), ORIGINAL, type(model)), "forward", None)
-    if forward is None:
-        return False
-    module = getattr(forward, "__globals__", {}).get("__name__", "")
-    return not module.startswith("transformers.")
+    while forward is not None:
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _exported_names() -> frozenset[str]:

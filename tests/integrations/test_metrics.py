@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_named() -> None:
         (torch.zeros(2, 3, 9), (), r"labels must be a tensor or a tuple with it, got \(\)"),
         (None, torch.zeros(2, 3), "logits must be a tensor or a tuple with it, got None"),
         ((), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(\)"),
-        ((None,), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(\)"),
+        ((None,), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(None,\)"),
     ],
 )
 def test_what_is_no_tensor_is_named(logits: Any, labels: Any, message: str) -> None:

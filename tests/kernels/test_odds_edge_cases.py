@@ -111,7 +111,7 @@ def test_impossible_label_costs_infinity(both_odds):
 def test_all_labels_ignored_gives_zero(both_odds):
     device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
-    check_linear(inputs, labels)  # both_odds are computed here
+    check_linear(inputs, labels)  # odds are computed here
     ours = loss_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels.fill_(-100)), inputs
     )

@@ -237,6 +237,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
         labels=None,
         smoothing=0.0,
         reduction="mean",
+        beside_a_mean=False,
         **kwargs,
     ):
         hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
@@ -247,6 +248,8 @@ class OwnLoss(transformers.LlamaForCausalLM):
             targets = labels[..., 1:].reshape(-1)
             loss_function = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction)
             loss = loss_function(shifted, targets).mean()
+            if beside_a_mean:
+                loss = loss + nn.functional.cross_entropy(shifted, targets)
         return CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -291,6 +294,8 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
         ({"label_smoothing": 0.3}, {"smoothing": 0.1}),
         ({"reduction": "sum"}, {"reduction": "none"}),
         ({"reduction": "sum"}, {"reduction": "sum"}),
+        ({"reduction": "sum"}, {"reduction": "none", "beside_a_mean": True}),
+        ({"label_smoothing": 0.3}, {"smoothing": 0.1, "beside_a_mean": True}),
     ],
 )
 def test_an_option_that_the_models_own_loss_has_otherwise_is_an_error(

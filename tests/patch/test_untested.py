@@ -14,6 +14,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, router_arguments, step, tell_apart
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -250,7 +251,15 @@ class Wrapped(Preshifted):
     )
 
 
-@pytest.mark.parametrize("cls", [Preshifted, Wrapped])
+class Decorated(Preshifted):
+    """As Transformers' own modeling code, and code that is copied from it."""
+
+    @can_return_tuple
+    def forward(self, input_ids: Any, labels: Any = None, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("cls", [Preshifted, Wrapped, Decorated])
 def test_a_tested_class_with_another_forward_is_compared_and_keeps_its_labels(
     cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

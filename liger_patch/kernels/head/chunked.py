@@ -5,7 +5,7 @@ N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a c
 are dropped. For each chunk, where gradients are wanted:
 
     logits = X_c W^T                 one matrix product into a buffer that every chunk reuses
-    logits -> losses, G in place     G = dloss/dlogits; see ``logits`` and ``hopper`` for how
+    logits -> losses, G in place     G = dloss/dlogits; see ``logits``, ``row_odds`` and ``hopper``
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A

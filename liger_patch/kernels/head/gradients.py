@@ -1,7 +1,7 @@
 """The gradients of a head, summed over chunks.
 
 C: tokens of a chunk, N: of the batch, n: of them supervised, V: vocabulary, K: hidden size, or rank
-of an adapter's product. On Hopper the chunks hold the unnormalized softmax ("odds", see
+of an adapter's product. Of large bf16 batches the chunks hold the unnormalized softmax ("odds", see
 ``triton/odds``) instead of dlogits: each row has a factor, and the label's gradient is apart. Of a
 distributed vocabulary, the gradient of the states is summed over the ranks, chunk by chunk, while
 the device computes the next products.
