@@ -232,7 +232,8 @@ def _deferred_forward(
             outputs = inner(*args, **kwargs)
         if is_exporting():
             outputs = tree_map_only(TracedLogits, TracedLogits.real_logits, outputs)
-        if not forward_pass.done or forward_pass.unreached is not None:
+        lacks_option = forward_pass.unreached is not None and not forward_pass.is_causal
+        if not forward_pass.done or lacks_option:
             _note_own_loss(model, record, forward_pass)
     return outputs
 

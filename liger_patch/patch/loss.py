@@ -87,6 +87,7 @@ class ForwardPass:
         num_sequences: the number of sequences in the whole step; None to count those of this call.
         loss_weights: (B, T) weights of the labels; None where all tokens weigh the same.
         done: whether a method of this class has computed the loss.
+        is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
         read_by: the first operation that needed the values of the logits; None if none did.
         unreached: the option that the model's own loss could not be given, None if none.
@@ -103,6 +104,7 @@ class ForwardPass:
     num_sequences: Tensor | int | None = None
     loss_weights: Tensor | None = None
     done: bool = False
+    is_causal: bool = False
     running: bool = True
     read_by: str | None = None
     unreached: str | None = None
@@ -164,7 +166,7 @@ class ForwardPass:
         **kwargs: Any,
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
-        self.done = True
+        self.done = self.is_causal = True
         given = labels if shift_labels is None else shift_labels
         is_tensor = isinstance(given, Tensor)
         # numel() makes lengths constants
