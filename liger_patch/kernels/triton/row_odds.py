@@ -69,6 +69,7 @@ def _row_odds_kernel(
         if highest - reference > MAX_DISTANCE:
             factor = tl.exp2(reference - highest)
             sums *= factor
+            tl.debug_barrier()  # every warp has written its part of the blocks before
             for before in range(0, start, BLOCK_V):
                 odds = tl.load(logits_ptr + before + columns).to(tl.float32)
                 tl.store(logits_ptr + before + columns, odds * factor)
