@@ -61,20 +61,20 @@ def cross_entropy(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]
 def row_odds(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.triton import row_odds as kernels
 
-    for softcap, class_weight in itertools.product((0, 1), repeat=2):
+    for softcap, class_weight, gradient in itertools.product((0, 1), repeat=3):
         block = dict(kernels.BLOCK_WITH_SOFTCAP if softcap else kernels.BLOCK)
         warps = block.pop("num_warps")
         yield (
-            f"{softcap}{class_weight}",
+            f"{softcap}{class_weight}{gradient}",
             {
                 "logits_ptr": "*bf16",
                 "logits_stride": "i32",
                 "labels_ptr": "*i64",
-                "row_scale_ptr": "*fp32",
+                "row_scale_ptr": "*fp32" if gradient else None,
                 "class_weight_ptr": "*fp32" if class_weight else None,
                 "loss_ptr": "*fp32",
-                "factor_ptr": "*fp32",
-                "label_gradient_ptr": "*fp32",
+                "factor_ptr": "*fp32" if gradient else None,
+                "label_gradient_ptr": "*fp32" if gradient else None,
                 "vocab_size": "i32",
                 "softcap": "fp32" if softcap else None,
                 "logit_scale": "fp32",

@@ -107,7 +107,7 @@ class LogitsForm:
         self._turn(logits, chunk, None if row_scale is None else row_scale[chunk])
 
     def _turn(self, logits: Tensor, chunk: slice, row_scale: Tensor | None) -> None:
-        """Turn logits into losses and, with ``row_scale`` (C,), in place into gradients."""
+        """Write losses of logits and, with ``row_scale`` (C,), turn these into gradients."""
         cross_entropy_rows(
             logits,
             self._labels[chunk],

@@ -32,28 +32,26 @@ def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:
 
 
 class RowOddsForm(LogitsForm):
-    """Computes gradients of chunks of tokens from odds; losses alone, as ``LogitsForm``."""
+    """Computes losses of chunks of tokens from odds, and gradients from the same odds."""
 
     def __init__(
         self, operands: HeadInputs, labels: CompactedLabels, options: LossOptions, **how: Any
     ) -> None:
         super().__init__(operands, labels, options, **how)
         factors, label_gradients = self.losses.new_empty(2, len(labels.labels))
-        self.odds = self._factors = OddsFactors(factors, labels.labels, label_gradients)
+        self.odds = OddsFactors(factors, labels.labels, label_gradients)
 
     def _turn(self, logits: Tensor, chunk: slice, row_scale: Tensor | None) -> None:
-        if row_scale is None:
-            super()._turn(logits, chunk, None)
-            return
         from liger_patch.kernels.triton.row_odds import row_odds_
 
-        factors, labels, label_gradients = self._factors.of(chunk)
+        assert self.odds is not None
+        factors, labels, label_gradients = self.odds.of(chunk)
         row_odds_(
             logits,
             labels,
             self._options,
-            row_scale=row_scale,
             losses=self.losses[chunk],
+            row_scale=row_scale,
             factors=factors,
             label_gradients=label_gradients,
         )

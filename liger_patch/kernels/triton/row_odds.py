@@ -1,4 +1,4 @@
-"""Triton form of a row's softmax in one walk: (C, V) logits to odds, in place, and to losses.
+"""Triton form of a row's softmax in one walk: (C, V) logits to losses and, in place, to odds.
 
 The odds are those of ``odds``, against the label's logit, which a row holds: no walk has to find
 the largest one first. So each logit is read once and written once, where the gradient itself, which
@@ -30,21 +30,21 @@ MAX_DISTANCE = tl.constexpr(64.0)
 
 @triton.jit
 def _row_odds_kernel(
-    logits_ptr,  # (C, V), to be overwritten
+    logits_ptr,  # (C, V), to be overwritten; only read without row_scale_ptr
     logits_stride,
     labels_ptr,  # (C,) in [0, V)
-    row_scale_ptr,  # (C,)
+    row_scale_ptr,  # (C,); None: losses only
     class_weight_ptr,  # (V,) or None
     loss_ptr,  # (C,)
-    factor_ptr,  # (C,)
-    label_gradient_ptr,  # (C,)
+    factor_ptr,  # (C,), as the next one: None with row_scale_ptr
+    label_gradient_ptr,
     vocab_size,
     softcap,  # or None
     logit_scale,
     z_loss,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per row: its odds, its loss, and what turns the odds into the gradient."""
+    """One program per row: its loss, its odds, and what turns these into the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     columns = tl.arange(0, BLOCK_V)
@@ -69,17 +69,19 @@ def _row_odds_kernel(
         if highest - reference > MAX_DISTANCE:
             factor = tl.exp2(reference - highest)
             sums *= factor
-            tl.debug_barrier()  # every warp has written its part of the blocks before
-            for before in range(0, start, BLOCK_V):
-                odds = tl.load(logits_ptr + before + columns).to(tl.float32)
-                tl.store(logits_ptr + before + columns, odds * factor)
+            if row_scale_ptr is not None:
+                tl.debug_barrier()  # every warp has written its part of the blocks before
+                for before in range(0, start, BLOCK_V):
+                    odds = tl.load(logits_ptr + before + columns).to(tl.float32)
+                    tl.store(logits_ptr + before + columns, odds * factor)
             reference = highest
         odds = tl.exp2(z - reference)
         sums += odds
-        if is_whole:
-            tl.store(logits_ptr + column, odds * slope)
-        else:
-            tl.store(logits_ptr + column, odds * slope, mask=column < vocab_size)
+        if row_scale_ptr is not None:
+            if is_whole:
+                tl.store(logits_ptr + column, odds * slope)
+            else:
+                tl.store(logits_ptr + column, odds * slope, mask=column < vocab_size)
 
     others = tl.sum(sums, axis=0)
     label_odds = tl.exp2(label_z - reference)  # 1, but where the reference is not the label
@@ -92,10 +94,11 @@ def _row_odds_kernel(
         label_share = tl.load(class_weight_ptr + label).to(tl.float32)
     rest_share = 2.0 * z_loss * lse
     tl.store(loss_ptr + row, label_share * gap + z_loss * lse * lse)
-    scale = tl.load(row_scale_ptr + row) * logit_scale / total
-    label_gradient = (rest_share * label_odds - label_share * others) * label_slope * scale
-    tl.store(factor_ptr + row, (label_share + rest_share) * scale)
-    tl.store(label_gradient_ptr + row, label_gradient)
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + row) * logit_scale / total
+        label_gradient = (rest_share * label_odds - label_share * others) * label_slope * scale
+        tl.store(factor_ptr + row, (label_share + rest_share) * scale)
+        tl.store(label_gradient_ptr + row, label_gradient)
 
 
 def row_odds_(
@@ -103,13 +106,13 @@ def row_odds_(
     labels: Tensor,  # (C,)
     options: LossOptions,
     *,
-    row_scale: Tensor,  # (C,) float32
-    losses: Tensor,  # (C,) float32, as the next two
-    factors: Tensor,
-    label_gradients: Tensor,
+    losses: Tensor,  # (C,) float32
+    row_scale: Tensor | None = None,  # (C,) float32
+    factors: Tensor | None = None,  # (C,) float32, as the next one: with row_scale
+    label_gradients: Tensor | None = None,
 ) -> None:
-    """Turn logits into odds, and write losses and what turns the odds into the gradient of the sum
-    of ``row_scale * losses``.
+    """Write losses. With ``row_scale``, turn logits into odds too, and write what turns these into
+    the gradient of the sum of ``row_scale * losses``.
     """
     rows, vocab_size = logits.shape
     if rows == 0:
@@ -120,7 +123,7 @@ def row_odds_(
             logits,
             logits.stride(0),
             labels.contiguous(),
-            row_scale.contiguous(),
+            None if row_scale is None else row_scale.contiguous(),
             None if class_weight is None else class_weight.contiguous(),
             losses,
             factors,
