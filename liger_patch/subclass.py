@@ -1,4 +1,5 @@
-"""Another class for one instance of a module: its own, with some attributes replaced.
+"""Another class for one instance of a module: its own, with some attributes replaced. And whose
+code a class runs.
 
 The instance's class changes, and nothing else: so a copy, a pickle or a replica of the instance has
 the new class in its own right, and no attribute holds a reference back to it.
@@ -52,6 +53,17 @@ def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any
     return types.new_class(
         original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)
     )
+
+
+def is_transformers(function: Any) -> bool:
+    """Return whether a function, and each one that decorators have wrapped in it, is defined in
+    Transformers: one that somebody has replaced is not.
+    """
+    while function is not None:  # functools.wraps copies __module__, but no globals
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _new_instance(original: Any, derive: Callable[[Any], Any]) -> Any:

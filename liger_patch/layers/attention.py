@@ -16,14 +16,14 @@ from torch import nn
 
 from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
-from liger_patch.layers.checks import is_transformers, layers_of
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
 from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
 from liger_patch.layers.other_globals import with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
-from liger_patch.subclass import derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 NAMES = "rotary", "attention"  # of the layers that an attention may be
 

@@ -1,4 +1,4 @@
-"""Tell whether a layer's code is Transformers' own, and whether a call may run on a kernel."""
+"""Tell what a layer is on kernels, and whether a call may run on one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ def names_of(cls: Any) -> frozenset[str]:
 def layers_of(module: object) -> tuple[str, ...]:
     """Return the names of the layers that a module is on kernels; an attention may be two."""
     return getattr(type(module), LAYER_NAMES, ())
-
-
-def is_transformers(function: Any) -> bool:
-    """Return whether a function is defined in Transformers: a replaced one is not."""
-    return getattr(function, "__module__", "").startswith("transformers.")
 
 
 def needs_own_code(*arguments: object) -> bool:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.gated_norm import gated_norm
-from liger_patch.layers.checks import is_transformers, needs_own_code
+from liger_patch.layers.checks import needs_own_code
 from liger_patch.layers.probing import results_match, with_weight
-from liger_patch.subclass import derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 
 class GatedNorm(NamedTuple):

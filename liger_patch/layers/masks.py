@@ -24,7 +24,7 @@ from liger_patch.kernels.backend import (
     is_compiled_here,
     is_watched_by_dynamo,
 )
-from liger_patch.layers.checks import is_transformers, layers_of
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.deferred_mask import deferred_sdpa_mask
 from liger_patch.layers.masked_attention import leaves_masks_out
 from liger_patch.layers.other_globals import (
@@ -32,7 +32,7 @@ from liger_patch.layers.other_globals import (
     names_in,
     with_other_globals,
 )
-from liger_patch.subclass import derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 DEFERS_MASKS = "_liger_patch_defers_masks"  # attribute of such a class
 TABLE = "ALL_MASK_ATTENTION_FUNCTIONS"  # the name by which these look a mask function up

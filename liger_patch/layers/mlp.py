@@ -21,7 +21,6 @@ from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers.checks import (
     PRODUCT,
     has_hooks,
-    is_transformers,
     names_of,
     needs_own_code,
     packs_saved_tensors,
@@ -31,7 +30,7 @@ from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, results_match
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
-from liger_patch.subclass import derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
 # by their forwards: an activation whose forward was replaced is not in the table

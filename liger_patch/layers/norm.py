@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
-from liger_patch.layers.checks import is_transformers, needs_own_code
+from liger_patch.layers.checks import needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.long_rows import note_source
 from liger_patch.layers.normed_heads import UncomputedNorm, is_left_to_rotation
 from liger_patch.layers.probing import configuration, results_match, with_weight
-from liger_patch.subclass import derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 
 class Norm(NamedTuple):

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import is_compiled_here
 from liger_patch.kernels.rotary import rotary
-from liger_patch.layers.checks import is_transformers, names_of, needs_own_code
+from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.normed_heads import UncomputedNorm, computed, rotated_norms
 from liger_patch.layers.probing import probing, results_match
+from liger_patch.subclass import is_transformers
 
 
 def _rotate_by_sections(

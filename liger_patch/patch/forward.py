@@ -25,7 +25,6 @@ from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import is_traced, is_without_values
-from liger_patch.layers.checks import is_transformers
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
@@ -42,7 +41,7 @@ from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, take_weights
 from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.used_tokens import used_tokens
-from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
+from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
 IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import transformers
 
 from liger_patch.registry.architectures import ARCHITECTURES, Architecture
-from liger_patch.subclass import ORIGINAL
+from liger_patch.subclass import ORIGINAL, is_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,16 +72,11 @@ def missing() -> list[Architecture]:
 
 
 def _has_own_forward(model: PreTrainedModel) -> bool:
-    """Return whether the forward of the model's class, before it was patched, or what decorators
-    have wrapped in it, is defined outside of Transformers: by the globals, as ``functools.wraps``
-    copies ``__module__``.
+    """Return whether the class of the model, before it was patched, has another forward than
+    Transformers'.
     """
-    forward = getattr(getattr(type(model), ORIGINAL, type(model)), "forward", None)
-    while forward is not None:
-        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
+    cls = getattr(type(model), ORIGINAL, type(model))
+    return not is_transformers(getattr(cls, "forward", None))
 
 
 def _exported_names() -> frozenset[str]:

@@ -200,6 +200,24 @@ def test_a_refused_choice_leaves_layers_that_hooks_hold_since_on_kernels() -> No
     assert count_layers(model) == counts
 
 
+def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, calls = make_model(), []
+    own = type(model.model.norm).forward
+
+    @functools.wraps(own)
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return own(*args)
+
+    monkeypatch.setattr(type(model.model.norm), "forward", counted)
+    apply_patch(model, layers=True)
+    assert count_layers(model)["rms_norm"] == 0
+    model(**tiny_batch(model))
+    assert len(calls) == 5
+
+
 def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
