@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
-from liger_patch.cli.model import Sizes, TrainingStep, build, described
+from liger_patch.cli.model import Sizes, TrainingStep, build, described, without_adapters
 from liger_patch.cli.offload import host_bytes
 from liger_patch.cli.operations import CHUNK
 from liger_patch.cli.step import trace_step
@@ -234,7 +234,7 @@ def longest_unsliced(config: Any, step: TrainingStep, contender: Contender) -> i
     runs_slices = contender.slices and contender.head == "chunks" and contender.layers
     if not (runs_slices and step.checkpointing) or TOP_HOOKS is None:
         return None
-    model, _ = build(config, step)
+    model = without_adapters(config, step)
     downs: list[Any] = [getattr(each, "down_proj", None) for each in model.modules()]
     shapes = [tuple(each.weight.shape) for each in downs if hasattr(each, "weight")]
     if not shapes or _has_table(model, most_positions(config)):
@@ -302,10 +302,13 @@ class Growth:
             row_bytes = step.batch * config.get_text_config().hidden_size * step.dtype.itemsize
             first = max(first, -(-MIN_BYTES // (row_bytes * LEAST_PROBED)) * LEAST_PROBED)
         positions = most_positions(config)
-        if positions is not None and 4 * first > positions and not _window(config):
-            model, _ = build(config, step)
-            if _has_table(model, positions):
-                first = max(1, positions // 4)
+        if (
+            positions is not None
+            and 4 * first > positions
+            and not _window(config)
+            and _has_table(without_adapters(config, step), positions)
+        ):
+            first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
         steps = [replace(step, length=each, host_gib=None) for each in lengths]
         traces = [trace_step(config, each, contender, short_masks=False)[0] for each in steps]
@@ -313,9 +316,8 @@ class Growth:
             return None
         growth = cls(lengths, traces, step, contender)
         if growth._chunks:
-            model, _ = build(config, step)
-            head = model.get_output_embeddings()
-            growth._head = getattr(head, "base_layer", head).weight
+            head = without_adapters(config, step).get_output_embeddings()
+            growth._head = head.weight.requires_grad_(step.lora_rank is None)
         return growth
 
     def host_bytes(self, length: int) -> int:

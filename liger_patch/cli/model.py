@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,6 +164,12 @@ def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
             model = _with_adapters(model, step)
     quantized = linear if step.bits == 4 else []
     return model.train(), _sizes(model, step, quantized)
+
+
+def without_adapters(config: Any, step: TrainingStep) -> Any:
+    """Return such a model without adapters, for its shapes: adapters take most of the time."""
+    model, _ = build(config, replace(step, lora_rank=None))
+    return model
 
 
 def _make_linear(model: nn.Module) -> None:
