@@ -48,7 +48,8 @@ def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str)
         computes, name = row_odds.RowOddsForm, "_turn"
         monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: False)
         if is_interpreter:
-            monkeypatch.setattr(row_odds, "serves_row_odds", lambda *_: True)
+            serves = row_odds.has_whole_rows
+            monkeypatch.setattr(row_odds, "serves_row_odds", lambda operands, _: serves(operands))
             for block in (kernels.BLOCK, kernels.BLOCK_WITH_SOFTCAP):
                 monkeypatch.setitem(block, "BLOCK_V", ROW_BLOCK_V)
     computed = []

@@ -14,6 +14,7 @@ from three_ways import (
     loss_and_gradients,
 )
 from torch.nn.functional import linear
+from views import padded, strided, transposed
 
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.row_odds import serves_row_odds
@@ -49,6 +50,17 @@ def test_any_shape(shape, row_odds):
     device, dtype = row_odds
     inputs, labels = linear_inputs(dtype, device, *shape, ignored=0.1)
     labels[0] = shape[-1] - 1
+    check_linear(inputs, labels)
+
+
+@pytest.mark.parametrize("view", [transposed, strided, padded])
+@pytest.mark.parametrize("argument", ["hidden_states", "weight", "low_rank", "low_rank_weight"])
+def test_inputs_of_any_strides(view, argument, row_odds):
+    """Odds serve rows whose elements lie side by side, and logits all others."""
+    device, dtype = row_odds
+    inputs, labels = linear_inputs(dtype, device, 20, rank=20)
+    check_linear(inputs, labels)
+    inputs[argument] = view(inputs[argument])
     check_linear(inputs, labels)
 
 
@@ -127,6 +139,7 @@ def test_statistics_beside_the_gradients(row_odds):
         ({"bias": True}, False),
         ({"label_smoothing": 0.1}, False),
         ({"writes_float32": False}, False),
+        ({"transposed": True}, False),
     ],
     ids=str,
 )
@@ -137,6 +150,8 @@ def test_what_is_served(change, served, monkeypatch):
         "liger_patch.kernels.head.row_odds.writes_float32", lambda _: how["writes_float32"]
     )
     weight = torch.zeros(131, 8, dtype=how["dtype"])
+    if "transposed" in how:
+        weight = transposed(weight)
     operands = HeadInputs(weight[:5], weight, weight[:, 0] if how["bias"] else None)
     options = LossOptions(label_smoothing=how["label_smoothing"])
     assert serves_row_odds(operands, options) is served

@@ -4,33 +4,9 @@ import pytest
 import torch
 from slow_cases import slow_but
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs
+from views import VIEWS, expanded, strided, transposed
 
 TOKENS, VOCAB = 7, 131
-
-
-def transposed(x):
-    return x.mT.contiguous().mT if x.dim() == 2 else strided(x)
-
-
-def strided(x):
-    """Every second element along each dimension of a larger tensor."""
-    larger = x.new_full([2 * size for size in x.shape], 3)
-    view = larger[tuple(slice(None, None, 2) for _ in x.shape)]
-    return view.copy_(x)
-
-
-def padded(x):
-    """Rows with something behind them."""
-    larger = x.new_full((*x.shape[:-1], x.shape[-1] + 5), 3)
-    return larger[..., : x.shape[-1]].copy_(x)
-
-
-def expanded(x):
-    """The first row, or element, for all."""
-    return x[:1].expand_as(x)
-
-
-VIEWS = [transposed, strided, padded, expanded]
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -20,7 +20,7 @@ def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:
 
     That is: bf16, which holds their range (float16 does not); a device that writes float32 products
     of it, which are scaled before they are rounded; a plain weight, whose row of the label is read;
-    no bias and no label smoothing.
+    no bias and no label smoothing; matrices whose rows are contiguous.
     """
     return (
         operands.hidden_states.dtype == torch.bfloat16
@@ -28,7 +28,14 @@ def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:
         and isinstance(operands.weight, Tensor)
         and operands.bias is None
         and options.label_smoothing == 0.0
+        and has_whole_rows(operands)
     )
+
+
+def has_whole_rows(operands: HeadInputs) -> bool:
+    """Return True if the elements of each row lie side by side, as the kernels read them."""
+    matrices = operands.hidden_states, operands.weight, operands.low_rank, operands.low_rank_weight
+    return all(each.stride(1) == 1 for each in matrices if isinstance(each, Tensor))
 
 
 class RowOddsForm(LogitsForm):
