@@ -37,7 +37,8 @@ def _to_device(device: torch.device, how: dict[str, Any], tensor: Tensor) -> Ten
     return tensor.to(device, **how)
 
 
-def _chosen(index: tuple[Any, ...], tensor: Tensor) -> Tensor:
+def chosen(index: tuple[Any, ...], tensor: Tensor) -> Tensor:
+    """Return the rows that slices and tensors choose: tensors copy them."""
     return tensor[index]
 
 
@@ -143,7 +144,7 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
     kept = tuple(_kept(item) for item in items)
-    return _rows(logits, _chosen, kept)
+    return _rows(logits, chosen, kept)
 
 
 def _kept(item: Any) -> Any:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
+from liger_patch.deferred.gradients import ancestry
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
-from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
+from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS, chosen
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import autocast_dtype, autocast_to, inlined_only
@@ -88,10 +89,10 @@ class TracedLogits(PlaceholderLogits):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Return these logits after one more operation: recorded, or computed where these logits
-        have been read, and may have been written to.
+        """Return these logits after one more operation: recorded, or computed where these logits,
+        or any that they were computed from, have been read, and may have been written to.
         """
-        if self.is_computed or (step.other is not None and step.other.value is not None):
+        if self._is_read or (step.other is not None and cast(TracedLogits, step.other)._is_read):
             others = () if step.other is None else (step.other.real_logits(),)
             return step.apply(self.real_logits(), *others)
         dtype, device = dtype or self.dtype, device or self.device
@@ -118,19 +119,32 @@ class TracedLogits(PlaceholderLogits):
 
     @property
     def rows(self) -> Tensor:
+        """(..., H), laid out as these logits would be."""
         call, parent, step = self.origin
         if parent is None:
-            return call.hidden_states
-        return step.apply(parent.rows) if step.kind == "rows" else parent.rows
+            return call.hidden_states.contiguous()
+        if step.kind == "rows":
+            return step.apply(parent.rows)
+        return parent.rows if step.kind == "detach" else parent.rows.contiguous()
 
     @property
     def is_computed(self) -> bool:
         return self.value is not None
 
     @property
+    def _is_read(self) -> bool:
+        return any(cast(TracedLogits, node).is_computed for node in ancestry(self))
+
+    @property
     def shares_memory(self) -> bool:
         """Return whether eager's result of the last step would share its input's memory."""
-        return self.step is not None and self.step.kind in ("rows", "detach")
+        parent, step = self.parent, self.step
+        if parent is None or step is None or step.kind not in ("rows", "detach"):
+            return False
+        if step.function is chosen:  # by slices, or by the values of tensors
+            (index,) = step.arguments
+            return not any(isinstance(item, Tensor) for item in index)
+        return parent.rows.is_contiguous() or not self.rows.is_contiguous()
 
     @property
     def wants_gradient(self) -> bool:
@@ -179,7 +193,10 @@ class TracedLogits(PlaceholderLogits):
                 return result
         if func in METADATA and func not in _NEED_GRADIENTS and not args[0].is_computed:
             logits, *others = args
-            return func(logits.form, *others, **kwargs)
+            if func is Tensor.stride:
+                return _stride(logits, *others, **kwargs)
+            form = logits.rows if func is Tensor.is_contiguous else logits.form
+            return func(form, *others, **kwargs)
         args, kwargs = tree_map_only(
             TracedLogits, lambda logits: logits.read("torch.compile"), (args, kwargs)
         )
@@ -200,6 +217,12 @@ def _placeholder(
     logits.form, logits.value = form, None
     logits.origin = origin
     return logits
+
+
+def _stride(logits: TracedLogits, dim: int | None = None) -> Any:
+    rows, vocab_size = logits.rows, logits.shape[-1]
+    strides = (*(each // rows.shape[-1] * vocab_size for each in rows.stride()[:-1]), 1)
+    return strides if dim is None else strides[dim]
 
 
 def _compute(logits: TracedLogits, of_view: Callable[[TracedLogits], Tensor]) -> Tensor:

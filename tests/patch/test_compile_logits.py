@@ -12,7 +12,7 @@ from slow_cases import slow_but
 from tiny_models import Batch
 from torch import Tensor, nn
 
-from liger_patch import patch_status
+from liger_patch import patch_status, revert_patch
 
 pytestmark = MARKS
 
@@ -86,6 +86,56 @@ def test_logits_within_a_graph_are_those_of_eager(
     layers = sum(type(module) is nn.Linear for module in model.modules())
     assert sum(graphs.linears) == layers - 1 + products
     assert patch_status(model).fused
+
+
+def after_a_write(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Views and copies of logits that were taken before the logits were written to, and used
+    behind that.
+    """
+    index = torch.tensor([1, 0])
+    takes: list[Callable[[Tensor], Tensor]] = [
+        lambda logits: logits[:, :-1],
+        lambda logits: logits[:, index],
+        lambda logits: logits[:, :-1].contiguous(),
+        lambda logits: logits[:, :-1].flatten(0, 1),
+        lambda logits: logits.view(-1, logits.shape[-1]),
+        lambda logits: (logits * 0.5).detach(),
+    ]
+    results = []
+    for take in takes:
+        logits = model(**batch).logits
+        taken = take(logits)
+        logits.mul_(2.0)
+        results.append(taken * 0.5)
+    return results
+
+
+@GRAPH
+def test_views_and_copies_in_a_graph_are_those_of_eager() -> None:
+    model, uncompiled = make_model(), make_model()
+    batch = batch_of(model)
+    with torch.no_grad():
+        found = torch.compile(after_a_write, backend="aot_eager", fullgraph=True)(model, batch)
+        expected = after_a_write(uncompiled, batch)
+        eager = after_a_write(revert_patch(uncompiled), batch)
+    for each, ours, truth in zip(found, expected, eager, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(each, truth, rtol=1e-4, atol=1e-5)
+
+
+@GRAPH
+def test_the_layout_in_a_graph_is_that_of_eager() -> None:
+    model = make_model()
+    batch = batch_of(model)
+
+    def layouts() -> tuple:
+        logits = model(**batch).logits
+        parts = logits, logits[:, :-1], logits[:, :-1] * 2.0, logits[:, :-1].flatten(0, 1)
+        return tuple((each.stride(), each.stride(-2), each.is_contiguous()) for each in parts)
+
+    found = torch.compile(layouts, backend="aot_eager", fullgraph=True)()
+    revert_patch(model)
+    assert found == layouts()
 
 
 @GRAPH
