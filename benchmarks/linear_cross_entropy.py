@@ -1,7 +1,7 @@
 """Measure the loss of real heads, forward and backward, beside peers and a lower bound.
 
     python -m benchmarks linear_cross_entropy                     everything
-    python -m benchmarks linear_cross_entropy --part cases --case Gemma-2-2B
+    python -m benchmarks linear_cross_entropy --part cases --case Gemma-2-2B --contender liger_patch
 
 Three parts: cases, with every contender; a sweep over the number of tokens, with few; and calls of
 an idle GPU, which waits for the host, with every contender. In the others, the GPU is busy before
@@ -14,6 +14,7 @@ rounds.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -75,16 +76,24 @@ def cases(options: argparse.Namespace) -> Cases:
     for name, why in left_out().items():
         print(f"{name} is left out: {why}")
 
+    def chosen_of(losses: Mapping[str, Loss]) -> dict[str, Loss]:
+        starts = tuple(options.contender or losses)
+        found = {n: loss for n, loss in losses.items() if n == "eager" or n.startswith(starts)}
+        if len(found) == 1:
+            asked, known = " or ".join(starts), ", ".join(losses)
+            sys.exit(f"no contender's name starts with {asked}: they are {known}")
+        return found
+
     def case(head: Head) -> Rows:
-        losses = contenders(head, compiled=not options.no_compile)
+        losses = chosen_of(contenders(head, compiled=not options.no_compile))
         return run_case(head, losses, rounds=options.rounds)
 
     def idle(head: Head) -> Rows:
-        losses = contenders(head, compiled=not options.no_compile)
+        losses = chosen_of(contenders(head, compiled=not options.no_compile))
         return run_case(head, losses, rounds=options.rounds, is_loaded=False)
 
     def point(head: Head) -> Rows:
-        return run_case(head, sweep_contenders(head), rounds=options.rounds)
+        return run_case(head, chosen_of(sweep_contenders(head)), rounds=options.rounds)
 
     found: Cases = {}
     for key, part, heads, measured in (
@@ -181,6 +190,11 @@ def _key(head: Head, contender: str) -> dict:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=("cases", "sweep", "idle"), help="only this part")
     parser.add_argument("--case", help="only the cases whose name starts with this")
+    parser.add_argument(
+        "--contender",
+        action="append",
+        help="only eager and the contenders whose name starts with this, or another",
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
 
 

@@ -287,6 +287,19 @@ def test_the_device_is_idle_before_each_call_if_asked(is_loaded: bool, monkeypat
     assert idle_table({}) == ""
 
 
+def test_contenders_are_chosen_by_the_start_of_their_names(monkeypatch):
+    named = {"eager": eager(TINY), "liger_patch": ours(TINY), "liger_patch 768 MiB": ours(TINY)}
+    monkeypatch.setattr(linear_cross_entropy, "contenders", lambda *_, **__: named)
+    monkeypatch.setattr(linear_cross_entropy, "run_case", lambda head, losses, **_: list(losses))
+    options = argparse.Namespace(part="cases", case=None, rounds=1, no_compile=True)
+    for asked, names in ((None, list(named)), (["liger_patch 7"], ["eager", *list(named)[2:]])):
+        options.contender = asked
+        assert linear_cross_entropy.cases(options)["results"][0]() == names
+    options.contender = ["CCE"]
+    with pytest.raises(SystemExit, match="starts with CCE: they are eager, liger_patch, "):
+        linear_cross_entropy.cases(options)["results"][0]()
+
+
 def test_a_case_without_room_for_its_inputs_is_reported():
     huge = replace(TINY, vocab_size=2**56)
     (row,) = run_case(huge, {"eager": eager(huge)}, rounds=1, device="cpu")
