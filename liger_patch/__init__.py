@@ -1,10 +1,11 @@
 """Fused linear + cross-entropy for Hugging Face Transformers: training without the logits."""
 
-from liger_patch.apply import PatchStatus, apply_patch, patch_status, revert_patch
+from liger_patch.apply import apply_patch, revert_patch
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
+from liger_patch.status import PatchStatus, patch_status
 
 __all__ = [
     "LogProbs",

@@ -1,24 +1,18 @@
-"""Patch one model, undo that, and say what is patched: the public functions."""
+"""Patch one model, and undo that: the public functions."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from liger_patch import registry
-from liger_patch.kernels.head.inputs import default_chunk_mib
-from liger_patch.layers.attention import with_masks
-from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
 from liger_patch.patch import flags
-from liger_patch.patch.adapters import follow_adapters
-from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import (
     RECORD,
     leads_to_patch,
@@ -31,10 +25,6 @@ from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.subclass import ORIGINAL
 
 Model = TypeVar("Model", bound=nn.Module)
-NOT_ESTIMATED = (
-    "not estimated yet: liger_patch.memory.longest_row(model) does, in seconds; with gib=... where "
-    "the model is not on one GPU"
-)
 
 
 def apply_patch(
@@ -258,120 +248,6 @@ def revert_patch(model: Model) -> Model:
             record.replaced_forward = record.other_call.given_back(target, record.replaced_forward)
         vars(target).setdefault("forward", record.replaced_forward)
     return model
-
-
-@dataclass(frozen=True)
-class PatchStatus:
-    """The result of ``patch_status``; ``str()`` of it is a table.
-
-    Attributes:
-        patched: whether the model is patched.
-        fused: whether its last loss was fused; None before the first call with labels.
-        reason: why its last loss was not fused; None if it was, or before the first call.
-        rows: (name, value) of each line of the table.
-        architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
-            tested", "verified" once a training step was compared, "differs" where that found a
-            difference, or "not fusable" where nothing can be compared: its loss reads the logits,
-            or has nothing to do with those of the head.
-    """
-
-    patched: bool
-    fused: bool | None
-    reason: str | None
-    rows: tuple[tuple[str, str], ...]
-    architecture: str = "tested"
-
-    def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
-
-
-def patch_status(model: nn.Module) -> PatchStatus:
-    """Return what is fused for this model, what falls back to ordinary logits, and why.
-
-    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would. The
-    longest row that fits is what ``liger_patch.memory.longest_row`` has estimated last.
-
-    Raises:
-        TypeError: not a Transformers model.
-    """
-    target = transformers_model(model)
-    record = record_of(target)
-    rows = [("model", f"{type(target).__name__} ({target.config.model_type})")]
-    if record is None:
-        architecture = "tested" if registry.is_tested(target) else "not tested"
-        return PatchStatus(False, None, None, (*rows, ("patched", "no")), architecture)
-    follow_adapters(target, record)
-    architecture = _architecture_status(record)
-    compared = f": {record.compared}" if architecture == "verified" else ""
-    rows.append(("architecture", architecture + compared))
-    head = target.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor):  # a method, where torch.ao has quantized the head
-        weight = None
-    other = record.other_call
-    verdict = {
-        None: "no call with labels yet",
-        True: "fused",
-        False: f"{'ordinary logits' if other is None else other.otherwise}: {record.reason}",
-    }
-    trains = weight is not None and weight.requires_grad
-    counts = count_layers(target)
-    chunk_mib = record.chunk_mib or default_chunk_mib(trains)
-    return PatchStatus(
-        True,
-        record.fused,
-        record.reason,
-        (
-            *rows,
-            ("patched", "yes"),
-            ("head", _described_head(head, weight)),
-            ("last loss", verdict[record.fused]),
-            *(() if other is not None else _loss_rows(record.settings)),
-            ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
-            *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
-            *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
-            ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
-            ("logits held", f"{chunk_mib:g} MiB a chunk"),
-            ("longest row", record.longest_row or NOT_ESTIMATED),
-            (
-                "LIGER_PATCH_RETURN_LOGITS",
-                {None: "unset", True: "1", False: "0"}[flags.return_logits()],
-            ),
-            ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
-        ),
-        architecture,
-    )
-
-
-def _described_head(head: nn.Module | None, weight: Tensor | None) -> str:
-    """Return the class of the head, and the shape (V, H), dtype and device of its weight."""
-    if head is None:
-        return "none"
-    if weight is None:
-        return class_name(head)
-    shape = tuple(weight.shape)
-    if not weight.is_floating_point():  # quantized: packed in a shape of its own
-        shape = (getattr(head, "out_features", "?"), getattr(head, "in_features", "?"))
-    return f"{class_name(head)} {shape} {weight.dtype} {weight.device}"
-
-
-def _architecture_status(record: PatchRecord) -> str:
-    """Return ``PatchStatus.architecture`` of a patched model."""
-    if record.tested:
-        return "tested"
-    if record.distrusted is not None:
-        return "differs" if record.differs else "not fusable"
-    return "verified" if record.verified else "not tested"
-
-
-def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
-    return (
-        ("label smoothing", f"{settings.label_smoothing:g}"),
-        ("z-loss", f"{settings.z_loss:g}"),
-        ("reduction", f"{settings.reduction} without num_items_in_batch"),
-        ("loss average", settings.loss_average),
-    )
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-from liger_patch.apply import apply_patch, patch_status, transformers_model
+from liger_patch.apply import apply_patch, transformers_model
 from liger_patch.integrations.loss_weights import WeightedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.forward import record_of
@@ -30,6 +30,7 @@ from liger_patch.patch.packing import (
     count_sequences,
     why_sequences_are_split,
 )
+from liger_patch.status import patch_status
 
 
 class Trainer(WeightedTokens, transformers.Trainer):
