@@ -1,0 +1,113 @@
+"""Losses that a model computes itself, without Transformers' loss function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+from training_step import call, patched, step, widened
+from transformers.modeling_outputs import CausalLMOutput
+from untested_classes import LLAMA, NOTICE
+
+from liger_patch import patch_status
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    """Computes its loss itself, as some models of Transformers do."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        labels=None,
+        smoothing=0.0,
+        reduction="mean",
+        beside_a_mean=False,
+        **kwargs,
+    ):
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            shifted = logits.float()[..., :-1, :].contiguous().view(-1, V)
+            targets = labels[..., 1:].reshape(-1)
+            loss_function = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction)
+            loss = loss_function(shifted, targets).mean()
+            if beside_a_mean:
+                loss = loss + nn.functional.cross_entropy(shifted, targets)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.fixture
+def own_loss() -> Any:
+    model = tiny_model(LLAMA)
+    model.__class__ = OwnLoss
+    return widened(model)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_a_loss_that_the_model_computes_itself_is_fused(own_loss: Any, smoothing: float) -> None:
+    batch = tiny_batch(own_loss)
+    truth = step(own_loss, batch, smoothing=smoothing)
+    with patched(own_loss):
+        with pytest.warns(UserWarning, match=NOTICE):
+            ours = step(own_loss, batch, smoothing=smoothing)
+        assert patch_status(own_loss).fused
+        assert not call(own_loss, batch).logits.is_computed
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
+    own_loss: Any,
+) -> None:
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "reduction": "sum"}
+    batch = tiny_batch(own_loss)
+    model = widened(tiny_model(LLAMA))
+    with patched(model, **options):
+        truth = step(model, batch)
+    with patched(own_loss, **options):
+        with pytest.warns(UserWarning, match=NOTICE):
+            ours = step(own_loss, batch)
+        assert patch_status(own_loss).fused
+        torch.testing.assert_close(step(own_loss, batch, smoothing=0.1), ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_its_own"),
+    [
+        ({"label_smoothing": 0.3}, {"smoothing": 0.1}),
+        ({"reduction": "sum"}, {"reduction": "none"}),
+        ({"reduction": "sum"}, {"reduction": "sum"}),
+        ({"reduction": "sum"}, {"reduction": "none", "beside_a_mean": True}),
+        ({"label_smoothing": 0.3}, {"smoothing": 0.1, "beside_a_mean": True}),
+    ],
+)
+def test_an_option_that_the_models_own_loss_has_otherwise_is_an_error(
+    own_loss: Any, options: dict[str, Any], of_its_own: dict[str, Any]
+) -> None:
+    batch, (name,) = tiny_batch(own_loss), options
+    with (
+        patched(own_loss, **options),
+        pytest.raises(ValueError, match=f"^{name}=.* cannot reach the loss that OwnLoss computes"),
+    ):
+        call(own_loss, batch, **of_its_own)
+
+
+def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
+    own_loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    batch = tiny_batch(own_loss)
+    expected = call(own_loss, batch).loss
+    with patched(own_loss):
+        assert torch.equal(call(own_loss, batch).loss, expected)
+        assert patch_status(own_loss).reason == "LIGER_PATCH_RETURN_LOGITS=1"
+    with patched(own_loss, z_loss=0.1), pytest.raises(ValueError, match=r"z_loss=0\.1"):
+        call(own_loss, batch)
