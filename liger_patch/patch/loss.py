@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -20,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.deferred.tensor_parallel import DistributedLogits, is_dtensor
+from liger_patch.deferred.tensor_parallel import DistributedLogits
 from liger_patch.deferred.traced import TracedLogits, is_exporting
 from liger_patch.kernels.backend import (
     accumulation_dtype,
@@ -42,8 +41,7 @@ from liger_patch.patch.packing import (
 )
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
-from liger_patch.patch.untested import SLICE, TrialRecord
-from liger_patch.patch.verify import NotComparable, disagreement, loss_rounding
+from liger_patch.patch.verify import is_trusted
 
 Deferred = DeferredLogits | TracedLogits
 KNOWN = (DeferredLogits, TracedLogits, DistributedLogits)
@@ -291,7 +289,7 @@ class ForwardPass:
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
-            if not self._trusts(parts, target, **options):
+            if not is_trusted(self.record, parts, target, **options):
                 return NotImplemented
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
@@ -382,46 +380,7 @@ class ForwardPass:
                 "loss can follow"
             )
             return None
-        if not self._trusts(parts, labels, **options):
+        if not is_trusted(self.record, parts, labels, **options):
             self.record.fall_back(self.record.distrusted or "")
             return None
         return parts
-
-    def _trusts(self, parts: Parts, labels: Tensor, **options: Any) -> bool:
-        """Return whether the fused loss is to be trusted.
-
-        With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
-        training step with supervised tokens and finite values compares it with the ordinary path.
-        """
-        record = self.record
-        if isinstance(record, TrialRecord):
-            record.rounding = max(record.rounding, loss_rounding(parts, labels, **options))
-            return True
-        wanted = flags.verify() or not record.tested
-        if wanted and torch.is_grad_enabled() and not record.verified:
-            try:
-                difference = disagreement(parts, labels, **options)
-            except NotComparable:  # the next batch may be
-                return True
-            except torch.OutOfMemoryError:
-                if flags.verify() or is_dtensor(parts.weight):
-                    raise  # other ranks wait for this one
-                # no option has asked for the comparison, and without it the step may fit
-                own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
-                compared = f"{own}, but no gradients" if has_own else "nothing"
-                difference, record.compared = None, f"{compared}, as memory was short"
-            record.verified = True
-            if difference is not None:
-                by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
-                record.distrusted, record.differs = f"{by} {difference}", True
-            elif not record.tested:
-                self._say_what_was_compared()
-        return record.distrusted is None
-
-    def _say_what_was_compared(self) -> None:
-        self.record.compared = self.record.compared or SLICE
-        warnings.warn(
-            f"liger_patch has no test of {self.record.architecture}. It compared "
-            f"{self.record.compared}: they agree, and the loss is fused",
-            stacklevel=2,
-        )

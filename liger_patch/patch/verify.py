@@ -3,6 +3,7 @@ LIGER_PATCH_VERIFY, and for architectures without a row in the registry.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.odds_inputs import is_worth_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
+from liger_patch.patch import flags
+from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.untested import SLICE, TrialRecord
 
 TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of 262144
 EAGER_ERRORS = 2.0  # times the ordinary path's own error that are allowed
@@ -32,6 +36,52 @@ Loss = Callable[[HeadInputs], Tensor]
 
 class NotComparable(Exception):
     """A batch has no supervised token, or its ordinary loss or gradients are not finite."""
+
+
+def is_trusted(record: PatchRecord, parts: Parts, labels: Tensor, **options: Any) -> bool:
+    """Return whether a model's fused loss is to be trusted; the record has what was found.
+
+    With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
+    training step with supervised tokens and finite values compares it with the ordinary path.
+
+    Args:
+        record: that of the model.
+        parts: what the logits (N, V) are made of.
+        labels: (N,).
+        options: of the loss, as ``disagreement`` takes them.
+    """
+    if isinstance(record, TrialRecord):
+        record.rounding = max(record.rounding, loss_rounding(parts, labels, **options))
+        return True
+    wanted = flags.verify() or not record.tested
+    if wanted and torch.is_grad_enabled() and not record.verified:
+        try:
+            difference = disagreement(parts, labels, **options)
+        except NotComparable:  # the next batch may be
+            return True
+        except torch.OutOfMemoryError:
+            if flags.verify() or is_dtensor(parts.weight):
+                raise  # other ranks wait for this one
+            # no option has asked for the comparison, and without it the step may fit
+            own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
+            compared = f"{own}, but no gradients" if has_own else "nothing"
+            difference, record.compared = None, f"{compared}, as memory was short"
+        record.verified = True
+        if difference is not None:
+            by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
+            record.distrusted, record.differs = f"{by} {difference}", True
+        elif not record.tested:
+            _say_what_was_compared(record)
+    return record.distrusted is None
+
+
+def _say_what_was_compared(record: PatchRecord) -> None:
+    record.compared = record.compared or SLICE
+    warnings.warn(
+        f"liger_patch has no test of {record.architecture}. It compared {record.compared}: they "
+        "agree, and the loss is fused",
+        stacklevel=3,
+    )
 
 
 def disagreement(

@@ -17,7 +17,6 @@ from training_step import call, joined, step, widened
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
-from liger_patch.patch import loss
 from liger_patch.patch import verify as verify_module
 
 ROWS = [
@@ -35,13 +34,13 @@ def verify(monkeypatch: pytest.MonkeyPatch) -> None:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each comparison found."""
     found = []
-    disagreement = loss.disagreement
+    disagreement = verify_module.disagreement
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         found.append(disagreement(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(loss, "disagreement", recorded)
+    monkeypatch.setattr(verify_module, "disagreement", recorded)
     return found
 
 
