@@ -30,6 +30,7 @@ from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
 from liger_patch.patch.fallback import why_not_deferred, why_transformed
+from liger_patch.patch.in_graph import gives_logits_to_loss
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -43,7 +44,7 @@ from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
-IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see _gives_logits_to_loss
+IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
@@ -117,7 +118,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    attributes: dict[str, Any] = {"forward": forward, IN_GRAPH: _gives_logits_to_loss(original)}
+    attributes: dict[str, Any] = {"forward": forward, IN_GRAPH: gives_logits_to_loss(original)}
     own = inspect.getattr_static(original, "loss_function", None)
     if isinstance(own, property):  # that of Transformers
         get_own: Any = own.fget
@@ -129,16 +130,6 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         attributes["loss_function"] = property(loss_function, own.fset)
     return derived_class(original, patched_class, **attributes)
-
-
-def _gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
-    """Return whether a class gives its logits to ``self.loss_function``, in a way that a graph of
-    torch.compile can record: for nn.CrossEntropyLoss and functions of torch.nn.functional, Dynamo
-    does not ask ``__torch_function__`` in every case.
-    """
-    code = getattr(inspect.unwrap(original.forward), "__code__", None)
-    names = () if code is None else code.co_names
-    return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
 def _keeps_checkpoints() -> bool:

@@ -6,11 +6,9 @@ Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +18,18 @@ from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
-from liger_patch.deferred.traced import TracedLogits, is_exporting
+from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import (
     accumulation_dtype,
-    inlined_only,
     is_plain,
     is_without_values,
-    runs_eagerly,
 )
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels
 from liger_patch.patch.fallback import description
+from liger_patch.patch.in_graph import in_graph_of_logits
 from liger_patch.patch.packing import (
     next_labels,
     sequence_weights,
@@ -45,32 +42,6 @@ from liger_patch.patch.verify import is_trusted
 
 Deferred = DeferredLogits | TracedLogits
 KNOWN = (DeferredLogits, TracedLogits, DistributedLogits)
-Method = TypeVar("Method", bound=Callable[..., Tensor])
-
-
-def _in_graph_of_logits(method: Method) -> Method:
-    """Decorate a method that computes a loss, so that torch.compile knows where it runs.
-
-    It becomes a part of the graph if the logits were deferred in that graph, and with
-    LIGER_PATCH_RETURN_LOGITS=1. For any other logits, it runs between two graphs.
-    """
-    between_graphs = runs_eagerly(method)
-
-    @functools.wraps(method)
-    def compute(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        in_graph = torch.compiler.is_dynamo_compiling()
-        if in_graph and (isinstance(logits, TracedLogits) or flags.return_logits()):
-            return method(self, logits, *args, **kwargs)
-        if in_graph and is_exporting():
-            raise RuntimeError(
-                "torch.export(strict=True) does not let liger_patch see how the model scales or "
-                "caps its logits: export with strict=False, or with LIGER_PATCH_RETURN_LOGITS=1"
-            )
-        if isinstance(logits, TracedLogits):  # they have left their graph
-            logits = logits.deferred  # the model breaks it after the head
-        return between_graphs(self, logits, *args, **kwargs)
-
-    return cast(Method, inlined_only(compute))
 
 
 @dataclass
@@ -152,7 +123,7 @@ class ForwardPass:
         prepare_backward(loss, logits)
         return logits.result(loss)
 
-    @_in_graph_of_logits
+    @in_graph_of_logits
     def causal_lm_loss(
         self,
         logits: Tensor,  # (B, T, V)
@@ -251,7 +222,7 @@ class ForwardPass:
             raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
         return sequence_weights(self.starts, supervised, accumulation_dtype(dtype))
 
-    @_in_graph_of_logits
+    @in_graph_of_logits
     def cross_entropy(
         self,
         input: Any,  # (N, V), else NotImplemented
