@@ -33,14 +33,27 @@ class ExpectedLabels(NamedTuple):
     shifted: bool
     targets: Tensor
 
-    def targets_of(self, labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor | None:
-        """Return (B T,) the label that each token predicts, if the loss is given these labels; None
-        for any others.
-        """
-        if labels is not self.labels or labels._version != self.version:
-            return None
-        same = (ignore_index, shifted) == (self.ignore_index, self.shifted)
-        return self.targets if same else None
+
+def flat_targets(
+    labels: Tensor,  # (B, T)
+    ignore_index: int,
+    *,
+    shifted: bool,  # whether each token predicts the label in its own place
+    expected: ExpectedLabels | None = None,
+) -> Tensor:
+    """Return (B T,), the label that each token predicts.
+
+    For expected labels that nothing has written to, the result is the tensor that was counted,
+    itself and no view of it: ``compact_ahead`` has noted the count on it.
+    """
+    if (
+        expected is not None
+        and labels is expected.labels
+        and labels._version == expected.version
+        and (ignore_index, shifted) == (expected.ignore_index, expected.shifted)
+    ):
+        return expected.targets
+    return (labels if shifted else next_labels(labels, ignore_index)).reshape(-1)
 
 
 def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> ExpectedLabels | None:
@@ -59,6 +72,6 @@ def expected_labels(head: nn.Module | None, arguments: Mapping[str, Any]) -> Exp
         return None  # tensors without a version: a change would not be noticed
     if labels.dim() != 2 or not isinstance(vocab_size, int) or not isinstance(ignore_index, int):
         return None
-    targets = (labels if shifted else next_labels(labels, ignore_index)).reshape(-1)
+    targets = flat_targets(labels, ignore_index, shifted=shifted)
     compact_ahead(targets, vocab_size, ignore_index)
     return ExpectedLabels(labels, labels._version, ignore_index, shifted, targets)

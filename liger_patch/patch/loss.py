@@ -19,23 +19,14 @@ from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
 from liger_patch.deferred.traced import TracedLogits
-from liger_patch.kernels.backend import (
-    accumulation_dtype,
-    is_plain,
-    is_without_values,
-)
+from liger_patch.kernels.backend import accumulation_dtype, is_plain, is_without_values
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
-from liger_patch.patch.expected import ExpectedLabels
+from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
 from liger_patch.patch.in_graph import in_graph_of_logits
-from liger_patch.patch.packing import (
-    next_labels,
-    sequence_weights,
-    why_sequences_are_split,
-    within_sequences,
-)
+from liger_patch.patch.packing import average_of_sequences, within_sequences
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
 from liger_patch.patch.verify import is_trusted
@@ -136,17 +127,18 @@ class ForwardPass:
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = self.is_causal = True
+        shifted = shift_labels is not None
         given = labels if shift_labels is None else shift_labels
         is_tensor = isinstance(given, Tensor)
         # numel() makes lengths constants
         if not is_tensor or given.numel() != math.prod(logits.shape[:-1]):
-            name = "labels" if shift_labels is None else "shift_labels"
+            name = "shift_labels" if shifted else "labels"
             expected = tuple(logits.shape[:-1])
             got = tuple(given.shape) if is_tensor else f"a {type(given).__name__}"
             raise ValueError(f"{name} must be a tensor of shape {expected}, got {got}")
-        if shift_labels is None and not self.record.tested and self._has_starts_of(labels):
-            labels = within_sequences(labels, self.starts, ignore_index)
-        flat = self._flat_targets(labels, shift_labels, ignore_index)
+        if not shifted and not self.record.tested and self._has_starts_of(labels):
+            given = labels = within_sequences(labels, self.starts, ignore_index)
+        flat = flat_targets(given, ignore_index, shifted=shifted, expected=self.expected)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
@@ -173,12 +165,18 @@ class ForwardPass:
             )
         token_weight = None
         if self.loss_weights is not None:
-            of_labels, shifted = self.loss_weights.to(logits.device), shift_labels is not None
+            of_labels = self.loss_weights.to(logits.device)
             token_weight = weights_of_targets(of_labels, given, shifted=shifted).reshape(-1)
         if self.record.settings.loss_average == "sequence":
             supervised = flat.view(given.shape).to(logits.device) != ignore_index
-            token_weight, count = self._sequence_weights(supervised, logits.dtype)
-            num_items_in_batch = self._denominator(count, num_items_in_batch)
+            token_weight, num_items_in_batch = average_of_sequences(
+                self.starts,
+                supervised,
+                accumulation_dtype(logits.dtype),
+                num_sequences=self.num_sequences,
+                num_tokens=num_items_in_batch,
+                reduction=self.record.settings.reduction,
+            )
         reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
         return self._loss(
             logits,
@@ -191,36 +189,6 @@ class ForwardPass:
             z_loss=self.record.settings.z_loss,
             token_weight=token_weight,
         )
-
-    def _flat_targets(
-        self,
-        labels: Tensor,  # (B, T)
-        shift_labels: Tensor | None,  # (B, T)
-        ignore_index: int,
-    ) -> Tensor:
-        """Return (B T,), the label that each token predicts.
-
-        If these were counted before the model ran, the result is that tensor itself and no view of
-        it: ``compact_ahead`` has noted the count on it.
-        """
-        shifted = shift_labels is not None
-        given = labels if shift_labels is None else shift_labels
-        if self.expected is not None:
-            counted = self.expected.targets_of(given, ignore_index, shifted=shifted)
-            if counted is not None:
-                return counted
-        return (given if shifted else next_labels(labels, ignore_index)).reshape(-1)
-
-    def _sequence_weights(self, supervised: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what ``sequence_weights`` does for the sequences of this call.
-
-        Raises:
-            ValueError: this process has only parts of sequences.
-        """
-        split = why_sequences_are_split()
-        if split is not None:
-            raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
-        return sequence_weights(self.starts, supervised, accumulation_dtype(dtype))
 
     @in_graph_of_logits
     def cross_entropy(
@@ -286,19 +254,6 @@ class ForwardPass:
 
     def _has_starts_of(self, labels: Tensor) -> bool:
         return self.starts is not None and self.starts.shape == labels.shape
-
-    def _denominator(self, count: Tensor, num_tokens: Tensor | int | None) -> Tensor | int | None:
-        """Return what the sum of the sequences' means is divided by; None for a plain sum."""
-        if self.num_sequences is not None:
-            return self.num_sequences
-        if num_tokens is not None:
-            raise ValueError(
-                "num_items_in_batch counts tokens, but apply_patch was given "
-                'loss_average="sequence". Pass num_sequences_in_batch too: the number of sequences '
-                "in all forward passes of the step. The Trainer of "
-                "liger_patch.integrations.transformers does so"
-            )
-        return None if self.record.settings.reduction == "sum" else count
 
     def _leave_to_transformers(self, kind: str) -> None:
         """Fall back for a tensor subclass, which only Transformers' own loss can take."""

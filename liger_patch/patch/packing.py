@@ -97,6 +97,38 @@ def sequence_weights(
     return weights, (counts > 0).sum()
 
 
+def average_of_sequences(
+    starts: Tensor | None,  # (B, T) of sequence_starts; None: each row is a sequence
+    supervised: Tensor,  # (B, T) whether a token has a label to predict
+    dtype: torch.dtype,
+    *,
+    num_sequences: Tensor | int | None,  # in all calls of a step; None to count those of this call
+    num_tokens: Tensor | int | None,  # num_items_in_batch of the call
+    reduction: str,  # "mean" or "sum" of the sequences' means
+) -> tuple[Tensor, Tensor | int | None]:
+    """Return the weight of each token in the sum of the sequences' means, (N,), and what that sum
+    is divided by; None for a plain sum.
+
+    Raises:
+        ValueError: this process has only parts of sequences; or tokens of a step were counted, and
+            not sequences.
+    """
+    split = why_sequences_are_split()
+    if split is not None:
+        raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
+    weights, count = sequence_weights(starts, supervised, dtype)
+    if num_sequences is not None:
+        return weights, num_sequences
+    if num_tokens is not None:
+        raise ValueError(
+            "num_items_in_batch counts tokens, but apply_patch was given "
+            'loss_average="sequence". Pass num_sequences_in_batch too: the number of sequences '
+            "in all forward passes of the step. The Trainer of "
+            "liger_patch.integrations.transformers does so"
+        )
+    return weights, None if reduction == "sum" else count
+
+
 def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     """Return (), the number of sequences of a batch that have a supervised token."""
     labels = batch["labels"]
