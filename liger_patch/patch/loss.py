@@ -101,19 +101,6 @@ class ForwardPass:
                 "lack 'attention'"
             )
 
-    def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
-        """Compute the fused loss of deferred logits from what they are made of."""
-        if not isinstance(logits, TracedLogits):
-            self.record.before_loss()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
-            loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
-        if isinstance(logits, TracedLogits):
-            self.loss_of_graph = loss
-            return loss
-        leave_gradient_out(loss, logits)
-        prepare_backward(loss, logits)
-        return logits.result(loss)
-
     @in_graph_of_logits
     def causal_lm_loss(
         self,
@@ -190,6 +177,65 @@ class ForwardPass:
             token_weight=token_weight,
         )
 
+    def _has_starts_of(self, labels: Tensor) -> bool:
+        return self.starts is not None and self.starts.shape == labels.shape
+
+    def _leave_to_transformers(self, kind: str) -> None:
+        """Fall back for a tensor subclass, which only Transformers' own loss can take."""
+        changed = self.record.settings.changed
+        if self.loss_weights is not None:
+            changed = LOSS_WEIGHTS
+        if changed:
+            raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
+        self.record.fall_back(
+            self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        parts = self.fusable(logits, labels, vocab_size, **options)
+        if parts is not None:
+            self.record.note_fused()
+            return self._fused_loss(cast(Deferred, logits), parts, labels, **options)
+        if isinstance(logits, DistributedLogits):
+            loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
+            return logits.result(loss)
+        if isinstance(logits, Deferred):
+            logits = logits.real_logits()
+        return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
+
+    def fusable(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
+    ) -> Parts | None:
+        """Return what the logits are made of, for the fused operators. If these cannot be used,
+        return None; the record then has the reason.
+        """
+        if flags.return_logits():
+            self.record.note_logits_asked()
+            return None
+        if self.unfused is not None:
+            self.record.fall_back(self.unfused)
+            return None
+        if self.read_by is not None:
+            self.record.fall_back(
+                f"the logits of the head ({self.head_name}) were read by {self.read_by} before the "
+                "loss"
+            )
+            return None
+        if not isinstance(logits, Deferred):
+            self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
+            return None
+        parts = parts_of(logits)
+        if parts is None or parts.weight.shape[0] != vocab_size:
+            self.record.fall_back(
+                f"the head ({self.head_name}) or the model does more to the logits than a fused "
+                "loss can follow"
+            )
+            return None
+        if not is_trusted(self.record, parts, labels, **options):
+            self.record.fall_back(self.record.distrusted or "")
+            return None
+        return parts
+
     @in_graph_of_logits
     def cross_entropy(
         self,
@@ -252,61 +298,15 @@ class ForwardPass:
             return f"reduction={settings.reduction!r}"
         return None
 
-    def _has_starts_of(self, labels: Tensor) -> bool:
-        return self.starts is not None and self.starts.shape == labels.shape
-
-    def _leave_to_transformers(self, kind: str) -> None:
-        """Fall back for a tensor subclass, which only Transformers' own loss can take."""
-        changed = self.record.settings.changed
-        if self.loss_weights is not None:
-            changed = LOSS_WEIGHTS
-        if changed:
-            raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
-        self.record.fall_back(
-            self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
-        )
-
-    def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-        parts = self.fusable(logits, labels, vocab_size, **options)
-        if parts is not None:
-            self.record.note_fused()
-            return self._fused_loss(cast(Deferred, logits), parts, labels, **options)
-        if isinstance(logits, DistributedLogits):
-            loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
-            return logits.result(loss)
-        if isinstance(logits, Deferred):
-            logits = logits.real_logits()
-        return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
-
-    def fusable(
-        self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
-    ) -> Parts | None:
-        """Return what the logits are made of, for the fused operators. If these cannot be used,
-        return None; the record then has the reason.
-        """
-        if flags.return_logits():
-            self.record.note_logits_asked()
-            return None
-        if self.unfused is not None:
-            self.record.fall_back(self.unfused)
-            return None
-        if self.read_by is not None:
-            self.record.fall_back(
-                f"the logits of the head ({self.head_name}) were read by {self.read_by} before the "
-                "loss"
-            )
-            return None
-        if not isinstance(logits, Deferred):
-            self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
-            return None
-        parts = parts_of(logits)
-        if parts is None or parts.weight.shape[0] != vocab_size:
-            self.record.fall_back(
-                f"the head ({self.head_name}) or the model does more to the logits than a fused "
-                "loss can follow"
-            )
-            return None
-        if not is_trusted(self.record, parts, labels, **options):
-            self.record.fall_back(self.record.distrusted or "")
-            return None
-        return parts
+    def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
+        """Compute the fused loss of deferred logits from what they are made of."""
+        if not isinstance(logits, TracedLogits):
+            self.record.before_loss()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
+            loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+        if isinstance(logits, TracedLogits):
+            self.loss_of_graph = loss
+            return loss
+        leave_gradient_out(loss, logits)
+        prepare_backward(loss, logits)
+        return logits.result(loss)
