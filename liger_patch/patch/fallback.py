@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.stored import in_process_group
+from liger_patch.deferred.tensor_parallel import is_dtensor
 
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
@@ -19,6 +20,8 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
         return "get_output_embeddings() returns None"
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
+    if torch.compiler.is_compiling() and is_dtensor(getattr(head, "weight", None)):
+        return "torch.compile traces a head whose weight is a DTensor"
     if in_process_group():
         reason = why_weight_cannot_be_kept(model, head)
         if reason is not None:

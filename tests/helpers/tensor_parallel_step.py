@@ -64,6 +64,7 @@ def main(file: str, device_type: str, *cases: str) -> None:
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--untested", action="store_true", help="without a row")
     parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
+    parser.add_argument("--compiled", action="store_true", help="as a whole")
     parser.add_argument("--fallback", default="")
     for case in cases:
         print(f"case {case}", flush=True)
@@ -106,6 +107,9 @@ def check(arguments: argparse.Namespace) -> None:
         unmasked = without_masks(model) if arguments.packed else contextlib.nullcontext()
         with count_logits() as computed, Collectives() as collectives, unmasked:
             results = step(model, batch)
+        if arguments.compiled:  # torch.compile leaves a call alone where modes see its operations
+            model.compile(backend="aot_eager")
+            results = step(model, batch)
         status = patch_status(model)
         if arguments.fallback:
             assert not status.fused
@@ -126,6 +130,8 @@ def check(arguments: argparse.Namespace) -> None:
             value = whole(value)
             off = (whole(results[name]) - value).norm() / value.norm()
             assert off <= (LOSS if name == "loss" else GRADIENTS), f"{name} is off by {off:.3g}"
+        if arguments.compiled:
+            return
         check_evaluation(model, alone, batch, fused=not arguments.fallback)
         check_loss_of_logits(model, alone, batch)
 

@@ -51,6 +51,14 @@ def test_adapters_on_shards(tmp_path: Path) -> None:
     run(SCRIPT, str(tmp_path / "group"), "cpu", "transformers --lora --layers")
 
 
+@pytest.mark.slow
+def test_a_whole_model_in_a_graph(tmp_path: Path) -> None:
+    pytest.importorskip("torch", minversion="2.11", reason="older ones trace no such model")
+    reason = "torch.compile traces a head whose weight is a DTensor"
+    case = f'transformers --compiled --layers --fallback "{reason}"'
+    run(SCRIPT, str(tmp_path / "group"), "cpu", case)
+
+
 def test_three_ranks_with_fewer_rows_on_the_last(tmp_path: Path) -> None:
     run(SCRIPT, str(tmp_path / "group"), "cpu", "head_alone", processes=3)
 
