@@ -144,8 +144,9 @@ class LigerPatchCallback(transformers.TrainerCallback):
         self._has_looked = False
         if not patch_status(_unwrapped(kwargs["model"])).patched:
             raise RuntimeError(
-                "LigerPatchCallback found an unpatched model that is wrapped already. Give it to "
-                "the Trainer as callbacks=[...], or call apply_patch within model_init"
+                "LigerPatchCallback found a model that is not patched, too late to patch it, as "
+                "it may be wrapped. Give the callback to the Trainer as callbacks=[...]; if "
+                "model_init makes the model, call apply_patch within model_init"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

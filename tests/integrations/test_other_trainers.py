@@ -76,7 +76,7 @@ def test_a_callback_says_that_the_trainer_computes_the_loss_itself(
 def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_model())
     trainer.add_callback(LigerPatchCallback())
-    with pytest.raises(RuntimeError, match="unpatched model that is wrapped already"):
+    with pytest.raises(RuntimeError, match="a model that is not patched, too late to"):
         trainer.train()
 
 
