@@ -32,7 +32,7 @@ from liger_patch.deferred.head_call import HeadCall
 from liger_patch.deferred.materialize import materialize
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import Recordable, Step, real
-from liger_patch.deferred.recorded import compute_if_returned
+from liger_patch.deferred.returned_by_graph import compute_if_returned
 from liger_patch.kernels.backend import check_backward, runs_eagerly
 
 _GRADIENT_OF = cast(Any, Tensor.grad).__get__  # the getter of tensor.grad, a new object each time

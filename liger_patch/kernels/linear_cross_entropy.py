@@ -121,9 +121,9 @@ def linear_cross_entropy(
             and ``low_rank[1]`` are this rank's rows (V_r, ...), everything else is for the whole
             vocabulary and the same on every rank, as are the results. The gradients of
             ``hidden_states`` and ``low_rank[0]`` are summed over the ranks.
-        hopper_kernels: whether Hopper GPUs run their own kernels for the inputs that these serve;
-            False runs there what other GPUs run. None: True, but without ``vocab_shard`` not for
-            512 tokens or fewer.
+        hopper_kernels: True to run the kernels for large batches, whatever the number of tokens:
+            Hopper's own, or other GPUs' where these do not serve. False runs on Hopper what other
+            GPUs run. None: as True for more than 512 tokens, or with ``vocab_shard``.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It

@@ -73,8 +73,8 @@ class ChunkConfig:
         dtype: of the matrix products and the logits.
         chunk_bytes: the bytes of logits held at once.
         shard: this rank's part of a distributed vocabulary; None for a whole one.
-        hopper_kernels: True for the kernels of Hopper GPUs, False for those of all other GPUs, None
-            to choose by the size of the batch.
+        hopper_kernels: True for the kernels for large batches, Hopper's or other GPUs'; False to
+            leave Hopper's out; None to choose by the size of the batch.
     """
 
     labels: CompactedLabels

@@ -1,5 +1,5 @@
-"""Which heads the odds kernels of Hopper serve (``hopper``), and how their inputs must lie in
-memory.
+"""Which heads the odds kernels of Hopper serve (``hopper``), how their inputs must lie in memory,
+and for how many tokens odds of any kind are worth their launches.
 
 The ranks of a distributed vocabulary must all choose the odds kernels, or none: the two paths make
 different collectives. The place of a tensor in memory may differ from rank to rank. So with a
