@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from exactness import assert_no_worse
@@ -47,3 +49,9 @@ def check(
         torch.testing.assert_close(our, truth)
     else:
         assert_no_worse(our, plain, truth, dtype)
+
+
+def as_of(module: str, function: Any) -> Any:
+    """The function as if this module had defined it."""
+    own = {**function.__globals__, "__name__": module}
+    return types.FunctionType(function.__code__, own, closure=function.__closure__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_checks import check
+from layer_checks import as_of, check
 from torch import Tensor, nn
 
 from liger_patch.layers import mlp
@@ -175,11 +175,10 @@ def test_gate_and_up_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         other._modules = {**self._modules, "wi_0": self.wi_1, "wi_1": self.wi_0}
         return own(other, hidden_states)
 
-    other_way_round.__module__ = own.__module__
     monkeypatch.setitem(
         GATES,
         mlp.names_of(type("Other", (), {"forward": other_way_round})),
         GATES[mlp.names_of(type(layer))],
     )
-    monkeypatch.setattr(type(layer), "forward", other_way_round)
+    monkeypatch.setattr(type(layer), "forward", as_of(own.__module__, other_way_round))
     assert mlp_class(layer) is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_checks import check
+from layer_checks import as_of, check
 from torch import Tensor, nn
 
 from liger_patch.layers.checks import LAYER_NAMES
@@ -145,8 +145,7 @@ def test_a_gated_norm_that_computes_something_else_is_left_alone(
     def in_front(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
         return own(self, hidden_states * gate, torch.full_like(gate, 4.0))
 
-    in_front.__module__ = own.__module__
-    monkeypatch.setattr(type(norm), "forward", in_front)
+    monkeypatch.setattr(type(norm), "forward", as_of(own.__module__, in_front))
     assert norm_class(norm) is None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_checks import as_of
 from tiny_models import tiny_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,8 +107,7 @@ def test_a_norm_of_another_configuration_is_probed_for_itself(
     def scaled(self: Any, x: Tensor) -> Tensor:
         return LLAMA_NORM_FORWARD(self, x) * getattr(self, "scale", 1.0)
 
-    scaled.__module__ = LlamaRMSNorm.__module__
-    monkeypatch.setattr(LlamaRMSNorm, "forward", scaled)
+    monkeypatch.setattr(LlamaRMSNorm, "forward", as_of(LlamaRMSNorm.__module__, scaled))
     model = make_model()
     model.model.layers[0].input_layernorm.scale = 1.0
     model.model.layers[1].input_layernorm.scale = 2.0
