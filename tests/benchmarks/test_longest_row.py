@@ -130,6 +130,7 @@ def test_a_search_that_ends_early_has_a_lower_bound():
     assert [row["failure"] for row in nothing] == ["does not run"] * 3
 
 
+@pytest.mark.slow
 def test_estimates_are_made_beside_the_search(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple] = []
 

@@ -180,6 +180,7 @@ def test_the_longest_row_fits_and_one_token_more_does_not(
     assert growth.peak(longest + 1) + 24 * (longest + 1) > room
 
 
+@pytest.mark.slow
 def test_small_models_with_offloaded_checkpoints_have_longest_rows() -> None:
     """Short rows of theirs stay on the GPU: the lengths that are probed do not."""
     step = replace(STEP, length=64, checkpointing=True, checkpoint_offload=True, lora_rank=4)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -69,7 +70,7 @@ def test_json_and_a_picture_of_a_config_file(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", slow_but([True], [False, True]))
 def test_offloaded_checkpoints_have_their_host_memory(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,6 +229,7 @@ def test_evaluation_is_one_graph() -> None:
 
 
 @GRAPH
+@pytest.mark.slow
 def test_a_layer_as_wide_as_the_vocabulary_is_not_the_head() -> None:
     models = []
     for _ in range(2):

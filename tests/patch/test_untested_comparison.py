@@ -155,6 +155,7 @@ def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
 class TestCompiled:
     pytestmark = MARKS
 
+    @pytest.mark.slow
     def test_the_comparison_breaks_the_graph_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
         compare = forward.compare_losses
