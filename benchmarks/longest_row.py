@@ -126,54 +126,66 @@ class Limits:
 
 def run_case(
     model: Model,
-    setting: Setting,
+    settings: Sequence[Setting],
     contenders: Sequence[str],
     limits: Limits,
     *,
     device: str = "cuda",
 ) -> Iterator[dict]:
-    """Save the model, let each contender search in a process of its own, and yield its rows: where
-    a signal ends this process, first those of the contender at work.
+    """Save the model, let each contender of each setting search in a process of its own, and yield
+    its rows: where a signal ends this process, first those of the contender at work.
     """
-    start = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as place,
-        _guessing(model, setting, contenders, limits) as guesses,
-    ):
-        folder = str(Path(place) / "model")
+    start, to_run = time.monotonic(), len(settings) * len(contenders)
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        folder = str(place / "model")
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
-        for i, contender in enumerate(contenders):
-            search = Search(
-                contender,
-                model.name,
-                folder,
-                setting,
-                tuple(sorted(limits.gib)),
-                limits.step,
-                limits.most,
-                tuple(limits.timed),
-                limits.rounds,
-                device,
-                tuple(limits.tries),
-                limits.host_gib,
-                limits.every,
-            )
-            print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
-            if isinstance(saved, Failure):
-                yield from summary(search, [], saved.failure, limits.whole)
-                continue
-            search = replace(search, guesses=guesses(contender))
-            before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
-            before += f"attention_blocks.install({limits.whole}); "
-            before += "import unsloth; " if contender == "Unsloth" else ""
-            request = json.dumps(asdict(search))
-            left = limits.seconds_left(time.monotonic() - start, len(contenders) - i)
-            steps, failure = [], "not reached: ended"
-            try:
-                failure = run_process("row_search", request, before, left, steps)
-            finally:
-                yield from summary(search, steps, failure, limits.whole)
+        for setting in settings:
+            with _guessing(model, setting, contenders, limits) as guesses:
+                for contender in contenders:
+                    search = _search(model, folder, setting, contender, limits, device)
+                    print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
+                    if isinstance(saved, Failure):
+                        yield from summary(search, [], saved.failure, limits.whole)
+                        continue
+                    search = replace(search, guesses=guesses(contender))
+                    left = limits.seconds_left(time.monotonic() - start, to_run)
+                    to_run -= 1
+                    yield from _searched(search, limits, left, place)
+
+
+def _search(
+    model: Model, folder: str, setting: Setting, contender: str, limits: Limits, device: str
+) -> Search:
+    return Search(
+        contender,
+        model.name,
+        folder,
+        setting,
+        tuple(sorted(limits.gib)),
+        limits.step,
+        limits.most,
+        tuple(limits.timed),
+        limits.rounds,
+        device,
+        tuple(limits.tries),
+        limits.host_gib,
+        limits.every,
+    )
+
+
+def _searched(search: Search, limits: Limits, seconds: float | None, place: Path) -> Iterator[dict]:
+    """Run one process, which compiles its kernels into ``place``, and yield its rows."""
+    before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
+    before += f"attention_blocks.install({limits.whole}); "
+    before += "import unsloth; " if search.contender == "Unsloth" else ""
+    steps, failure = [], "not reached: ended"
+    try:
+        request = json.dumps(asdict(search))
+        failure = run_process("row_search", request, before, seconds, steps, place)
+    finally:
+        yield from summary(search, steps, failure, limits.whole)
 
 
 def _guessing(
@@ -243,12 +255,19 @@ def cases(options: argparse.Namespace) -> Cases:
         estimated=options.estimated,
         total=options.total,
     )
-    chosen = [(model, setting) for model in MODELS for setting in CHECKPOINTED]
+    chosen = {
+        model.name: [
+            setting
+            for setting in CHECKPOINTED
+            if any(part in f"{model.name}, {setting.name}" for part in options.model or [""])
+        ]
+        for model in MODELS
+    }
     return {
         "longest_rows": [
-            partial(run_case, model, setting, names, limits)
-            for model, setting in chosen
-            if any(part in f"{model.name}, {setting.name}" for part in options.model or [""])
+            partial(run_case, model, chosen[model.name], names, limits)
+            for model in MODELS
+            if chosen[model.name]
         ]
     }
 

@@ -154,7 +154,12 @@ def run_apart(request: Request, *, limit: float | None = None) -> list[dict]:
 
 
 def run_process(
-    module: str, request: str, before: str, limit: float | None, rows: list[dict]
+    module: str,
+    request: str,
+    before: str,
+    limit: float | None,
+    rows: list[dict],
+    caches: Path | None = None,
 ) -> str:
     """Run ``main`` of a module of this folder in a new process, within ``limit`` seconds.
 
@@ -162,6 +167,7 @@ def run_process(
         request: JSON, for the module.
         before: statements that run in front of its import.
         rows: those that it writes are added, also where a signal ends this process in the meantime.
+        caches: folder of the kernels that such processes compile; None: no other process has any.
 
     Returns:
         why it wrote no others, if some are missing.
@@ -181,7 +187,7 @@ def run_process(
                 done = subprocess.run(
                     [sys.executable, "-c", code],
                     cwd=place,
-                    env=_environment(place),
+                    env=_environment(caches or place),
                     stderr=stderr,
                     timeout=limit,
                 )
@@ -228,7 +234,7 @@ def save(model: Model, folder: str, device: str) -> None:
 
 
 def _environment(place: Path) -> dict[str, str]:
-    """Return the environment of a process: no network, no kernels compiled before."""
+    """Return the environment of a process: no network, compiled kernels in this folder."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     return {

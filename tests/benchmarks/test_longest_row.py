@@ -94,7 +94,7 @@ def test_a_signal_leaves_the_rows_of_all_contenders(monkeypatch: pytest.MonkeyPa
     limits, found = Limits(gib=(1.0, 2.0), timed=(16,), seconds=2.0), []
 
     def collect() -> None:
-        for row in run_case(TINY, LORA, ("eager", "liger_patch", "Unsloth"), limits):
+        for row in run_case(TINY, [LORA], ("eager", "liger_patch", "Unsloth"), limits):
             found.append(row)
 
     try:
@@ -141,7 +141,7 @@ def test_estimates_are_made_beside_the_search(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(longest_row, "save", lambda *_: None)
     monkeypatch.setattr(longest_row, "run_process", run_process)
     limits = Limits(gib=(1.0, 2.0), timed=(), estimated=True)
-    list(run_case(TINY, LORA, ("Unsloth", "liger_patch"), limits))
+    list(run_case(TINY, [LORA], ("Unsloth", "liger_patch"), limits))
     unsloth, ours = asked
     assert unsloth == ()
     assert ours == tuple(
@@ -152,7 +152,7 @@ def test_estimates_are_made_beside_the_search(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_each_contender_has_a_process(capfd):
     limits = Limits(gib=(1.0,), step=16, most=32, timed=(16,), whole=16, rounds=1, seconds=300.0)
-    found = list(run_case(TINY, LORA, ("eager", "liger_patch"), limits, device="cpu"))
+    found = list(run_case(TINY, [LORA], ("eager", "liger_patch"), limits, device="cpu"))
     assert [row["contender"] for row in found] == ["eager"] * 2 + ["liger_patch"] * 2
     assert [row["tokens"] for row in found if "gib" in row] == [32, 32]
     assert all(row["ms"] > 0 for row in found if "timed" in row)
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_saved_is_the_failure_of_all(monkeypatch: pytest.
         raise OSError("disk full")
 
     monkeypatch.setattr(longest_row, "save", full)
-    found = list(run_case(TINY, LORA, ("eager", "Unsloth"), Limits(), device="cpu"))
+    found = list(run_case(TINY, [LORA], ("eager", "Unsloth"), Limits(), device="cpu"))
     assert {row["failure"] for row in found} == {"does not run: OSError: disk full"}
 
 
@@ -242,8 +242,8 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
-    def measure(model: Model, setting: Setting, contenders: list[str], limits: Limits):
-        measured.append((model.name, setting.name, contenders, limits))
+    def measure(model: Model, settings: list[Setting], contenders: list[str], limits: Limits):
+        measured.append((model.name, [each.name for each in settings], contenders, limits))
         return made_up()
 
     monkeypatch.setattr(longest_row, "run_case", measure)
@@ -251,7 +251,7 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     options += ["--limit", "9", "--timed", "64", "--whole-attention", "32", "--rounds", "1"]
     assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
     limits = Limits(gib=[24.0], timed=[64], whole=32, rounds=1, seconds=9.0)
-    assert measured == [("Llama-3.1-8B", QLORA.name, ["liger_patch"], limits)]
+    assert measured == [("Llama-3.1-8B", [QLORA.name], ["liger_patch"], limits)]
     options = ["--try", "24:16384", "--try", "48:40960", "--host-gib", "120", "--rounds", "1"]
     options += ["--total", "540", "--checkpoint-every", "2"]
     assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
@@ -261,6 +261,9 @@ def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert measured[-1][-1] == limits
     assert main(["longest_row", "--estimated", "--output", str(tmp_path)]) == 0
     assert measured[-1][-1] == Limits(timed=(), estimated=True)
+    assert [(each[0], each[1]) for each in measured[-2:]] == [
+        (name, [LORA.name, QLORA.name]) for name in ("Llama-3.1-8B", "Qwen3-8B")
+    ]
     assert main(["longest_row", *options, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "longest_row.json").read_text(encoding="utf-8"))
     assert "--try 24:16384 --try 48:40960" in report["command"]
