@@ -27,7 +27,7 @@ from .names import (
     UNSLOTH,
 )
 
-BEST_PEER = "fastest peer"
+BEST_PEER, COMPILED_HEAD = "fastest peer", "torch.compile"
 PEERS = {  # of a head, which a report may lack -> what they are
     PYTORCH: "PyTorch's own linear_cross_entropy (needs torch 2.13)",
     QUACK: "QuACK",
@@ -88,6 +88,19 @@ def other_gpus_table(report: dict) -> str:
     heading = "forward + backward, ms / GiB (bound / time)"
     cells = cells_of(heading, report["other_gpus"], head_and_tokens, _with_bound)
     return document(_of_run(report, "other_gpus"), cells, note + OTHERS_SAID)
+
+
+def quack_table(report: dict) -> str:
+    """Format the run in which QuACK took part: it, what it is compared with, and ours."""
+    kept = (LOWER_BOUND, EAGER, COMPILED_HEAD, OURS)
+    rows = [
+        row
+        for row in report["quack"]
+        if row["contender"] in kept or row["contender"].startswith(QUACK)
+    ]
+    note = ": medians in one process, peak memory over the inputs, {command}."
+    cells = cells_of(TIME_AND_MEMORY, rows, head_and_tokens)
+    return document(_of_run(report, "quack"), cells, note)
 
 
 def heads_table(report: dict) -> str:

@@ -14,6 +14,7 @@ from .head_tables import (
     layer_kernels_table,
     log_probs_table,
     other_gpus_table,
+    quack_table,
     readme_table,
     sweep_table,
 )
@@ -44,6 +45,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "results": readme_table,
     "sweep": sweep_table,
     "idle": idle_table,
+    "quack": quack_table,
     "other_gpus": other_gpus_table,
     "steps": steps_table,
     "heads": heads_table,

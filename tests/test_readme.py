@@ -24,6 +24,7 @@ from benchmarks.head_tables import (
     layer_kernels_table,
     log_probs_table,
     other_gpus_table,
+    quack_table,
     readme_table,
 )
 from benchmarks.report import RESULTS, read
@@ -82,6 +83,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "compiled": (PERFORMANCE, of_results(steps_table, COMPILED)),
     "benchmark": (PERFORMANCE, of_results(readme_table, "linear_cross_entropy.json")),
     "idle": (PERFORMANCE, of_results(idle_table, "linear_cross_entropy.json")),
+    "quack": (PERFORMANCE, of_results(quack_table, "linear_cross_entropy.json")),
     "other_gpus": (PERFORMANCE, of_results(other_gpus_table, "linear_cross_entropy.json")),
     "heads": (PERFORMANCE, of_results(heads_table, "kinds_of_heads.json")),
     "qlora": (PERFORMANCE, of_results(steps_table, "qlora_step.json")),

@@ -11,6 +11,7 @@ from benchmarks.head_tables import (
     idle_table,
     layer_kernels_table,
     other_gpus_table,
+    quack_table,
     readme_table,
     sweep_table,
 )
@@ -90,6 +91,17 @@ def test_an_idle_gpu_has_the_fastest_peer_of_each_head():
     assert second.endswith("| 2.00 (1.00) | 2.00 (1.00) |  |  |  |")
     assert "on 2026-01-02 in bf16 with trl 1: " in note
     assert "`c`" in note
+
+
+def test_quack_stands_beside_what_ran_with_it():
+    named = {"case": "head", "tokens": 512}
+    more = ("QuACK, base", "TRL", "liger_patch", "liger_patch 128 MiB")
+    rows = [*HEAD, *({**named, "contender": name, **TIMED} for name in more)]
+    runs = {"quack": {"command": "c", "date": "2026-01-02", "versions": {"quack-kernels": "1"}}}
+    table = quack_table({**MEASURED, "runs": runs, "quack": rows})
+    head, *_, note = table.splitlines()
+    assert head.endswith(f"{LOWER_BOUND} | eager | QuACK | QuACK, base | liger_patch |")
+    assert "on 2026-01-02 in bf16 with quack-kernels 1: " in note
 
 
 def test_kernels_of_other_gpus_have_the_bound_over_their_time():
