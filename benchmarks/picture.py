@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .convergence_report import by_model
-from .names import KERNELS_OF_OTHERS, LOWER_BOUND, by_default
+from .names import KERNELS_OF_OTHERS, LOWER_BOUND, OURS, by_default
 
 GIB = 1024  # MiB
 COLUMNS = 3
@@ -245,8 +245,8 @@ def draw_convergence(report: dict, path: Path) -> None:
 
 
 def _styles(report: dict) -> dict[str, dict]:
-    """Return each contender's colour and marker: ours in black and greys, alike in all panels;
-    with the kernels of other GPUs, triangles.
+    """Return each contender's colour and marker: ours in black, the default, and greys, alike in
+    all panels; with the kernels of other GPUs, triangles.
     """
     rows = [
         row
@@ -254,9 +254,8 @@ def _styles(report: dict) -> dict[str, dict]:
         for row in report.get(key, ())
     ]
     styles, peers, own = {}, 0, 0
-    for contender in dict.fromkeys(
-        row["contender"] for row in rows if row["contender"] != LOWER_BOUND
-    ):
+    names = dict.fromkeys(row["contender"] for row in rows if row["contender"] != LOWER_BOUND)
+    for contender in sorted(names, key=lambda name: name != OURS):
         if contender.startswith("liger_patch"):
             marker = "^" if KERNELS_OF_OTHERS in contender else "o"
             styles[contender] = {"color": OUR_COLOURS[own % len(OUR_COLOURS)], "marker": marker}
