@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -21,6 +22,7 @@ from liger_patch.cli.estimate import (
 )
 from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
 from liger_patch.cli.report import settings
+from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
 
@@ -36,8 +38,9 @@ def longest_row(
 ) -> int:
     """Estimate how many tokens each sequence of a batch may have, so that a training step fits.
 
-    The model's config, weights, adapters, checkpointing and options of ``apply_patch`` are read as
-    they are now: patch it, add adapters and enable checkpointing first. A step is traced on the
+    The model's config, weights, adapters, checkpointing and options of ``apply_patch``, and whether
+    its loss is fused, are read as they are now: patch it, add adapters and enable checkpointing
+    first. A step is traced on the
     meta device several times, which takes seconds and no memory of the GPU. So call this before
     training, not within a step. ``patch_status`` repeats the result. One GPU: no sharding is taken
     into account. Rows may end earlier where the model's positions do: ``patch_status`` says where.
@@ -46,14 +49,15 @@ def longest_row(
         model: a Transformers model, or a PEFT wrapper around one, patched or not. All weights
             train, or LoRA adapters of one rank, without dropout, on all linear layers but the head.
         batch: sequences of a step.
-        gib: GiB of the GPU's memory; None for what this process has and what is free there.
+        gib: GiB of the GPU's memory; None for what this process has and what is free there. Where
+            the process holds other models too, give what is left beside them.
         reserve_gib: GiB of these that a step cannot have: gaps between pieces of memory. >= 0.
         optimizer: whose states count: "adamw" (in the dtype of the weights), "adamw-float32",
             "adamw-8bit" or "none".
         autocast: whether products are in 16 bits, as ``Trainer(bf16=True)`` has them.
 
     Returns:
-        Tokens of each sequence; 0 where not even a short one fits.
+        Tokens of each sequence, at most 2^24; 0 where not even a short one fits.
 
     Raises:
         ValueError: an argument is out of range, or the model is not one whose step is estimated.
@@ -201,6 +205,7 @@ def _counts(model: nn.Module) -> tuple[int, int]:
 def _contender(record: PatchRecord | None) -> Contender:
     if record is None:
         return EAGER
-    if isinstance(record.layers, bool):
-        return OURS if record.layers else Contender("liger_patch", "chunks")
-    return Contender("liger_patch", "chunks", record.layers)
+    names = record.layers
+    layers = OURS.layers if names is True else frozenset() if names is False else names
+    is_fused = record.distrusted is None and flags.return_logits() is not True
+    return replace(OURS, layers=layers, head=OURS.head if is_fused else EAGER.head)

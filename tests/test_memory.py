@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,36 @@ def test_options_are_read_where_they_are() -> None:
     assert in_status(model).startswith(f"3 x {tokens:,} tokens in 16 GiB")
     assert "LoRA of rank 4, checkpointing, offloaded by liger_patch to 0.5" in in_status(model)
     assert longest_row(model, gib=16, autocast=False, reserve_gib=2) < tokens * 3
+
+
+def test_a_loss_that_is_not_fused_holds_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(model_of(), layers=False)
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    assert longest_row(model, gib=16) == estimated(EAGER)
+
+
+@torch.inference_mode()
+def test_models_of_other_threads_train_on() -> None:
+    """What a trace puts in the place of kernels has uninitialized results."""
+    losses, done = [], threading.Event()
+    with torch.inference_mode(False):
+        model, other = apply_patch(model_of()), apply_patch(model_of())
+        ids = torch.arange(24).view(2, 12)
+        mask = (ids != 10).long()
+
+    def train() -> None:
+        while not (done.is_set() and losses):
+            loss = other(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+            loss.backward()
+            other.zero_grad()
+            losses.append(loss.item())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    longest_row(model, gib=16)
+    done.set()
+    thread.join()
+    assert len(set(losses)) == 1
 
 
 def test_weights_in_4_bits() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from liger_patch.patch import offload as checkpoints
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
+_ONE_AT_A_TIME = threading.RLock()  # what a trace replaces is the process's
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def trace_step(
     config: Any, step: TrainingStep, contender: Contender, *, short_masks: bool = True
 ) -> tuple[Trace, Sizes]:
-    """Return what a step of a model allocates, and the sizes of its weights.
+    """Return what a step of a model allocates, and the sizes of its weights. Models that other
+    threads train meanwhile stay as they are.
 
     Args:
         short_masks: whether liger_patch makes the masks of short rows, as it does on a GPU. Without
@@ -49,7 +54,7 @@ def trace_step(
         ids = torch.empty(step.batch, step.length, dtype=torch.long)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     set_layers(inner, step, contender, sizes)
-    with ExitStack() as stack:
+    with _ONE_AT_A_TIME, ExitStack() as stack:
         if step.checkpointing:
             options = {
                 "use_reentrant": False,
@@ -69,16 +74,15 @@ def trace_step(
         _note_places(inner, head, memory)
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
-        stack.enter_context(_replaced(mlp, "gated_mlp", operations.gated_mlp))
-        stack.enter_context(_replaced(mlp, "tokens_of_slice", operations.tokens_of_slice))
+        for name in ("gated_mlp", "tokens_of_slice"):
+            stack.enter_context(_stood_in(mlp, name, getattr(operations, name)))
         # the only masks are those of sliding windows: rows are whole
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
-            stand_in = getattr(operations, name)
-            stack.enter_context(_replaced(masked_attention, name, stand_in))
+            stack.enter_context(_stood_in(masked_attention, name, getattr(operations, name)))
         if not short_masks:
             stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
         for name in ("may_serve_flash_attention", "segments_of_intervals"):
-            stack.enter_context(_replaced(deferred_mask, name, getattr(operations, name)))
+            stack.enter_context(_stood_in(deferred_mask, name, getattr(operations, name)))
         stack.enter_context(masked_attention.UsedTokens())
         # with torch 2.6, these questions about the meta device are errors
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
@@ -87,7 +91,7 @@ def trace_step(
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
         if offload is not None:
-            stack.enter_context(_replaced(checkpoints, "LayerInput", noting_input(memory)))
+            stack.enter_context(_stood_in(checkpoints, "LayerInput", noting_input(memory)))
         with operations, _offloading(inner, offload):
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss
@@ -167,6 +171,17 @@ def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
             module.register_forward_pre_hook(enter_layer)
             module.register_forward_hook(leave_layer)
     head.register_forward_pre_hook(enter_head)
+
+
+def _stood_in(module: Any, name: str, stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let a function of a module be another one, in calls of this thread."""
+    own, thread = getattr(module, name), threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        function = stand_in if threading.get_ident() == thread else own
+        return function(*args, **kwargs)
+
+    return _replaced(module, name, chosen)
 
 
 @contextmanager
