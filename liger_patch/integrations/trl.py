@@ -15,7 +15,7 @@ trainer's losses and metrics, stay TRL's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
         on_kernels = is_flagged(args)
         kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
         allowed = adapters_on_head_allowed(trl.SFTTrainer)  # pyright: ignore[reportPrivateImportUsage]
-        with allowed if on_kernels else contextlib.nullcontext():
+        with allowed if on_kernels else contextlib.nullcontext(), patched_on_error((model, kept)):
             super().__init__(model, args, *others, **named)
         if on_kernels:
             patched: Any = self.model
@@ -89,12 +89,14 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
         return is_flagged(self.args)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *others: Any) -> Any:
+        prepare = super()._prepare_dataset
+        if not is_flagged(args):  # a stream is not asked for its columns
+            return prepare(dataset, processing_class, args, *others)
         columns = getattr(dataset, "column_names", None) or list(next(iter(dataset)))
-        is_weighted = is_flagged(args) and LOSS_WEIGHTS in columns
-        if is_weighted:
-            dataset = _with_joined_labels(dataset, columns)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, *others)
-        return dataset.map(separated) if is_weighted else dataset
+        if LOSS_WEIGHTS not in columns:
+            return prepare(dataset, processing_class, args, *others)
+        dataset = _with_joined_labels(dataset, columns)
+        return prepare(dataset, processing_class, args, *others).map(separated)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -213,6 +215,18 @@ def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: A
     record = record_of(target)
     assert record is not None
     record.other_call = LogProbsCall(1.0, False, outputs, same_gradient=False, has_own_head=False)
+
+
+@contextlib.contextmanager
+def patched_on_error(*reverted: tuple[Any, dict[str, Any]]) -> Iterator[None]:
+    """Patch models again, with what ``revert_for_trl`` returned, where a constructor fails."""
+    try:
+        yield
+    except BaseException:
+        for model, options in reverted:
+            if options:
+                apply_patch(model, **options)
+        raise
 
 
 def revert_for_trl(model: Any) -> dict[str, Any]:

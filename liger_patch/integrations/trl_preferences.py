@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_patch.integrations.trl import patch_for_log_probs, revert_for_trl
+from liger_patch.integrations.trl import (
+    patch_for_log_probs,
+    patched_on_error,
+    revert_for_trl,
+)
 from liger_patch.integrations.trl_head import is_flagged
 from liger_patch.patch import flags
 from liger_patch.patch.packing import IGNORE_INDEX
@@ -67,7 +71,8 @@ class _WithoutLogits(ABC, TransformersTrainer):
         on_kernels = is_flagged(args)
         kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
         trls: Any = super()
-        trls.__init__(model, args, *others, **named)
+        with patched_on_error((model, kept)):
+            trls.__init__(model, args, *others, **named)
         if on_kernels and not self.is_encoder_decoder:
             patched: Any = self.model
             patch_for_log_probs(patched, ("log_probs", "mean_logits"), **kept)

@@ -23,7 +23,7 @@ from trl.trainer.kto_trainer import KTOTrainer as TrlKTOTrainer
 from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
-from liger_patch.integrations.trl import apply_trl_patch, revert_for_trl
+from liger_patch.integrations.trl import apply_trl_patch, patched_on_error, revert_for_trl
 from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
 from liger_patch.integrations.trl_head import is_flagged
 
@@ -98,7 +98,9 @@ class _OnKernels:
         }
         # TRL goes on refusing adapters with this option, which casts the head's product, not theirs
         keeps_refusal = getattr(given["args"], "cast_lm_head_to_fp32", False)
-        with contextlib.nullcontext() if keeps_refusal else adapters_on_head_allowed(trls):
+        allowed = contextlib.nullcontext() if keeps_refusal else adapters_on_head_allowed(trls)
+        reverted = [(given[name], options) for name, options in self._options.items()]
+        with allowed, patched_on_error(*reverted):
             construct(*arguments, **named)
         self._patch()
 
