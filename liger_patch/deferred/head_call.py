@@ -35,6 +35,11 @@ class Owner(Protocol):
     loss_of_graph: Tensor | None
     head_defers: bool | None
 
+    @property
+    def chunk_mib(self) -> float | None:
+        """MiB of logits that the user allows to be held at once; None for the default."""
+        ...
+
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient."""
         ...

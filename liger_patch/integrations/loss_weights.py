@@ -162,7 +162,13 @@ def joined(sample: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "labels" not in sample:
         raise ValueError(f"the column {LOSS_WEIGHTS!r} needs a column 'labels' beside it, got none")
-    labels = np.asarray(sample["labels"], dtype=np.int64)
+    labels = np.asarray(sample["labels"])
+    if labels.size and (labels.dtype.kind not in "iu" or labels.max() > LABEL_MASK):
+        raise ValueError(
+            f"labels must be whole numbers below 2^31 beside {LOSS_WEIGHTS!r}, got "
+            f"{labels.dtype} {labels.max()}"
+        )
+    labels = labels.astype(np.int64)
     given = np.asarray(sample[LOSS_WEIGHTS])
     if given.shape != labels.shape or given.dtype.kind not in "fiub":
         raise ValueError(

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from liger_patch.deferred.fuse import fused_log_probs, parts_of
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.patch import flags
 from liger_patch.patch.packing import IGNORE_INDEX  # Trainer pads predictions with it too
 
 STATISTICS = ("log_probs", "is_top1", "entropy")
@@ -62,9 +61,10 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
     if parts is None:
         rows = zip(logits, shifted, strict=True)
         return torch.stack([_of_logits(*row) for row in rows])
+    chunk_mib = logits.head_call.owner.chunk_mib
     with torch.no_grad():
         found = fused_log_probs(
-            parts, shifted.flatten(), outputs=STATISTICS[1:], chunk_mib=flags.chunk_mib()
+            parts, shifted.flatten(), outputs=STATISTICS[1:], chunk_mib=chunk_mib
         )
     values = [getattr(found, name).float().view_as(shifted) for name in STATISTICS]
     return torch.stack(values, -1)
@@ -89,6 +89,11 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
     Raises:
         ValueError: predictions that are not (B, T, 3), or labels that are not (B, T).
     """
+    if isinstance(prediction.predictions, list):
+        raise ValueError(
+            "predictions must be one array (B, T, 3), got a list of batches: leave "
+            "eval_do_concat_batches=True"
+        )
     values, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     if values.ndim != 3 or values.shape[-1] != len(STATISTICS):
         raise ValueError(

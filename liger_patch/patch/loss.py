@@ -74,6 +74,11 @@ class ForwardPass:
     used: UsedTokens | None = None
 
     @property
+    def chunk_mib(self) -> float | None:
+        """MiB of logits held at once; None for the default."""
+        return self.record.chunk_mib
+
+    @property
     def head_name(self) -> str:
         """The head, for messages."""
         return description(self.head)

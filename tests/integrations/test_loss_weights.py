@@ -132,6 +132,8 @@ def test_samples_without_weights_are_those_of_the_collator() -> None:
         ({"loss_weights": [1.0, -1.0, 1.0, 1.0]}, "must be finite and >= 0, got .*-1.0"),
         ({"loss_weights": [1.0, float("nan"), 1.0, 1.0]}, "must be finite and >= 0, got .*nan"),
         ({"labels": None}, "needs a column 'labels' beside it, got none"),
+        ({"labels": [1, 2, 3, 2**31]}, r"labels must be .* below 2\^31 .* got int64 2147483648"),
+        ({"labels": [1, 2, 3, 1.5]}, "labels must be whole numbers .* got float64 3.0"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_an_error(changes: dict[str, Any], message: str) -> None:

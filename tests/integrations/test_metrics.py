@@ -12,6 +12,8 @@ from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
 from liger_patch import apply_patch, registry
+from liger_patch.deferred.fuse import fused_log_probs
+from liger_patch.integrations import metrics
 from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -61,6 +63,20 @@ def test_accuracy_counts_the_supervised_tokens_of_all_batches() -> None:
     assert compute_metrics(nothing) == {}
 
 
+def test_the_models_budget_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(tiny_model(ROWS["llama"]), chunk_mib=3)
+    batch, given = tiny_batch(model), []
+
+    def noting(*args: Any, chunk_mib: float | None, **how: Any) -> Any:
+        given.append(chunk_mib)
+        return fused_log_probs(*args, chunk_mib=chunk_mib, **how)
+
+    monkeypatch.setattr(metrics, "fused_log_probs", noting)
+    with torch.no_grad():
+        preprocess_logits_for_metrics(model(**batch).logits, batch["labels"])
+    assert given == [3]
+
+
 def test_what_does_not_fit_is_named() -> None:
     prediction = EvalPrediction(predictions=np.zeros((2, 3, 9)), label_ids=np.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"\(B, T, 3\).* got \(2, 3, 9\)"):
@@ -71,6 +87,9 @@ def test_what_does_not_fit_is_named() -> None:
             ValueError, match=r"label_ids must be \(B, T\) beside .*\(2, 3, 3\), got"
         ):
             compute_metrics(prediction)
+    batches: Any = [np.zeros((2, 3, 3)), np.zeros((2, 4, 3))]
+    with pytest.raises(ValueError, match="got a list of batches: leave eval_do_concat_batches"):
+        compute_metrics(EvalPrediction(predictions=batches, label_ids=batches))
     with pytest.raises(ValueError, match=r"got \(2, 9\) and \(2, 3\)"):
         preprocess_logits_for_metrics(torch.zeros(2, 9), torch.zeros(2, 3, dtype=torch.long))
 

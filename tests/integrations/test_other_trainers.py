@@ -159,6 +159,7 @@ def test_axolotl_takes_the_configuration(axolotl: Any) -> None:
     ("options", "message"),
     [
         ({"cut_cross_entropy": True}, "cut_cross_entropy: true patch the same loss"),
+        ({"chunked_cross_entropy": True}, "chunked_cross_entropy: true patch the same loss"),
         ({"liger_fused_linear_cross_entropy": True}, "liger_fused_linear_cross_entropy: true"),
         ({"liger_patch_chunk_mib": "large"}, "liger_patch_chunk_mib"),
         ({"liger_patch_chunk_mib": -1}, "chunk_mib must be .* got -1"),
