@@ -295,8 +295,14 @@ def _checked(text: str) -> str:
 def positive_gib(text: str) -> float:
     gib = float(text)
     if not 0 < gib < math.inf:
-        raise argparse.ArgumentTypeError(f"--host-gib must be GiB > 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected GiB > 0, got {text!r}")
     return gib
+
+
+def layers_of_one_input(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return int(text)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -309,7 +315,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=CONTENDERS,
         help="only the contender of this name, or another",
     )
-    parser.add_argument("--gib", type=float, action="append", help="of memory, or another")
+    parser.add_argument("--gib", type=positive_gib, action="append", help="of memory, or another")
     parser.add_argument(
         "--try",
         type=_checked,
@@ -329,7 +335,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=int,
+        type=layers_of_one_input,
         default=1,
         metavar="LAYERS",
         help="of how many layers our offloaded checkpoints keep one input (default: 1)",

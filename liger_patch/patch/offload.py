@@ -10,10 +10,10 @@ An input is copied when the next one is saved: only then is it known that it is 
 The last input is never copied, because the backward pass needs it first. So a copy overlaps with
 the next layer.
 
-Memory on the device: two inputs in the forward pass (three with ``use_reentrant``, which saves an
-input once its layer has run), one during the loss, and two in the backward pass, where the next one
-arrives while a layer runs, or ``every`` inputs if that is more. Inputs that the host has no memory
-for stay on the device too. They are those of the last layers, which the backward pass frees first.
+Memory on the device: up to four inputs in the forward pass, one during the loss, and three in the
+backward pass, where the next one arrives while a layer runs, or ``every`` inputs if that is more.
+Inputs that the host has no memory for stay on the device too. They are those of the last layers,
+which the backward pass frees first.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,18 @@ def test_wrong_gradients_fail(
 def test_an_unpatched_model_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    monkeypatch.setattr(liger_patch, "apply_patch", lambda model: model)
     assert main(["doctor"]) == 1
     assert "the loss of the patched model was not fused" in capsys.readouterr().out
+
+
+def test_a_variable_that_asks_for_logits_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    assert main(["doctor"]) == 0
+    assert "LIGER_PATCH_RETURN_LOGITS=1" in capsys.readouterr().out
+    assert os.environ["LIGER_PATCH_RETURN_LOGITS"] == "1"
 
 
 def test_an_error_has_no_paths(
