@@ -21,7 +21,7 @@ from liger_patch.cli.estimate import (
     most_positions,
 )
 from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
-from liger_patch.cli.report import settings
+from liger_patch.cli.report import settings, tokens_in_words
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
@@ -106,7 +106,7 @@ def longest_row(
     row = rows[gib]
     if record is not None:
         host = f" and {row.host / GIB:.3g} GiB of the host" if row.host else ""
-        fits = f"{batch:,} x {row.tokens:,} tokens in {gib:.4g} GiB{host}"
+        fits = f"{batch:,} x {tokens_in_words(row.tokens)} tokens in {gib:.4g} GiB{host}"
         positions = most_positions(config)
         ends = positions is not None and row.tokens > positions
         record.longest_row = (

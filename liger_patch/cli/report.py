@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from liger_patch.cli.estimate import CARDS, GIB, PARTS, Estimate
+from liger_patch.cli.estimate import CARDS, GIB, LONGEST, PARTS, Estimate
 from liger_patch.cli.model import TrainingStep
 
 WIDTH = 26  # characters of the first column
@@ -32,7 +32,7 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
     lines += ["", _line("tokens of a sequence, at most", names)]
     for card in CARDS:
         found = [each.longest.get(card) for each in estimates]
-        texts = ["-" if not tokens else f"{tokens:,}" for tokens in found]
+        texts = ["-" if not tokens else tokens_in_words(tokens) for tokens in found]
         lines.append(_line(f"{card} GiB", texts))
     if any(size for each in estimates for size in each.longest_host.values()):
         lines += ["", _line("GiB of host memory for these", names)]
@@ -40,6 +40,11 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
             sizes = [each.longest_host.get(card, 0) / GIB for each in estimates]
             lines.append(_line(f"{card} GiB", [f"{size:.1f}" if size else "-" for size in sizes]))
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
+
+
+def tokens_in_words(tokens: int) -> str:
+    """Return a number of tokens; a lower bound where no longer sequence was tried."""
+    return f"{'>= ' if tokens >= LONGEST else ''}{tokens:,}"
 
 
 def notes(

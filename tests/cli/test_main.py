@@ -49,6 +49,7 @@ def test_a_table_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "has no test" not in printed
     assert all(f"\n{card} GiB" in printed for card in (16, 24, 40, 48, 80, 141))
     assert "its positions end at 4,096" in printed
+    assert f" >= {2**24:,}" in printed  # at 141 GiB: no longer one is tried
 
 
 def test_json_and_a_picture_of_a_config_file(
