@@ -59,9 +59,9 @@ def summary_table(report: dict, compiled: dict) -> str:
     ]
     note = (
         ": forward and backward of the whole model with random weights, 40 % of the labels "
-        "ignored, without checkpointing; medians, peak memory over the weights, {command}. The "
-        "column of torch.compile is from other runs, in which the same contenders took up to "
-        f"{100 * slower:.0f} % longer."
+        "ignored, without checkpointing; medians, peak memory over the weights: "
+        "[commands and all rows](docs/performance.md#training-steps). The column of torch.compile "
+        f"is from other runs, in which the same contenders took up to {100 * slower:.0f} % longer."
     )
     return document(report, cells_of("training step, ms / GiB", rows, model_of), note)
 
