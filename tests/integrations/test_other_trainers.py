@@ -261,6 +261,30 @@ def test_swifts_callback(load: Callable[..., Any], tmp_path: Path) -> None:
     assert patch_status(model).fused
 
 
+def test_swifts_accuracy_reads_no_logits(load: Callable[..., Any], reads: list[Any]) -> None:
+    load("swift", "swift.callbacks", callbacks_map={})
+    make_callback = sys.modules["swift.callbacks"].callbacks_map["liger_patch"]
+    found: list[Any] = []
+    trainer = SimpleNamespace(
+        model=make_model(),
+        template=SimpleNamespace(sequence_parallel_size=1),
+        _compute_acc=lambda outputs, labels, cu_seqlens: found.append(outputs.logits.argmax(dim=-1)),
+    )
+    batch = tiny_batch(trainer.model)
+    with torch.no_grad():
+        expected = trainer.model(**batch).logits.argmax(-1)
+    right = (expected == batch["labels"].roll(-1, 1))[:, :-1]
+    make_callback(None, trainer)
+    apply_patch(trainer.model, layers=False)
+    for training in (True, False):
+        outputs = trainer.model.train(training)(**batch)
+        trainer._compute_acc(outputs, batch["labels"], cu_seqlens=None)
+    (predicted,) = found  # of the evaluation
+    assert not reads
+    supervised = batch["labels"][:, 1:] != -100
+    assert (predicted == batch["labels"].roll(-1, 1))[:, :-1][supervised].equal(right[supervised])
+
+
 def test_another_value_of_verls_flag_is_an_error(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
