@@ -169,15 +169,23 @@ def joined(sample: Mapping[str, Any]) -> dict[str, Any]:
             f"{labels.dtype} {labels.max()}"
         )
     labels = labels.astype(np.int64)
+    if sample[LOSS_WEIGHTS] is None:
+        raise ValueError(f"{LOSS_WEIGHTS} must be given to all samples, got None in one")
     given = np.asarray(sample[LOSS_WEIGHTS])
     if given.shape != labels.shape or given.dtype.kind not in "fiub":
         raise ValueError(
             f"{LOSS_WEIGHTS} must be numbers in the shape of the labels {labels.shape}, got "
             f"{given.dtype} {given.shape}"
         )
-    weights = given.astype(np.float32)
-    if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise ValueError(f"{LOSS_WEIGHTS} must be finite and >= 0, got {given.tolist()}")
+    with np.errstate(over="ignore"):
+        weights = given.astype(np.float32)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        first = wrong[0]
+        raise ValueError(
+            f"{LOSS_WEIGHTS} must be finite and >= 0 in float32, got {given.flat[first]} for token "
+            f"{first}"
+        )
     bits = (weights + np.float32(0.0)).view(np.int32).astype(np.int64)  # + 0.0: -0.0 has a sign
     codes = np.where(labels == IGNORE_INDEX, labels, labels | IS_JOINED | bits << 32)
     others = {name: value for name, value in sample.items() if name != LOSS_WEIGHTS}

@@ -27,7 +27,7 @@ from weighted_samples import (
 )
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.integrations.loss_weights import WeightedCollator
+from liger_patch.integrations.loss_weights import WeightedCollator, joined
 from liger_patch.patch.token_weights import WEIGHT_BITS
 
 COLLATORS = {
@@ -129,8 +129,14 @@ def test_samples_without_weights_are_those_of_the_collator() -> None:
     [
         ({"loss_weights": [1.0] * 3}, r"in the shape of the labels \(4,\), got float64 \(3,\)"),
         ({"loss_weights": ["a"] * 4}, r"in the shape of the labels \(4,\), got <U1 \(4,\)"),
-        ({"loss_weights": [1.0, -1.0, 1.0, 1.0]}, "must be finite and >= 0, got .*-1.0"),
-        ({"loss_weights": [1.0, float("nan"), 1.0, 1.0]}, "must be finite and >= 0, got .*nan"),
+        (
+            {"loss_weights": [1.0, -1.0, 1.0, 1.0]},
+            "must be finite and >= 0 .* got -1.0 for token 1",
+        ),
+        (
+            {"loss_weights": [1.0, float("nan"), 1.0, 1.0]},
+            "must be finite and >= 0 .* got nan for token 1",
+        ),
         ({"labels": None}, "needs a column 'labels' beside it, got none"),
         ({"labels": [1, 2, 3, 2**31]}, r"labels must be .* below 2\^31 .* got int64 2147483648"),
         ({"labels": [1, 2, 3, 1.5]}, "labels must be whole numbers .* got float64 3.0"),
@@ -141,6 +147,12 @@ def test_a_sample_that_does_not_fit_is_an_error(changes: dict[str, Any], message
     sample = {name: v for name, v in {**sample, **changes}.items() if v is not None}
     with pytest.raises(ValueError, match=message):
         WeightedCollator(flattened)([sample])
+
+
+def test_a_sample_of_a_data_set_that_lacks_weights_is_an_error() -> None:
+    (sample,) = weighted_samples(4)
+    with pytest.raises(ValueError, match="must be given to all samples, got None in one"):
+        joined({**sample, "loss_weights": None})
 
 
 def test_a_collator_that_makes_labels_itself_is_an_error() -> None:

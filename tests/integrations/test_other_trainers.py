@@ -268,7 +268,9 @@ def test_swifts_accuracy_reads_no_logits(load: Callable[..., Any], reads: list[A
     trainer = SimpleNamespace(
         model=make_model(),
         template=SimpleNamespace(sequence_parallel_size=1),
-        _compute_acc=lambda outputs, labels, cu_seqlens: found.append(outputs.logits.argmax(dim=-1)),
+        _compute_acc=lambda outputs, labels, cu_seqlens: found.append(
+            outputs.logits.argmax(dim=-1)
+        ),
     )
     batch = tiny_batch(trainer.model)
     with torch.no_grad():
