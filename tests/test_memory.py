@@ -69,6 +69,7 @@ def test_all_weights_of_a_model_patched_or_not() -> None:
     assert model.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_options_are_read_where_they_are() -> None:
     model = model_of(lora_rank=4)
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -199,6 +199,7 @@ def test_an_estimate_tells_where_a_search_begins(search_of: Callable[..., Search
     assert not any(row.get("at_least") for row in lines)
 
 
+@pytest.mark.slow
 def test_estimates_are_those_of_the_contenders_step():
     """Ours take the host memory that they may; Unsloth is not estimated."""
     config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 8})

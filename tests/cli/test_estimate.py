@@ -164,6 +164,7 @@ def test_checkpointing_keeps_the_input_of_each_layer() -> None:
     assert sum(offloaded.values()) < sum(found.values())
 
 
+@pytest.mark.slow
 def test_every_nth_input_takes_host_memory() -> None:
     """All inputs that are kept but the last, in whole pieces."""
     config, hosts = LlamaConfig(**TINY | {"num_hidden_layers": 6}), []

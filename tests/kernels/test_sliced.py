@@ -23,6 +23,7 @@ from lora_checks import (
     results,
     trainable,
 )
+from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 from torch.nn.functional import linear
@@ -168,7 +169,7 @@ def test_any_strides(view: str, device: torch.device) -> None:
     check(ours, plain, x, parts, wanted=EVERYTHING, eps=8)
 
 
-@pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("way", slow_but(["bfloat16"], ["bfloat16", "float16", "autocast"]))
 def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> None:
     """Each of 150 slices adds to the same gradients."""
     x, parts = made_lora(device, way, (150, HIDDEN))

@@ -14,7 +14,12 @@ KERNELS = "losses", "shapes", "log_probs_of_labels", "ties"  # what differs betw
 OTHERS = "reductions", "double", "no_label", "backward_twice", "errors", "collectives"
 
 
-@pytest.mark.parametrize("device", FORMS)
+SLOW_INTERPRETER = pytest.param(
+    "cpu", id="interpreter", marks=(pytest.mark.interpreter, pytest.mark.slow)
+)
+
+
+@pytest.mark.parametrize("device", [FORMS[0], SLOW_INTERPRETER, FORMS[2]])
 def test_two_ranks(device: str, tmp_path: Path) -> None:
     others = () if INTERPRETED else OTHERS
     run("sharded_head.py", str(tmp_path / "group"), device, *KERNELS, *others)
