@@ -14,12 +14,7 @@ from pydantic import BaseModel, model_validator
 from liger_patch.apply import apply_patch, checked_layers
 from liger_patch.patch.settings import LossSettings
 
-RIVALS = (
-    "cut_cross_entropy",
-    "chunked_cross_entropy",
-    "liger_fused_linear_cross_entropy",
-    "liger_cross_entropy",
-)
+RIVALS = [f"{kind}_cross_entropy" for kind in ("cut", "chunked", "liger", "liger_fused_linear")]
 OPTIONS = ("layers", "chunk_mib", "checkpoint_offload", "checkpoint_every")  # of ``apply_patch``
 
 
