@@ -18,7 +18,7 @@ PYTEST_FLAGS := -n auto --dist worksteal
 QUICK := -m "not gpu and not interpreter and not slow and not all_models"
 QUICK_TRITON := -m "interpreter and not slow"
 # Runs the same code whatever the versions: CONTRIBUTING.md names it.
-LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli test_examples.py test_packaging.py)
+LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli estimate test_examples.py test_packaging.py)
 
 .PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci check release-check bench
 .PHONY: docs clean

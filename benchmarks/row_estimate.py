@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from liger_patch.cli.contenders import EAGER, LIGER, OURS
-from liger_patch.cli.estimate import longest_rows
-from liger_patch.cli.model import TrainingStep, build
+from liger_patch.estimate.contenders import EAGER, LIGER, OURS
+from liger_patch.estimate.estimate import longest_rows
+from liger_patch.estimate.model import TrainingStep, build
 
 from .lora_contenders import LORA, OFFLOADED, Setting
 from .models import IGNORED

@@ -88,14 +88,14 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from liger_patch.apply import transformers_model
     from liger_patch.cli import report
-    from liger_patch.cli.estimate import (
+    from liger_patch.estimate.estimate import (
         GIB,
         estimate,
         loops_over_tokens,
         most_attended,
         most_positions,
     )
-    from liger_patch.cli.model import TrainingStep, build, load_config, model_class_name
+    from liger_patch.estimate.model import TrainingStep, build, load_config, model_class_name
     from liger_patch.registry import is_tested
 
     dtype = getattr(torch, options.dtype)

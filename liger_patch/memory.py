@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from liger_patch.apply import transformers_model
-from liger_patch.cli.contenders import EAGER, OURS, Contender
-from liger_patch.cli.estimate import (
+from liger_patch.estimate.contenders import EAGER, OURS, Contender
+from liger_patch.estimate.estimate import (
     GIB,
     explained,
     longest_rows,
     loops_over_tokens,
     most_positions,
+    tokens_in_words,
 )
-from liger_patch.cli.model import OPTIMIZERS, TrainingStep, build, model_class_name
-from liger_patch.cli.report import settings, tokens_in_words
+from liger_patch.estimate.model import OPTIMIZERS, TrainingStep, build, model_class_name
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
@@ -111,7 +111,7 @@ def longest_row(
         ends = positions is not None and row.tokens > positions
         record.longest_row = (
             f"{fits if row.tokens else f'not even {batch:,} x 1 tokens fit {gib:.4g} GiB'}, "
-            f"estimated for {', '.join(settings(step))}"
+            f"estimated for {', '.join(step.in_words())}"
             + (f"; the model's positions end at {positions:,}" if ends else "")
         )
     return row.tokens

@@ -214,7 +214,7 @@ from torch.optim import optimizer
 assert "liger_patch" not in sys.modules
 import liger_patch
 assert not optimizer._global_optimizer_post_hooks
-assert not any(name.startswith("liger_patch.cli") for name in sys.modules)
+assert not any(name.startswith(("liger_patch.cli", "liger_patch.estimate")) for name in sys.modules)
 """
 
 

@@ -20,8 +20,8 @@ from transformers import (
 
 from benchmarks.models import Model
 from liger_patch import apply_patch, patch_status
-from liger_patch.cli.estimate import GIB, estimate
-from liger_patch.cli.model import TrainingStep
+from liger_patch.estimate.estimate import GIB, estimate
+from liger_patch.estimate.model import TrainingStep
 from liger_patch.memory import longest_row
 
 pytestmark = pytest.mark.filterwarnings(

@@ -25,6 +25,7 @@ import liger_patch
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import HAS_TRITON, serves_triton_device
 from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
+from liger_patch.patch import flags
 
 PACKAGES = (
     "torch",
@@ -43,7 +44,6 @@ VARIABLES = (  # and those of liger_patch
     "TORCH_COMPILE_DISABLE",
     "TRITON_INTERPRET",
 )
-RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
 TOKENS, HIDDEN, VOCABULARY = 200, 64, 1000
 Result = Sequence[Tensor]  # a loss and gradients
 
@@ -75,12 +75,12 @@ def doctor() -> int:
 @contextmanager
 def _fused_loss_allowed() -> Iterator[None]:
     """Test what runs without the variable that asks for logits: it is printed above."""
-    before = os.environ.pop(RETURN_LOGITS, None)
+    before = os.environ.pop(flags.RETURN_LOGITS, None)
     try:
         yield
     finally:
         if before is not None:
-            os.environ[RETURN_LOGITS] = before
+            os.environ[flags.RETURN_LOGITS] = before
 
 
 def _version(package: str) -> str:

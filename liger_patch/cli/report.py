@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from liger_patch.cli.estimate import CARDS, GIB, LONGEST, PARTS, Estimate
-from liger_patch.cli.model import TrainingStep
+from liger_patch.estimate.estimate import CARDS, GIB, PARTS, Estimate, tokens_in_words
+from liger_patch.estimate.model import TrainingStep, dtype_name
 
 WIDTH = 26  # characters of the first column
 QUICK_LENGTH = 128  # tokens: even what runs token by token is traced in seconds
@@ -40,11 +39,6 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
             sizes = [each.longest_host.get(card, 0) / GIB for each in estimates]
             lines.append(_line(f"{card} GiB", [f"{size:.1f}" if size else "-" for size in sizes]))
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
-
-
-def tokens_in_words(tokens: int) -> str:
-    """Return a number of tokens; a lower bound where no longer sequence was tried."""
-    return f"{'>= ' if tokens >= LONGEST else ''}{tokens:,}"
 
 
 def notes(
@@ -97,30 +91,10 @@ def title(
     words = [
         f"{model} as {class_name}: {parameters / 1e9:.2f} billion parameters",
         f"{step.batch} x {step.length}",
-        *settings(step),
+        *step.in_words(),
     ]
     line = ", ".join(words)
     return line if most_positions is None else f"{line}; its positions end at {most_positions:,}"
-
-
-def settings(step: TrainingStep) -> list[str]:
-    """Return how a step trains, in words."""
-    words = [_dtype(step.dtype)]
-    words += [f"autocast to {_dtype(step.autocast)}"] if step.autocast else []
-    if step.lora_rank:
-        words.append(f"LoRA of rank {step.lora_rank}")
-    words += [f"{step.bits} bits"] if step.bits else []
-    words += ["checkpointing"] if step.checkpointing else []
-    if step.checkpoint_offload:
-        bound = "" if step.host_gib is None else f" to {step.host_gib:g} GiB of the host"
-        words.append(f"offloaded by liger_patch{bound}")
-        every = step.checkpoint_every
-        words += [f"one of {every} layer inputs kept"] if every > 1 else []
-    return [*words, f"optimizer {step.optimizer}"]
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def as_json(
@@ -134,10 +108,10 @@ def as_json(
 ) -> str:
     """Return the same as JSON; sizes in bytes."""
     given = {
-        name: _dtype(value) if name.endswith("dtype") or name == "autocast" else value
+        name: dtype_name(value) if name.endswith("dtype") or name == "autocast" else value
         for name, value in asdict(step).items()
     }
-    given["autocast"] = None if step.autocast is None else _dtype(step.autocast)
+    given["autocast"] = None if step.autocast is None else dtype_name(step.autocast)
     contenders = [
         {
             "name": each.name,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_patch.deferred.engines import in_process_group, is_partitioned
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.kept_weight import Hold, keeping_weight
 from liger_patch.deferred.record import Step
-from liger_patch.deferred.stored import in_process_group, is_partitioned
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
     DistributedLogits,
@@ -25,7 +25,7 @@ from liger_patch.deferred.tensor_parallel import (
     local_tensor,
 )
 from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
-from liger_patch.kernels.backend import inlined_only, is_plain
+from liger_patch.kernels.graphs import inlined_only, is_plain
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward

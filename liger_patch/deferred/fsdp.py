@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_patch.deferred.stored import groups_of
+from liger_patch.deferred.engines import groups_of
 
 
 def resharding_units(modules: Iterable[nn.Module]) -> list[Any]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from liger_patch.deferred.engines import is_partitioned
 from liger_patch.deferred.fsdp import (
     can_be_kept,
     free_what_was_kept,
@@ -22,7 +23,7 @@ from liger_patch.deferred.fsdp import (
     resharding_units,
     without_resharding,
 )
-from liger_patch.deferred.stored import is_partitioned, note_stored
+from liger_patch.deferred.stored import note_stored
 from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_hooks
 
 # from a gathered parameter to a tensor that stays when it is freed

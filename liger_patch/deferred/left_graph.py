@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from liger_patch.deferred.gradients import ancestry
 from liger_patch.deferred.record import Recordable, Step
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.backend import runs_eagerly
+from liger_patch.kernels.graphs import runs_eagerly
 
 
 class Leaving(Protocol):

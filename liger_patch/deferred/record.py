@@ -76,6 +76,12 @@ class Recordable(Tensor):
         return self.real_logits()
 
 
+def strides(rows: Tensor, vocab_size: int) -> tuple[int, ...]:
+    """Return the strides of logits (..., V) that are laid out as ``rows`` (..., H)."""
+    hidden_size = rows.shape[-1]
+    return (*(stride // hidden_size * vocab_size for stride in rows.stride()[:-1]), 1)
+
+
 def real(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the real logits that it defers."""
     return tensor.real_logits() if isinstance(tensor, Recordable) else tensor

@@ -1,36 +1,19 @@
 """Find the parameter that the optimizer changes behind a weight that an engine has gathered.
 
-Engines shard a parameter, and gather another tensor from the shards for the forward pass. The small
-questions about engines that other modules share are here too. There is no public API for any of
-this: attributes of torch 2.6 to 2.13 and of DeepSpeed are read.
+Engines shard a parameter, and gather another tensor from the shards for the forward pass. There is
+no public API for this: attributes of torch 2.6 to 2.13 are read.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from liger_patch.deferred.engines import groups_of
+
 _stored: Any = WeakIdKeyDictionary()  # weight -> the parameter behind it; None: there is no other
-
-
-def in_process_group() -> bool:
-    """Return whether this process belongs to a group."""
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether DeepSpeed's ZeRO-3 partitions this parameter."""
-    return hasattr(parameter, "ds_id")
-
-
-def groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit of ``fully_shard``."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions have one
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
 
 
 def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:

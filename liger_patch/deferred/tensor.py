@@ -31,9 +31,10 @@ from liger_patch.deferred.gradients import (
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.deferred.materialize import materialize
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
-from liger_patch.deferred.record import Recordable, Step, real
+from liger_patch.deferred.record import Recordable, Step, real, strides
 from liger_patch.deferred.returned_by_graph import compute_if_returned
-from liger_patch.kernels.backend import check_backward, runs_eagerly
+from liger_patch.kernels.backend import check_backward
+from liger_patch.kernels.graphs import runs_eagerly
 
 _GRADIENT_OF = cast(Any, Tensor.grad).__get__  # the getter of tensor.grad, a new object each time
 
@@ -91,13 +92,13 @@ class DeferredLogits(Recordable):
         parent: DeferredLogits | None,
         step: Step | None,
     ) -> DeferredLogits:
-        vocab_size, hidden_size = call.shape
+        vocab_size, _ = call.shape
 
         def make() -> Tensor:
             return Tensor._make_wrapper_subclass(
                 cls,
                 (*rows.shape[:-1], vocab_size),
-                strides=(*(stride // hidden_size * vocab_size for stride in rows.stride()[:-1]), 1),
+                strides=strides(rows, vocab_size),
                 dtype=dtype,
                 device=device,
             )

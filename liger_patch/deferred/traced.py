@@ -23,9 +23,10 @@ from liger_patch.deferred.gradients import ancestry
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS, chosen
-from liger_patch.deferred.record import Step
+from liger_patch.deferred.record import Step, strides
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.backend import autocast_dtype, autocast_to, inlined_only
+from liger_patch.kernels.backend import autocast_dtype, autocast_to
+from liger_patch.kernels.graphs import inlined_only
 
 TRACES_LOGITS = torch.__version__ >= "2.11"  # before, Dynamo cannot make such a placeholder
 _NEED_GRADIENTS = frozenset(
@@ -220,9 +221,8 @@ def _placeholder(
 
 
 def _stride(logits: TracedLogits, dim: int | None = None) -> Any:
-    rows, vocab_size = logits.rows, logits.shape[-1]
-    strides = (*(each // rows.shape[-1] * vocab_size for each in rows.stride()[:-1]), 1)
-    return strides if dim is None else strides[dim]
+    found = strides(logits.rows, logits.shape[-1])
+    return found if dim is None else found[dim]
 
 
 def _compute(logits: TracedLogits, of_view: Callable[[TracedLogits], Tensor]) -> Tensor:

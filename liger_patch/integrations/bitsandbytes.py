@@ -20,7 +20,8 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
 
-from liger_patch.kernels.backend import is_traced, serves_triton_device
+from liger_patch.kernels.backend import serves_triton_device
+from liger_patch.kernels.graphs import is_traced
 
 
 class LayerWeight(ABC):

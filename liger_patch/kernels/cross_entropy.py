@@ -10,15 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import (
-    accumulation_dtype,
-    check_backward,
-    check_plain_tensors,
-    constants,
-    define,
-    is_traced,
-    runs_eagerly,
-)
+from liger_patch.kernels.backend import accumulation_dtype, check_backward, check_plain_tensors
+from liger_patch.kernels.graphs import constants, define, is_traced, runs_eagerly
 from liger_patch.kernels.head.labels import (
     check_token_arguments,
     compact_labels,

@@ -14,9 +14,9 @@ from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
     check_backward,
-    operator,
     serves_triton,
 )
+from liger_patch.kernels.graphs import operator
 from liger_patch.kernels.rows import contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

@@ -33,8 +33,8 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
-from liger_patch.kernels.head.inputs import QuantizedWeight
-from liger_patch.kernels.head.logits import product_
+from liger_patch.kernels.product import product_
+from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.rows import rows_of
 from liger_patch.kernels.sliced import Sums, check_slice_tokens, run_sliced, slices_of
 

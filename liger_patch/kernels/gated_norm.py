@@ -20,10 +20,9 @@ from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
     check_backward,
-    constant,
-    operator,
     serves_triton,
 )
+from liger_patch.kernels.graphs import constant, operator
 from liger_patch.kernels.rms_norm import NUMBERS
 from liger_patch.kernels.rows import contiguous_features
 

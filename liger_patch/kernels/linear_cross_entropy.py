@@ -17,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import check_backward, is_traced, runs_eagerly
+from liger_patch.kernels.backend import check_backward
+from liger_patch.kernels.graphs import is_traced, runs_eagerly
 from liger_patch.kernels.head import operators
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
 from liger_patch.kernels.head.gradients import scale_
-from liger_patch.kernels.head.inputs import (
-    HeadInputs,
-    QuantizedWeight,
-    save_inputs,
-    saved_inputs,
-)
+from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.losses import loss_and_gradients, loss_factors, loss_gradients
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 

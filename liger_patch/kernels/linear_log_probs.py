@@ -23,15 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import check_backward, constants, is_traced, runs_eagerly
+from liger_patch.kernels.backend import check_backward
+from liger_patch.kernels.graphs import constants, is_traced, runs_eagerly
 from liger_patch.kernels.head import operators
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
-from liger_patch.kernels.head.inputs import (
-    HeadInputs,
-    QuantizedWeight,
-    save_inputs,
-    saved_inputs,
-)
+from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.log_probs import (
     LogProbs,
     log_probs_and_gradients,
@@ -39,6 +35,7 @@ from liger_patch.kernels.head.log_probs import (
 )
 from liger_patch.kernels.head.statistics import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 

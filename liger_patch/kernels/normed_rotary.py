@@ -21,10 +21,9 @@ from liger_patch.kernels.backend import (
     TRITON_DTYPES,
     accumulation_dtype,
     check_backward,
-    constant,
-    operator,
     serves_triton,
 )
+from liger_patch.kernels.graphs import constant, operator
 from liger_patch.kernels.rms_norm import NUMBERS, rms_norm_backward, rms_norm_forward
 from liger_patch.kernels.rotary import check_rotation, rotate
 from liger_patch.kernels.rows import contiguous, empty_tokens_first

@@ -18,9 +18,9 @@ from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
     check_backward,
-    operator,
     serves_triton,
 )
+from liger_patch.kernels.graphs import operator
 from liger_patch.kernels.rows import empty_tokens_first
 
 

@@ -32,7 +32,8 @@ from liger_patch.kernels.backend import (
     check_backward,
     without_autocast,
 )
-from liger_patch.kernels.head.logits import chunk_rows, chunks_of, product_
+from liger_patch.kernels.chunk_sizes import chunk_rows, chunks_of
+from liger_patch.kernels.product import product_
 from liger_patch.kernels.rows import rows_of
 
 # What a whole feed-forward layer may take before it is sliced: 15k tokens with I = 14336. Less than

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_patch.kernels.backend import is_compiled_here
+from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import computed_together

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import sdpa_mask
 
 from liger_patch.deferred.ops import METADATA
-from liger_patch.kernels.backend import autocast_dtype, in_tracing_mode
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.graphs import in_tracing_mode
 from liger_patch.kernels.segments import (
     Segments,
     may_serve_flash_attention,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from liger_patch.kernels.backend import autocast_dtype, in_tracing_mode
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.graphs import in_tracing_mode
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.sliced import slice_tokens
 from liger_patch.layers.checks import TOP_HOOKS

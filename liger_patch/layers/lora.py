@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_patch.kernels.backend import autocast_dtype, is_compiled_here
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection

@@ -26,7 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from liger_patch.kernels.backend import autocast_dtype, in_tracing_mode, is_compiled_here
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
 from liger_patch.kernels.segments import (
     MOST_NUMBERS,
     Segments,

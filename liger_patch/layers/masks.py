@@ -19,11 +19,7 @@ from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from liger_patch.kernels.backend import (
-    in_tracing_mode,
-    is_compiled_here,
-    is_watched_by_dynamo,
-)
+from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here, is_watched_by_dynamo
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.deferred_mask import deferred_sdpa_mask
 from liger_patch.layers.masked_attention import leaves_masks_out

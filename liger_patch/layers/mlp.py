@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from liger_patch.kernels.backend import autocast_dtype, is_compiled_here
+from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
     PRODUCT,
     has_hooks,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from liger_patch.kernels.backend import in_tracing_mode, is_compiled_here, serves_triton
+from liger_patch.kernels.backend import serves_triton
+from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
 from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import NormInputs, rms_norm
 from liger_patch.layers.checks import has_hooks, layers_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import is_compiled_here
+from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.normed_heads import UncomputedNorm, computed, rotated_norms

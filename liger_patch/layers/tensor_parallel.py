@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from liger_patch.kernels.backend import is_compiled_here
+from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import layers_of, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
-from liger_patch.deferred.stored import in_process_group
 from liger_patch.deferred.tensor_parallel import is_dtensor
 
 

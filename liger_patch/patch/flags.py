@@ -8,10 +8,11 @@ from typing import Any
 # of os.environ: torch.compile compiles anew where what it read from a dict has changed
 _VARIABLES: Any = vars(os.environ).get("_data", os.environ)
 _encode: Any = str if _VARIABLES is os.environ else vars(os.environ)["encodekey"]
+RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
 _KEYS = {
     name: _encode(name)
     for name in (
-        "LIGER_PATCH_RETURN_LOGITS",
+        RETURN_LOGITS,
         "LIGER_PATCH_VERIFY",
         "LIGER_PATCH_STRICT",
         "LIGER_PATCH_CHUNK_MIB",
@@ -24,7 +25,7 @@ def return_logits() -> bool | None:
     """Return LIGER_PATCH_RETURN_LOGITS: True for real logits, False for fused or an error, None for
     automatic.
     """
-    return _switch("LIGER_PATCH_RETURN_LOGITS")
+    return _switch(RETURN_LOGITS)
 
 
 def verify() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from liger_patch.deferred.traced import TracedLogits, is_exporting
-from liger_patch.kernels.backend import inlined_only, runs_eagerly
+from liger_patch.kernels.graphs import inlined_only, runs_eagerly
 from liger_patch.patch import flags
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])

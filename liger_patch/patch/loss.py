@@ -19,8 +19,9 @@ from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
 from liger_patch.deferred.traced import TracedLogits
-from liger_patch.kernels.backend import accumulation_dtype, is_plain, is_without_values
+from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.graphs import is_plain, is_without_values
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels, flat_targets

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_patch.deferred.stored import in_process_group
+from liger_patch.deferred.engines import in_process_group
 from liger_patch.patch.host_memory import available_bytes
 from liger_patch.patch.layer_again import ComputedAgain, LayerCall, Saved
 from liger_patch.patch.layer_input import PIECE_BYTES, Kept, Lane, LayerInput

@@ -21,8 +21,8 @@ from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.stored import in_process_group
-from liger_patch.kernels.backend import runs_eagerly
+from liger_patch.deferred.engines import in_process_group
+from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.patch.settings import PatchRecord
 
 ROUNDINGS = 32  # eps of float32 that are allowed: both losses are sums in float32

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from liger_patch.__main__ import main
-from liger_patch.cli import estimate as estimates
 from liger_patch.cli import report
-from liger_patch.cli.contenders import EAGER
-from liger_patch.cli.estimate import Estimate
-from liger_patch.cli.model import described
-from liger_patch.cli.step import trace_step
+from liger_patch.estimate import estimate as estimates
+from liger_patch.estimate.contenders import EAGER
+from liger_patch.estimate.estimate import Estimate
+from liger_patch.estimate.model import described
+from liger_patch.estimate.step import trace_step
 
 NAMES = ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from liger_patch.cli.model import TrainingStep
+from liger_patch.estimate.model import TrainingStep
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 2, 512
 STEP = TrainingStep(length=TOKENS, autocast=None, optimizer="none")

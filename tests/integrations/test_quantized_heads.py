@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.integrations import bitsandbytes
-from liger_patch.kernels.head import logits as head_logits
+from liger_patch.kernels.head import products
 
 pytestmark = MARKS
 FALLBACK = "liger_patch computes ordinary logits"
@@ -67,7 +67,7 @@ def test_a_quantized_head_is_fused(
     checkpoint: Checkpoint, kind: str, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head's 16-bit weight exists 16 rows at a time."""
-    monkeypatch.setattr(head_logits, "SLICE_BYTES", 16 * 2 * checkpoint.model.config.hidden_size)
+    monkeypatch.setattr(products, "SLICE_BYTES", 16 * 2 * checkpoint.model.config.hidden_size)
     batch = tiny_batch(checkpoint.model)
     targets = ["q_proj", "lm_head"] if "head" in trained else ["q_proj", "v_proj"]
 

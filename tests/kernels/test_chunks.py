@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 from three_ways import OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
-from liger_patch.kernels.head.logits import (
+from liger_patch.kernels.chunk_sizes import (
     NARROW_CHUNKS,
     ROW_MULTIPLE,
     chunk_bounds,

@@ -13,7 +13,7 @@ from three_ways import (
 )
 from torch import Tensor
 
-from liger_patch.kernels.head import logits as head_logits
+from liger_patch.kernels.head import products
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -93,7 +93,7 @@ def test_adapter_in_float32_beside_a_bf16_head(device):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_weight_in_parts_is_as_exact(dtype, reduction, rank, bias, device, monkeypatch):
-    monkeypatch.setattr(head_logits, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
+    monkeypatch.setattr(products, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
     inputs, labels = linear_inputs(dtype, device, bias=bias, rank=rank)
     in_parts = InParts(inputs["weight"], row_multiple=16)
     calls = []

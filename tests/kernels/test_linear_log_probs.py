@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
 from liger_patch.kernels.head import log_probs as operator
-from liger_patch.kernels.head import logits as head_logits
+from liger_patch.kernels.head import products
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ class InParts:
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 def test_weight_in_parts_is_as_exact(kind, rank, dtype, quick_device, monkeypatch):
-    monkeypatch.setattr(head_logits, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
+    monkeypatch.setattr(products, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
     inputs, labels = linear_inputs(dtype, quick_device, rank=rank)
     in_parts = InParts(inputs["weight"])
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ themselves and C * V logits. Rounding a 16-bit dW after each of many chunks woul
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +29,16 @@ from liger_patch.kernels.backend import (
     serves_triton_device,
     without_autocast,
 )
+from liger_patch.kernels.chunk_sizes import (
+    chunk_bounds,
+    chunks_of,
+    rows_before_count,
+    summed_chunk_bounds,
+)
+from liger_patch.kernels.head.forms import HeadForm
 from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
-    QuantizedWeight,
     Surroundings,
     Wanted,
     checked_chunk_bytes,
@@ -44,20 +50,12 @@ from liger_patch.kernels.head.labels import (
     check_token_arguments,
     compact_labels,
 )
-from liger_patch.kernels.head.logits import (
-    LogitsForm,
-    chunk_bounds,
-    chunks_of,
-    rows_before_count,
-    summed_chunk_bounds,
-)
+from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.head.sharded import ShardedForm
 from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
-
-if TYPE_CHECKING:
-    from liger_patch.kernels.head.hopper import OddsForm
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 
@@ -246,7 +244,7 @@ def _form(
     operands: HeadInputs,
     statistics: Collection[str],
     upstream: UpstreamGradients | None,
-) -> tuple["LogitsForm | OddsForm", HeadInputs]:
+) -> tuple[HeadForm, HeadInputs]:
     """Choose the form that computes losses and dlogits; return it, and the operands that it takes.
 
     Reads nothing from the device. Every rank of a distributed vocabulary chooses the same form.

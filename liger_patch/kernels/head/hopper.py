@@ -13,9 +13,9 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import processors
 from liger_patch.kernels.descriptors import TensorDescriptor
+from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.logits import OddsFactors
 from liger_patch.kernels.head.statistics import TokenStatistics
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel
@@ -43,9 +43,7 @@ ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that
 
 
 class OddsForm:
-    """Computes losses and gradients of chunks of tokens from odds. The interface is that of
-    ``logits.LogitsForm``.
-    """
+    """Computes losses and gradients of chunks of tokens from odds: a ``forms.HeadForm``."""
 
     counts_on_device = True
     _finished_tile_v: int | None = TILE_V  # of the numbers that ``finish_kernel`` reads

@@ -13,13 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype, check_plain_tensors
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 MIB = 2**20
@@ -28,33 +29,6 @@ MIB = 2**20
 TRAINED_CHUNK_MIB = 512
 FROZEN_CHUNK_MIB = 256
 MAX_CHUNK_MIB = 2**40  # no device has so much
-
-
-class QuantizedWeight(Protocol):
-    """A weight (V, H) without a gradient whose rows are dequantized where they are needed.
-
-    Attributes:
-        shape: (V, H).
-        dtype, device: of the dequantized rows.
-        stored: the tensor that holds the numbers, to tell whether they have changed.
-        row_multiple: slices that begin at a multiple of so many rows are the cheapest.
-        requires_grad: False.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    stored: Tensor
-    row_multiple: int
-    requires_grad: bool
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows (stop - start, H), dequantized."""
-        ...
-
-    def is_current(self) -> bool:
-        """Return True if the layer that it was read from still has the same numbers."""
-        ...
 
 
 class HeadInputs(NamedTuple):

@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import (
-    accumulation_dtype,
-    autocast_dtype,
-    check_backward,
-    constants,
-    define,
-)
+from liger_patch.kernels.backend import accumulation_dtype, autocast_dtype, check_backward
+from liger_patch.kernels.graphs import constants, define
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
 from liger_patch.kernels.head.inputs import HeadInputs, Surroundings, Wanted, product_dtype
 from liger_patch.kernels.head.labels import traced_items

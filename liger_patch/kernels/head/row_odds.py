@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.logits import LogitsForm, OddsFactors, writes_float32
+from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.product import writes_float32
 
 
 def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.logits import LogitsForm, logits_
+from liger_patch.kernels.head.logits import LogitsForm
+from liger_patch.kernels.head.products import logits_
 from liger_patch.kernels.head.shard_rows import (
     BASIC,
     OF_SMOOTHING,
@@ -55,7 +56,7 @@ class ShardedForm(LogitsForm):
         memory: Tensor | None,  # (C, V_r)
         row_scale: Tensor | None,
     ) -> None:
-        """Compute the losses, statistics and gradients of C tokens: see ``LogitsForm``."""
+        """Compute the losses, statistics and gradients of C tokens: see ``HeadForm``."""
         assert memory is not None
         logits = logits_(memory, operands)
         chunk = slice(start, start + len(logits))

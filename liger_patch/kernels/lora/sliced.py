@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype
-from liger_patch.kernels.head.logits import product_
 from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
     b_gradient,
@@ -32,6 +31,7 @@ from liger_patch.kernels.lora.projection import (
     cast_matrices,
     restored,
 )
+from liger_patch.kernels.product import product_
 from liger_patch.kernels.sliced import Sums
 
 FIELDS = 4  # tensors of a projection: weight, bias, a, b

@@ -67,6 +67,26 @@ class TrainingStep:
     supervised: float = 1.0
     attention: str | None = None
 
+    def in_words(self) -> list[str]:
+        """Return how the step trains."""
+        words = [dtype_name(self.dtype)]
+        words += [f"autocast to {dtype_name(self.autocast)}"] if self.autocast else []
+        if self.lora_rank:
+            words.append(f"LoRA of rank {self.lora_rank}")
+        words += [f"{self.bits} bits"] if self.bits else []
+        words += ["checkpointing"] if self.checkpointing else []
+        if self.checkpoint_offload:
+            bound = "" if self.host_gib is None else f" to {self.host_gib:g} GiB of the host"
+            words.append(f"offloaded by liger_patch{bound}")
+            every = self.checkpoint_every
+            words += [f"one of {every} layer inputs kept"] if every > 1 else []
+        return [*words, f"optimizer {self.optimizer}"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -21,7 +21,7 @@ from benchmarks import attention_blocks
 from benchmarks.longest_row import MODELS as LONG_MODELS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
-from liger_patch.cli.contenders import (
+from liger_patch.estimate.contenders import (
     EAGER,
     KERNELS,
     LIGER,
@@ -30,10 +30,10 @@ from liger_patch.cli.contenders import (
     OURS_HEAD,
     Contender,
 )
-from liger_patch.cli.estimate import WORKSPACES
-from liger_patch.cli.model import TrainingStep
-from liger_patch.cli.offload import host_bytes
-from liger_patch.cli.step import trace_step
+from liger_patch.estimate.estimate import WORKSPACES
+from liger_patch.estimate.model import TrainingStep
+from liger_patch.estimate.offload import host_bytes
+from liger_patch.estimate.step import trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -317,7 +317,7 @@ def test_the_documents_table_has_the_measured_peaks() -> None:
     text = MEMORY.read_text(encoding="utf-8").split(f"<!-- {SECTION} -->")[1]
     lines = [line for line in text.split(f"<!-- /{SECTION} -->")[0].splitlines() if line]
     table = [line.strip("| ").split(" | ") for line in lines[2:-1]]
-    written = "UPDATE_README=1 python -m pytest tests/cli/test_calibration.py -k table writes it"
+    written = "UPDATE_README=1 python -m pytest tests/estimate -k table writes it"
     assert [cells[:3] for cells in table] == [_named(row) for row in _shown()], written
     for *_, measured, estimated in table:
         rounded = [float(each.replace(",", "")) for each in (measured, estimated)]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.cli.model import Sizes, TrainingStep
-from liger_patch.cli.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
+from liger_patch.estimate.model import Sizes, TrainingStep
+from liger_patch.estimate.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
+from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.kernels.head.chunked import ALIGNED_V
 from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
-from liger_patch.kernels.head.logits import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers

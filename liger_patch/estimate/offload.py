@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_patch.cli.trace import MemoryTrace
+from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.patch import offload
 from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 

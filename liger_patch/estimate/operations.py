@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from liger_patch.kernels.chunk_sizes import ROW_MULTIPLE
 from liger_patch.kernels.gated import gated_forward
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.kernels.head.logits import ROW_MULTIPLE
 from liger_patch.kernels.segments import Segments
 from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, slice_tokens
 from liger_patch.layers.long_rows import is_checkpointed

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_patch.cli.contenders import Contender, chunk_bytes, set_layers
-from liger_patch.cli.model import Sizes, TrainingStep, build
-from liger_patch.cli.offload import MetaOffload, noting_input
-from liger_patch.cli.operations import ChunkedHead, GpuOperations
-from liger_patch.cli.trace import HEAD, LAYER, MemoryTrace, Trace
+from liger_patch.estimate.contenders import Contender, chunk_bytes, set_layers
+from liger_patch.estimate.model import Sizes, TrainingStep, build
+from liger_patch.estimate.offload import MetaOffload, noting_input
+from liger_patch.estimate.operations import ChunkedHead, GpuOperations
+from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.layers import deferred_mask, masked_attention, mlp
 from liger_patch.patch import offload as checkpoints
 

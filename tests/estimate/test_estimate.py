@@ -21,12 +21,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from liger_patch.cli import contenders
-from liger_patch.cli import estimate as estimates
-from liger_patch.cli.contenders import EAGER, OURS, OURS_HEAD
-from liger_patch.cli.model import TrainingStep, build
-from liger_patch.cli.step import trace_step
-from liger_patch.cli.trace import MemoryTrace
+from liger_patch.estimate import contenders
+from liger_patch.estimate import estimate as estimates
+from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
+from liger_patch.estimate.model import TrainingStep, build
+from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.patch.layer_input import PIECE_BYTES
 

@@ -11,13 +11,13 @@ import torch
 from estimated_models import HIDDEN, OFFLOADED, SIZE, STEP, TINY
 from transformers import LlamaConfig
 
-from liger_patch.cli import estimate as estimates
-from liger_patch.cli import operations
-from liger_patch.cli.contenders import EAGER, LIGER, OURS, OURS_HEAD
-from liger_patch.cli.model import build
-from liger_patch.cli.offload import host_bytes
-from liger_patch.cli.step import trace_step
-from liger_patch.cli.trace import MemoryTrace
+from liger_patch.estimate import estimate as estimates
+from liger_patch.estimate import operations
+from liger_patch.estimate.contenders import EAGER, LIGER, OURS, OURS_HEAD
+from liger_patch.estimate.model import build
+from liger_patch.estimate.offload import host_bytes
+from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import sliced
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.layers import long_rows

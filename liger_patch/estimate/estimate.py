@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.cli.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
-from liger_patch.cli.model import Sizes, TrainingStep, build, described, without_adapters
-from liger_patch.cli.offload import host_bytes
-from liger_patch.cli.operations import CHUNK
-from liger_patch.cli.step import trace_step
-from liger_patch.cli.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
+from liger_patch.estimate.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
+from liger_patch.estimate.model import Sizes, TrainingStep, build, described, without_adapters
+from liger_patch.estimate.offload import host_bytes
+from liger_patch.estimate.operations import CHUNK
+from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.segments import MOST_NUMBERS
 from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers.checks import TOP_HOOKS
@@ -151,6 +151,11 @@ def most_attended(config: Any, batch: int) -> int | None:
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return None
     return MOST_NUMBERS // (batch * heads * (size if isinstance(size, int) else hidden // heads))
+
+
+def tokens_in_words(tokens: int) -> str:
+    """Return a number of tokens; a lower bound where no longer sequence was tried."""
+    return f"{'>= ' if tokens >= LONGEST else ''}{tokens:,}"
 
 
 def parts_at_peak(trace: Trace, sizes: Sizes, step: TrainingStep) -> dict[str, int]:

@@ -1,0 +1,175 @@
+"""What graphs need of functions that launch kernels, those of ``torch.compile``, ``torch.export``
+and ``make_fx``; and calls without values, under ``FakeTensorMode``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.nn import Parameter
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+Function = TypeVar("Function", bound=Callable)
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # PyTorch operations serve where Triton does not
+GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
+_MODES_WITHOUT_VALUES = (ProxyTorchDispatchMode, FakeTensorMode)
+_TRACING_MODES = (
+    *_MODES_WITHOUT_VALUES,
+    checkpoint._CachingTorchDispatchMode,
+    checkpoint._CachedTorchDispatchMode,
+)
+_defined: dict[str, str] = {}  # names of operators -> files
+
+
+def constant(number: float) -> float:
+    """Return the number as an autograd function takes it: with ``dynamic=True`` torch.compile
+    traces the floats that modules hold as symbols, which are an error among its arguments.
+    """
+    return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
+
+
+def constants(*options: Any) -> tuple[Any, ...]:
+    """Return options with each number as an operator takes it, see ``constant``."""
+    return tuple(constant(each) if isinstance(each, float) else each for each in options)
+
+
+def runs_eagerly(function: Function) -> Function:
+    """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+def inlined_only(function: Function) -> Function:
+    """Decorate a function that torch.compile traces as a part of its callers, and never compiles as
+    a frame of its own.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+    except ImportError:  # private
+        return function
+    skip_code(cast(Any, function).__code__)
+    return function
+
+
+def operator(
+    results: Callable[..., object], *, mutates: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Decorate ``name`` or ``_name`` to be the operator ``liger_patch::name``, which torch.compile,
+    ``torch.jit.trace`` and dispatch modes (``make_fx``, ``FakeTensorMode``) see and do not look
+    into. Elsewhere the function runs as it is, without the dispatcher's microseconds.
+
+    Args:
+        results: of the same arguments, without values, for torch.compile.
+        mutates: the arguments that it writes to.
+    """
+
+    def register(function: Function) -> Function:
+        name = function.__name__.lstrip("_")
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        define(name, schema, function, results)
+
+        @functools.wraps(function)
+        def call(*arguments: object) -> object:
+            if torch.compiler.is_compiling() or _is_watched(arguments):
+                return getattr(torch.ops.liger_patch, name)(*arguments)
+            return function(*arguments)
+
+        return cast(Function, call)
+
+    return register
+
+
+def define(
+    name: str,
+    schema: str,
+    function: Callable[..., object],
+    results: Callable[..., object],
+    *,
+    reads_values: bool = False,
+) -> bool:
+    """Define the operator ``liger_patch::name``; return False where it is defined already.
+
+    Args:
+        results: of the same arguments, without values.
+        reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
+            on, ``mode="reduce-overhead"`` runs the operator between two.
+    """
+    file = function.__module__.rpartition(".")[2]
+    if _defined.get(name) == file:  # imported a second time, through the link at the root
+        return False
+    _defined[name] = file
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags = (unsafe,) if reads_values and unsafe is not None else ()
+    torch.library.define(f"liger_patch::{name}", schema, tags=tags)
+    # a graph calls the operator of a backward pass with gradients enabled
+    torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
+    torch.library.register_fake(f"liger_patch::{name}")(results)
+    return True
+
+
+def is_traced() -> bool:
+    """Return True if a call becomes a part of a graph: where torch.compile, torch.export or
+    ``make_fx`` trace it, where it runs on no values (``FakeTensorMode``), and where selective
+    checkpointing chooses what is kept.
+
+    Other dispatch modes count floating-point operations or tensors: they see PyTorch's own.
+    """
+    return torch.compiler.is_compiling() or in_tracing_mode()
+
+
+def in_tracing_mode() -> bool:
+    """Return True if this thread's calls become a part of a graph, where Dynamo is not what traces
+    them. ``is_compiling`` is one flag of all threads.
+    """
+    return _is_in(_TRACING_MODES)
+
+
+def is_without_values() -> bool:
+    """Return True if the host can read no value of this thread's calls: where ``make_fx`` or
+    torch.export records them, and under ``FakeTensorMode``.
+    """
+    return not torch.compiler.is_dynamo_compiling() and _is_in(_MODES_WITHOUT_VALUES)
+
+
+def is_plain(tensor: object) -> bool:
+    """Return True for a tensor of no subclass, or one that stands for such a tensor where calls
+    run without values.
+    """
+    return type(tensor) in (Tensor, Parameter) or (
+        isinstance(tensor, FakeTensor) and is_without_values()
+    )
+
+
+def _is_in(modes: Any) -> bool:
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_compiled_here() -> bool:
+    """Return ``torch.compiler.is_compiling`` of this thread: that is one flag of all threads."""
+    compiler = torch.compiler
+    return compiler.is_dynamo_compiling() or (compiler.is_compiling() and in_tracing_mode())
+
+
+def is_watched_by_dynamo() -> bool:
+    """Return True if Dynamo may compile the functions that this thread calls now: within a call of
+    a compiled function, also where the graph was broken.
+    """
+    try:
+        return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None  # type: ignore
+    except AttributeError:  # private
+        return True
+
+
+def _is_watched(arguments: tuple[object, ...]) -> bool:
+    """Return True if something records the operators that run, or runs them without values."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return torch._C._is_tracing()
+    # DTensor has rules for PyTorch's operations, of which the functions are made, and not for these
+    return not any(hasattr(each, "device_mesh") for each in arguments)

@@ -1,0 +1,62 @@
+"""The form of a chunk's memory, logits or odds: what the loop over chunks asks of each."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.statistics import TokenStatistics
+
+
+class OddsFactors(NamedTuple):
+    """What turns the odds of some tokens into the gradient of their logits, (tokens,) each.
+
+    The gradient is ``factors[:, None] * odds``. The odds of the labels are 0: there it is
+    ``label_gradients``, unless the label is outside [0, V_r), in another shard of the vocabulary.
+    """
+
+    factors: Tensor  # float32
+    labels: Tensor
+    label_gradients: Tensor  # float32
+
+    def of(self, tokens: slice) -> "OddsFactors":
+        """Return the same of some of the tokens."""
+        return OddsFactors(*(each[tokens] for each in self))
+
+
+class HeadForm(Protocol):
+    """Computes losses and gradients of chunks of tokens: ``logits.LogitsForm``,
+    ``sharded.ShardedForm``, ``row_odds.RowOddsForm``, ``hopper.OddsForm`` and
+    ``sharded_odds.ShardedOddsForm``. C: tokens of a chunk, N: of the batch, n: of them supervised,
+    V: vocabulary.
+
+    Attributes:
+        counts_on_device: whether the kernels read on the device where the supervised tokens end.
+            Then a chunk may run before the host knows their count, and losses without gradients
+            take no (C, V) memory.
+        losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
+        statistics: of the same tokens, None where not wanted.
+    """
+
+    counts_on_device: bool
+    losses: Tensor
+    statistics: TokenStatistics | None
+
+    @property
+    def odds(self) -> OddsFactors | None:
+        """What turns the odds in the memory of a chunk into dlogits; None where these are there."""
+        ...
+
+    def run(
+        self,
+        operands: HeadInputs,  # of the C tokens
+        start: int,
+        *,
+        memory: Tensor | None,  # (C, V), to be overwritten
+        row_scale: Tensor | None,  # (N,), or (n,) once the count is read
+    ) -> None:
+        """Compute the losses of the C supervised tokens from ``start`` on.
+
+        With ``row_scale``, memory then holds the gradient by the logits of the sum of
+        ``row_scale * losses``, or its odds; with upstream gradients, theirs.
+        """

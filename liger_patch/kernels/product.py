@@ -1,0 +1,35 @@
+"""One matrix product that writes to a buffer, also to one of a wider dtype."""
+
+import torch
+from torch import Tensor
+
+SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1.0) -> Tensor:
+    """Compute ``out = alpha a @ b`` or ``out += alpha a @ b``, also into a wider dtype, as float32
+    from bf16: one call and one rounding where the device can.
+    """
+    if not a.numel():  # of a shard without rows
+        return out if add else out.zero_()
+    beta, is_plain = (1.0 if add else 0.0), not add and alpha == 1.0
+    if out.dtype == a.dtype:
+        if is_plain:
+            return torch.mm(a, b, out=out)
+        return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    if writes_float32(a) and out.dtype == torch.float32:
+        if is_plain:
+            return torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+    step = max(1, -(-out.shape[0] // SLABS))
+    for start in range(0, out.shape[0], step):
+        part, rows = out[start : start + step], a[start : start + step]
+        slab = product_(rows.new_empty(part.shape), rows, b, alpha=alpha)
+        part.add_(slab) if add else part.copy_(slab)
+    return out
+
+
+def writes_float32(a: Tensor) -> bool:
+    """Return True if a product of such operands can be written in float32, unrounded."""
+    # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA devices only
+    return a.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype_out")
