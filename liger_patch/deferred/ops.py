@@ -117,8 +117,13 @@ def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
     return logits.then(Step("move", _to_device, (device, how)), device=device)
 
 
-def _rows(logits: Recordable, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    return logits.then(Step("rows", function, arguments))
+def _rows(
+    logits: Recordable,
+    function: Callable[..., Tensor],
+    *arguments: Any,
+    is_view: bool | None = None,
+) -> Tensor:
+    return logits.then(Step("rows", function, arguments, is_view=is_view))
 
 
 def _getitem(logits: Any, index: Any) -> Tensor:
@@ -144,7 +149,8 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
     kept = tuple(_kept(item) for item in items)
-    return _rows(logits, chosen, kept)
+    is_view = not any(isinstance(item, Tensor) for item in kept)  # a choice by slices
+    return _rows(logits, chosen, kept, is_view=is_view)
 
 
 def _kept(item: Any) -> Any:

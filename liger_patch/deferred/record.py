@@ -23,6 +23,8 @@ class Step(NamedTuple):
         arguments: kept apart from the function, as torch.compile cannot rebuild a closure.
         factor: what "scale" multiplies by.
         other: what "add" adds.
+        is_view: of "rows", whether the result shares the input's memory; None where their layouts
+            decide.
         grad_enabled: whether gradients were enabled when the step was recorded.
         dtype: of its result.
     """
@@ -32,6 +34,7 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...] = ()
     factor: float = 1.0
     other: Recordable | None = None
+    is_view: bool | None = None
     grad_enabled: bool = True
     dtype: torch.dtype | None = None
 

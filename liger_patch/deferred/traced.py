@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from liger_patch.deferred.gradients import ancestry
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.left_graph import PlaceholderLogits, call_outside
-from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS, chosen
+from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import Step, strides
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.backend import autocast_dtype, autocast_to
@@ -97,9 +97,10 @@ class TracedLogits(PlaceholderLogits):
             others = () if step.other is None else (step.other.real_logits(),)
             return step.apply(self.real_logits(), *others)
         dtype, device = dtype or self.dtype, device or self.device
-        kind, function, arguments, factor, other, *_ = step
+        kind, function, arguments, factor, other, is_view, *_ = step
         # anew: torch.compile cannot rebuild what _replace makes (torch 2.11)
-        step = Step(kind, function, arguments, factor, other, torch.is_grad_enabled(), dtype)
+        recorded = is_view, torch.is_grad_enabled(), dtype
+        step = Step(kind, function, arguments, factor, other, *recorded)
         shape = self.shape
         if step.kind == "rows":
             shape = (*step.apply(self.rows).shape[:-1], shape[-1])
@@ -142,9 +143,8 @@ class TracedLogits(PlaceholderLogits):
         parent, step = self.parent, self.step
         if parent is None or step is None or step.kind not in ("rows", "detach"):
             return False
-        if step.function is chosen:  # by slices, or by the values of tensors
-            (index,) = step.arguments
-            return not any(isinstance(item, Tensor) for item in index)
+        if step.is_view is not None:
+            return step.is_view
         return parent.rows.is_contiguous() or not self.rows.is_contiguous()
 
     @property
