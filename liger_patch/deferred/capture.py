@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.engines import in_process_group, is_partitioned
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
-from liger_patch.deferred.kept_weight import Hold, keeping_weight
+from liger_patch.deferred.kept_weight import Hold, Inputs, keeping_weight
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
@@ -55,14 +55,13 @@ class _DeferLinear(TorchFunctionMode):
             if self._gives_logits(weight):
                 inputs = distributed_inputs(hidden_states, weight, bias, self.whole)
                 if inputs is not None and _can_defer(*map(local_tensor, inputs)):
-                    hidden_states, *parameters = inputs
-                    call = distributed_call(hidden_states, *self._held(*parameters), self.head)
+                    call = distributed_call(*self._held(*inputs), self.head)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
                     if self.in_graph and torch.compiler.is_dynamo_compiling():
                         return TracedLogits.of_product(hidden_states, weight, bias, self.head)
-                    weight, bias = self._held(weight, bias)
-                    call = HeadCall.of(hidden_states, weight, bias, self.head)
+                    inputs = self._held(hidden_states, weight, bias)
+                    call = HeadCall.of(*inputs, self.head)
                     return DeferredLogits.of_head(call)
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
@@ -70,10 +69,12 @@ class _DeferLinear(TorchFunctionMode):
                 return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
 
-    def _held(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.hold is None:
-            return weight, bias
-        return self.hold(weight), None if bias is None else self.hold(bias)
+    def _held(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
+        return (
+            (hidden_states, weight, bias)
+            if self.hold is None
+            else self.hold(hidden_states, weight, bias)
+        )
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module

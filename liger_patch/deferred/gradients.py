@@ -29,10 +29,9 @@ ENGINE_MODULES = (
     "torch.distributed.",
     "torch.utils.module_tracker.",
     "deepspeed.",
-    "liger_patch.deferred.zero3.",
 )
 # those of them whose hooks prepare a unit for its backward pass, and must run before it
-PREPARING_MODULES = ("torch.distributed.fsdp.", "liger_patch.deferred.zero3.")
+PREPARING_MODULES = ("torch.distributed.fsdp.",)
 LEFT_OUT = "liger_patch: hooks of logits whose gradient is left out"  # of an autograd node
 
 

@@ -24,10 +24,11 @@ from liger_patch.deferred.fsdp import (
     without_resharding,
 )
 from liger_patch.deferred.stored import note_stored
-from liger_patch.deferred.zero3 import calling_hooks_later, gathered, has_known_hooks
+from liger_patch.deferred.zero3 import calling_hooks_later, has_known_hooks, held_inputs
 
-# from a gathered parameter to a tensor that stays when it is freed
-Hold = Callable[[Tensor], Tensor]
+# from hidden states, weight and bias of a product to inputs that stay when the weight is freed
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+Hold = Callable[[Tensor, Tensor, Tensor | None], Inputs]
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of heads, in their models
 
 
@@ -84,14 +85,14 @@ def keeping_weight(model: nn.Module, head: nn.Module) -> Iterator[Hold]:
     again for the backward pass.
 
     Yields:
-        A function from a gathered parameter of the head to a tensor that stays.
+        A function from the inputs of a product to inputs that stay.
     """
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         with calling_hooks_later(head):
-            yield _values
+            yield _held
     else:
         modules = _modules_that_end_before_loss(model, head)
-        yield _copy if has_flat_units(modules) or resharding_units(modules) else _itself
+        yield _copied if has_flat_units(modules) or resharding_units(modules) else _as_they_are
 
 
 def _modules_that_end_before_loss(model: nn.Module, head: nn.Module) -> list[nn.Module]:
@@ -125,8 +126,12 @@ def _modules_to(name: str, model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _itself(parameter: Tensor) -> Tensor:
-    return parameter
+def _as_they_are(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
+    return hidden_states, weight, bias
+
+
+def _copied(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
+    return hidden_states, _copy(weight), None if bias is None else _copy(bias)
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -135,9 +140,9 @@ def _copy(parameter: Tensor) -> Tensor:
     return copy
 
 
-def _values(parameter: Tensor) -> Tensor:
-    if not is_partitioned(parameter):
-        return parameter
-    values = gathered(parameter)
-    note_stored(values, parameter)
-    return values
+def _held(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
+    inputs = held_inputs(hidden_states, weight, bias)
+    for values, parameter in zip(inputs[1:], (weight, bias), strict=True):
+        if values is not None:
+            note_stored(values, parameter)
+    return inputs

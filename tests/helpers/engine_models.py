@@ -11,12 +11,27 @@ from tiny_models import tiny_model
 from torch import distributed as dist
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_patch.registry import available
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of other sizes bitsandbytes 0.50 takes the scales of other blocks, on CPUs with AVX-512
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+TWO_LOSSES = "two_losses"
+
+
+class TwoLosses(LlamaForCausalLM):
+    """Calls its head twice, for a loss each: of a class without a row."""
+
+    def forward(self, input_ids: Any, labels: Any, **kwargs: Any) -> Any:  # pyright: ignore
+        states = self.model(input_ids, **kwargs).last_hidden_state
+        logits, others = self.lm_head(states), self.lm_head(states.tanh())
+        losses = [
+            nn.functional.cross_entropy(each[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            for each in (logits, others)
+        ]
+        return CausalLMOutputWithPast(loss=losses[0] + 0.5 * losses[1], logits=logits)
 
 
 def make_model(
@@ -30,14 +45,19 @@ def make_model(
     """A tiny model, the same at each call.
 
     Args:
+        model_type: of a row, or TWO_LOSSES.
         tied: whether the head has the weight of the embedding.
         lora: with adapters on all layers and the head.
         quantized: with such adapters, and the layers in 4 bits: a Llama.
     """
     if quantized:
         return with_adapters(_in_4_bits(device))
-    (row,) = (row for row in available() if row.model_type == model_type)
+    has_two_losses = model_type == TWO_LOSSES
+    name = "llama" if has_two_losses else model_type
+    (row,) = (row for row in available() if row.model_type == name)
     model: Any = tiny_model(row)
+    if has_two_losses:
+        model.__class__ = TwoLosses
     model.config.tie_word_embeddings = tied
     if tied:
         model.tie_weights()

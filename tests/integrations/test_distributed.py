@@ -171,6 +171,7 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
         "zero1 --late step",
         "zero3 --lora --evaluate --late step",
         "zero3 --tied --labels uneven --alone",
+        "zero3 --model two_losses",
         "zero3_plain --late backward",
     )
 
@@ -187,6 +188,10 @@ def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
         "zero3 --alone --evaluate --late step",
         "zero3 --lora --evaluate",
         "zero3 --distrusted",
+        "zero3 --model two_losses --lora --evaluate",
+        "zero3 --model two_losses --distrusted",
+        "zero3_regathered --model two_losses",
+        "zero3_offload --model two_losses --layers",
         "zero3 --layers --labels none --metric",
         "zero3_plain --tied --evaluate --metric",
         "zero3_regathered",
