@@ -1,1 +1,1 @@
-"""The commands of ``python -m liger_patch``. No other module imports this package."""
+"""The commands of ``python -m liger_patch``, whose ``__main__`` imports them."""

@@ -6,6 +6,7 @@ Within the graph they are a placeholder (``traced``). Where a placeholder leaves
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -77,6 +78,7 @@ def _leave_graph(logits: PlaceholderLogits) -> None:
             vars(missing[0]).setdefault("waiting", []).append(logits)
             return
         known["deferred"] = call.outside() if parent is None else _after_step(parent, step)
+        known["deferred"].placeholder = weakref.ref(logits)
         _refuse_gradient(logits)
     value = known.get("value")
     if value is not None:

@@ -149,8 +149,14 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
     kept = tuple(_kept(item) for item in items)
-    is_view = not any(isinstance(item, Tensor) for item in kept)  # a choice by slices
+    # slices and whole numbers give a view, also a number in a tensor
+    is_view = not any(_chooses(item) for item in kept)
     return _rows(logits, chosen, kept, is_view=is_view)
+
+
+def _chooses(item: Any) -> bool:
+    """Return whether an index copies the rows that it chooses."""
+    return isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool)
 
 
 def _kept(item: Any) -> Any:

@@ -112,3 +112,26 @@ def test_past_python_they_are_nan(outputs: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         assert outputs.logits.isnan().all()
         assert outputs.logits.untyped_storage().nbytes() == 8
+
+
+def test_a_write_between_two_graphs(model: PreTrainedModel, outputs: Any) -> None:
+    """A later graph reads what was written, and its loss has the gradients of that."""
+    labels = tiny_batch(model)["input_ids"].flatten()
+
+    def loss_of(logits: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
+
+    def run(model: Any, outputs: Any, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        outputs.logits[..., 3] = -1e4
+        outputs.logits[0, torch.tensor(1)].mul_(0.5)
+        loss = function(outputs.logits)
+        loss.backward()
+        return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+    found = run(model, outputs, torch.compile(loss_of, backend="eager"))
+    uncompiled = apply_patch(make_model(model.config.model_type))
+    truth = run(uncompiled, uncompiled(**tiny_batch(uncompiled, ignored=0.3)), loss_of)
+    unchanged = loss_of(model(**tiny_batch(model)).logits)
+    assert (truth["loss"] - unchanged).abs() > 0.01  # the write tells
+    truth, found = tell_apart(truth, found)
+    assert_no_worse(found, truth, truth, torch.float32)
