@@ -4,9 +4,9 @@
     python -m benchmarks distributed_convergence --device cpu --steps 5     tiny, in float32
 
 The model, its text and the order of the batches are the same in every run, on one GPU and on
-several. Rounding makes two runs drift apart, so the yardstick is eager's own drift: that of eager
-under the same engine from eager on one GPU, or that of eager on one GPU from weights that were
-moved within rounding, whichever is larger. A drift is the mean over all steps of how far the
+several. Rounding makes two runs drift apart, so the yardstick is eager's own drift: the largest of
+eager's under the same engine from eager on one GPU, and those of eager on one GPU from weights that
+were moved within rounding, several times. A drift is the mean over all steps of how far the
 training losses are apart. Exits with 1 where a patched run has drifted farther from eager on one
 GPU than twice the yardstick, or was not fused.
 """

@@ -32,8 +32,8 @@ def drift_table(report: dict) -> str:
     said = ", ".join(f"{v.engine} {v}" for v in verdicts(report["distributed_convergence"]))
     note = (
         f", {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
-        f"half an eps at most. A patched run may drift {FACTOR:g} times as far as eager's own runs "
-        f"do: {said}. {{command}}."
+        "half an eps at most, anew in each run. A patched run may drift "
+        f"{FACTOR:g} times as far as eager's own runs do: {said}. {{command}}."
     )
     return document(report, drifts(report), note)
 

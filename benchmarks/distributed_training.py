@@ -26,7 +26,7 @@ from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
 from .distributed_contenders import compile_no_collectives, leave
-from .drift_report import ALONE, ROUNDED
+from .drift_report import ALONE, ROUNDED, ROUNDINGS
 from .measure import release_memory
 from .names import EAGER, OURS
 
@@ -51,8 +51,9 @@ def train_all(
 ) -> None:
     """Train every contender under every engine, and write the rows that this process has."""
     rows = []
-    for name in (EAGER, ROUNDED, OURS)[rank::ranks]:  # rank 0 has the first, whatever ranks is
-        rows.append(_row(ALONE, name, settings, corpus, settings.batch_size))
+    alone = [(EAGER, 0), *((ROUNDED, draw) for draw in range(ROUNDINGS)), (OURS, 0)]
+    for name, draw in alone[rank::ranks]:  # rank 0 has the first, whatever ranks is
+        rows.append(_row(ALONE, name, settings, corpus, settings.batch_size, draw))
     _join(rank, ranks, settings.device, folder)
     for engine in ENGINES:
         for name in (EAGER, OURS):
@@ -63,7 +64,9 @@ def train_all(
     leave()
 
 
-def _row(engine: str, name: str, settings: Settings, corpus: Corpus, batch_size: int) -> dict:
+def _row(
+    engine: str, name: str, settings: Settings, corpus: Corpus, batch_size: int, draw: int = 0
+) -> dict:
     set_seed(0)
     model = small_model(
         "llama",
@@ -73,6 +76,7 @@ def _row(engine: str, name: str, settings: Settings, corpus: Corpus, batch_size:
         length=settings.length,
         eos_token_id=corpus.end_of_file_id,
     )
+    torch.manual_seed(draw)  # of what is moved within rounding; Trainer sets another
     _prepare(name, settings)(model)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
