@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_patch import apply_patch, linear_cross_entropy, patch_status
 
-from .measure import MIB, measure, release_memory
+from .measure import MIB, Failure, attempt, measure, release_memory
 from .models import Model
 
 Step = Callable[[], Tensor]  # forward and backward -> the loss of this rank
@@ -95,7 +95,20 @@ class Collectives(TorchDispatchMode):
         return [{"kind": k, "mib": mib, "calls": calls} for (k, mib), calls in ordered]
 
 
-def measure_step(rank: int, request: Request, ranks: int, folder: str) -> None:
+def run_rank(
+    rank: int, function: Callable[..., object], request: Any, ranks: int, folder: str
+) -> None:
+    """Call the function in one of the processes. If it fails, write why, and end the process at
+    once: the others may wait for it in a collective, and are ended then.
+    """
+    done = attempt(partial(function, rank, request, ranks, folder))
+    if isinstance(done, Failure):
+        text = json.dumps(asdict(done))
+        (Path(folder) / f"failure{rank}.json").write_text(text, encoding="utf-8")
+        os._exit(1)
+
+
+def measure_step(rank: int, request: Request, ranks: int, folder: str) -> Failure:
     """Measure one contender; the first rank writes the row."""
     device = _join(rank, ranks, folder, request.device)
     model = _model(request, device, folder)
@@ -107,11 +120,10 @@ def measure_step(rank: int, request: Request, ranks: int, folder: str) -> None:
     if request.name != "eager":
         status = patch_status(model)
         row |= {"fused": status.fused, "reason": status.reason}
-    _write(row | _measured(step, request.rounds, device), rank, folder)
-    leave()
+    return _written(row, _measured(step, request.rounds, device), rank, folder)
 
 
-def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> None:
+def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> Failure:
     """Measure one contender of a head; the first rank writes the row."""
     device = _join(rank, ranks, folder, request.device)
     head, generator = request.head, torch.Generator(device).manual_seed(0)
@@ -136,8 +148,7 @@ def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> No
         loss = step().detach()
     row = {} if request.name == ONE_SHARD else {"loss": loss.item()}
     row["collectives"] = counted.rows()
-    _write(row | _measured(step, request.rounds, device), rank, folder)
-    leave()
+    return _written(row, _measured(step, request.rounds, device), rank, folder)
 
 
 def _head_loss(
@@ -217,21 +228,24 @@ def _join(rank: int, ranks: int, folder: str, device: str) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
-def _measured(step: Step, rounds: int, device: torch.device) -> dict:
+def _measured(step: Step, rounds: int, device: torch.device) -> dict | Failure:
     """Return time, memory and the weights' share of the slowest and the fullest rank."""
     held = torch.cuda.memory_allocated() / MIB if device.type == "cuda" else 0.0
     (found,) = measure({"step": step}, rounds=rounds, device=device).values()
+    if isinstance(found, Failure):
+        return found
     everywhere: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everywhere, asdict(found) | {"held_mib": held})
-    failed = next((each for each in everywhere if "failure" in each), None)
-    if failed is not None:
-        return {"failure": failed["failure"]}
     return {name: max(each[name] for each in everywhere) for name in everywhere[0]}
 
 
-def _write(row: dict, rank: int, folder: str) -> None:
+def _written(row: dict, found: dict | Failure, rank: int, folder: str) -> Failure:
+    """Write what the first rank has found and end the process, or return why there is nothing."""
+    if isinstance(found, Failure):
+        return found
     if rank == 0:
-        (Path(folder) / "row.json").write_text(json.dumps(row), encoding="utf-8")
+        (Path(folder) / "row.json").write_text(json.dumps(row | found), encoding="utf-8")
+    leave()
 
 
 def _model(request: Request, device: torch.device, folder: str) -> Any:

@@ -38,6 +38,7 @@ from .distributed_contenders import (
     Request,
     measure_head,
     measure_step,
+    run_rank,
 )
 from .lora_step import LLAMA, QWEN
 from .measure import Failure, attempt
@@ -85,17 +86,19 @@ def run_head(head: Head, *, gpus: int, rounds: int, device: str) -> list[dict]:
 
 
 def _in_processes(function, request, gpus: int) -> dict:
-    """Return what the first rank has written, or why there is nothing."""
+    """Return what the first rank has written, or why a rank has not."""
     print(f"{request.name}: {function.__name__} ...", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         start = partial(
             multiprocessing.start_processes,
-            function,
-            args=(request, gpus, folder),
+            run_rank,
+            args=(function, request, gpus, folder),
             nprocs=gpus,
             start_method="spawn",
         )
         done = attempt(start)
+        for file in sorted(Path(folder).glob("failure*.json")):  # of the first rank that has one
+            return json.loads(file.read_text(encoding="utf-8"))
         if isinstance(done, Failure):
             return asdict(done)
         return json.loads((Path(folder) / "row.json").read_text(encoding="utf-8"))

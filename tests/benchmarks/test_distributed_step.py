@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from failing_rank import run_out_of_memory
 
 from benchmarks import distributed_step
 from benchmarks.__main__ import main
-from benchmarks.distributed_contenders import CONTENDERS, ENGINES, HEADS, ONE_SHARD
+from benchmarks.distributed_contenders import CONTENDERS, ENGINES, HEADS, ONE_SHARD, HeadRequest
 from benchmarks.distributed_step import MODELS, TINY, TINY_HEAD, run_head, run_model
 from benchmarks.distributed_tables import distributed_table
+from benchmarks.measure import OUT_OF_MEMORY
 from benchmarks.terminal import terminal_distributed_table
 
 HOW = {"gpus": 2, "rounds": 1, "device": "cpu"}
@@ -45,6 +47,12 @@ def test_the_head_alone_is_measured_beside_its_bound():
         assert rows["liger_patch"]["loss"] == same
     else:
         assert "failure" in rows["liger_patch"]
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others():
+    request = HeadRequest(TINY_HEAD, "loss_parallel", rounds=1, device="cpu")
+    found = distributed_step._in_processes(run_out_of_memory, request, 2)
+    assert found == {"failure": OUT_OF_MEMORY}
 
 
 def made_up(monkeypatch: pytest.MonkeyPatch, *found: dict) -> list[dict]:
