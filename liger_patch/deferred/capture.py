@@ -70,11 +70,9 @@ class _DeferLinear(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _held(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
-        return (
-            (hidden_states, weight, bias)
-            if self.hold is None
-            else self.hold(hidden_states, weight, bias)
-        )
+        if self.hold is None:
+            return hidden_states, weight, bias
+        return self.hold(hidden_states, weight, bias)
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
