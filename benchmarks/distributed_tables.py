@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from .drift_report import FACTOR, drifts, verdicts
 from .markdown import TIME_AND_MEMORY, Row, cells_of, document, model_of
+from .names import EAGER
 
 
 def distributed_table(report: dict) -> str:
     rows = report["distributed_steps"]
     differ = [f"{row['model']}, {row['contender']}" for row in _with_other_collectives(rows)]
-    said = f"all rows but: {'; '.join(differ)}" if differ else "all rows"
+    ran = {row["model"] for row in rows if row["contender"] == EAGER and "ms" in row}
+    said = "all rows" if ran == {row["model"] for row in rows} else "all rows in which eager ran"
+    if differ:
+        said += f" but: {'; '.join(differ)}"
     note = (
         ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
         f"of the weights, {{command}}. The same collectives as eager in {said}."
@@ -41,7 +45,7 @@ def drift_table(report: dict) -> str:
 def _with_other_collectives(rows: list[Row]) -> list[Row]:
     """Return the rows whose collectives are not those of eager in the same step."""
     measured = [row for row in rows if "collectives" in row]
-    eager = {row["model"]: row for row in measured if row["contender"] == "eager"}
+    eager = {row["model"]: row for row in measured if row["contender"] == EAGER}
     return [
         row
         for row in measured
