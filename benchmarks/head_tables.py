@@ -79,15 +79,19 @@ def idle_table(report: dict) -> str:
     return document(_of_run(report, "idle"), cells, note)
 
 
-def other_gpus_table(report: dict) -> str:
-    """Format the kernels of other GPUs, and in brackets the lower bound over each time."""
+def other_gpus_table(report: dict, key: str = "other_gpus") -> str:
+    """Format the kernels of other GPUs, and in brackets the lower bound over each time.
+
+    Args:
+        key: of the list; another GPU has one of its own.
+    """
     note = (
         ": medians in one process, peak memory over the inputs; in brackets the matmul-only bound "
         "over the time, {command}."
     )
     heading = "forward + backward, ms / GiB (bound / time)"
-    cells = cells_of(heading, report["other_gpus"], head_and_tokens, _with_bound)
-    return document(_of_run(report, "other_gpus"), cells, note + OTHERS_SAID)
+    cells = cells_of(heading, report[key], head_and_tokens, _with_bound)
+    return document(_of_run(report, key), cells, note + OTHERS_SAID)
 
 
 def quack_table(report: dict) -> str:

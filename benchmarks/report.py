@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from .distributed_tables import distributed_heads_table, distributed_table, drift_table
@@ -47,6 +48,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "idle": idle_table,
     "quack": quack_table,
     "other_gpus": other_gpus_table,
+    "other_gpus_h100": partial(other_gpus_table, key="other_gpus_h100"),
     "steps": steps_table,
     "heads": heads_table,
     "log_probs": log_probs_table,

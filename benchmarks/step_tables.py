@@ -48,7 +48,11 @@ def summary_table(report: dict, compiled: dict) -> str:
         {(row["model"], row["contender"]): row for row in each["steps"]}
         for each in (report, compiled)
     )
-    shared = [key for key in cells if key in of_other_run and key[1] in SUMMARY]
+    shared = [
+        key
+        for key, row in cells.items()
+        if key[1] in SUMMARY and "ms" in row and "ms" in of_other_run.get(key, {})
+    ]
     slower = max(of_other_run[key]["ms"] / cells[key]["ms"] for key in shared) - 1
     found, missing = of_other_run | cells, {"failure": "not measured"}
     rows = [

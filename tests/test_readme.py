@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,11 +81,16 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
     "summary": (README, of_results(summary_table, STEPS, COMPILED)),
     "steps": (PERFORMANCE, of_results(steps_table, STEPS)),
+    "steps_packed": (PERFORMANCE, of_results(steps_table, "training_step_packed.json")),
     "compiled": (PERFORMANCE, of_results(steps_table, COMPILED)),
     "benchmark": (PERFORMANCE, of_results(readme_table, "linear_cross_entropy.json")),
     "idle": (PERFORMANCE, of_results(idle_table, "linear_cross_entropy.json")),
     "quack": (PERFORMANCE, of_results(quack_table, "linear_cross_entropy.json")),
     "other_gpus": (PERFORMANCE, of_results(other_gpus_table, "linear_cross_entropy.json")),
+    "other_gpus_h100": (
+        PERFORMANCE,
+        of_results(partial(other_gpus_table, key="other_gpus_h100"), "linear_cross_entropy.json"),
+    ),
     "heads": (PERFORMANCE, of_results(heads_table, "kinds_of_heads.json")),
     "qlora": (PERFORMANCE, of_results(steps_table, "qlora_step.json")),
     "lora_summary": (README, of_results(lora_summary, "lora_step.json")),

@@ -23,7 +23,6 @@ from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from liger_patch.estimate.contenders import (
     EAGER,
-    KERNELS,
     LIGER,
     LIGER_LOSS,
     OURS,
@@ -43,10 +42,9 @@ WITHIN = 0.03  # the worst, Gemma-3-4B with QLoRA and offloaded checkpoints, is 
 MIB = 2**20
 SUPERVISED = 0.6  # of the labels of a benchmark
 WITH_MASKS = replace(OURS, layers=OURS.layers - {"attention"})
-# of runs that are older than the kernels of LoRA layers, and attention without masks
-OLDER, OURS_THEN = "training_step_compiled.json", replace(OURS, layers=KERNELS)
 OVER_WEIGHTS = {  # files of steps without autocast, their peaks over the weights
     "training_step.json": "steps",
+    "training_step_packed.json": "steps",
     "training_step_compiled.json": "steps",
     "qlora_step.json": "steps",
     "sft_step.json": "sft_steps",
@@ -58,7 +56,7 @@ CONTENDERS = {
     "liger_patch": OURS_HEAD,
     "liger_patch, layers": OURS,
     "liger_patch, layers, with masks": WITH_MASKS,
-    "liger_patch, layers, compiled by layer": OURS_THEN,
+    "liger_patch, layers, compiled by layer": WITH_MASKS,  # a graph keeps them
 }
 OFFLOADED = "liger_patch, offloaded"
 LORA_CONTENDERS = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
@@ -66,7 +64,7 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("training_step.json", "Llama-3.2-1B, 8 x 2048", "eager"),
     ("training_step.json", "Llama-3.2-1B, 8 x 2048", "liger_patch, layers"),
     ("training_step.json", "Gemma-3-270M, 8 x 2048", "liger_patch, layers"),
-    ("training_step.json", "Qwen3-8B + LoRA, 4 x 2048", "eager"),
+    ("training_step_packed.json", "Qwen3-8B + LoRA, 4 x 2048", "eager"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "Liger-Kernel"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "liger_patch"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA + checkpointing", OFFLOADED),
@@ -106,9 +104,8 @@ def _measured() -> list[Any]:
     peaks: dict[tuple[str, str, Contender], list[float]] = {}
     for file, key in OVER_WEIGHTS.items():
         for row in _rows(file, key):
-            name, contender = row["contender"], CONTENDERS[row["contender"]]
-            contender = OURS_THEN if file == OLDER and contender is OURS else contender
-            peaks.setdefault((row["model"], name, contender), []).append(row["peak_mib"])
+            name = row["contender"]
+            peaks.setdefault((row["model"], name, CONTENDERS[name]), []).append(row["peak_mib"])
     cases = [(*case, tuple(found)) for case, found in peaks.items()]
     quick = [case for case in cases if case[0] in QUICK_MODELS or case[1] in QUICK_CONTENDERS]
     return slow_but([case for case in quick if "8B" not in case[0]], cases)
