@@ -13,7 +13,7 @@ def distributed_table(report: dict) -> str:
     ran = {row["model"] for row in rows if row["contender"] == EAGER and "ms" in row}
     said = "all rows" if ran == {row["model"] for row in rows} else "all rows in which eager ran"
     if differ:
-        said += f" but: {'; '.join(differ)}"
+        said += f", except: {'; '.join(differ)}"
     note = (
         ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
         f"of the weights, {{command}}. The same collectives as eager in {said}."

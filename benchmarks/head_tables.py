@@ -158,7 +158,7 @@ def _with_best_peer(rows: list[Row]) -> Iterator[Row]:
 
 
 def _of_run(report: dict, key: str) -> dict:
-    """Return the report with command, date and versions of the run that measured one list."""
+    """Return the report with command, date, GPU and versions of the run that measured one list."""
     return report | report.get("runs", {}).get(key, {})
 
 

@@ -54,18 +54,17 @@ def summary_table(report: dict, compiled: dict) -> str:
         if key[1] in SUMMARY and "ms" in row and "ms" in of_other_run.get(key, {})
     ]
     slower = max(of_other_run[key]["ms"] / cells[key]["ms"] for key in shared) - 1
-    found, missing = of_other_run | cells, {"failure": "not measured"}
+    found = of_other_run | cells
     rows = [
-        {**found.get((model, contender), missing), "model": model, "contender": column}
+        {**found[model, contender], "contender": column}
         for model in dict.fromkeys(map(model_of, report["steps"]))
-        if "LoRA" not in model  # lora_summary has those, beside Unsloth
         for contender, column in SUMMARY.items()
     ]
     note = (
         ": forward and backward of the whole model with random weights, 40 % of the labels "
         "ignored, without checkpointing; medians, peak memory over the weights: "
         "[commands and all rows](docs/performance.md#training-steps). The column of torch.compile "
-        f"is from other runs, in which the same contenders took up to {100 * slower:.0f} % longer."
+        f"is from another run, in which the same contenders took up to {100 * slower:.0f} % longer."
     )
     return document(report, cells_of("training step, ms / GiB", rows, model_of), note)
 
@@ -74,8 +73,8 @@ def steps_table(report: dict) -> str:
     report = by_default(report)
     note = (
         ": forward and backward of the whole model with random weights, 40 % of the labels "
-        "ignored, without checkpointing; medians in one process, peak memory over the weights, "
-        "gradients included, {command}."
+        "ignored, without checkpointing; medians, the contenders of a row in one process, peak "
+        "memory over the weights, gradients included, {command}."
     )
     if any(row["contender"] == LOWER_BOUND for row in report["steps"]):
         note += BOUND_SAID

@@ -77,9 +77,13 @@ def test_tables_say_what_is_wrong_and_what_is_not_fused(monkeypatch: pytest.Monk
     report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
     table = distributed_table(report | {"distributed_steps": rows})
     assert "| tiny, DDP, 2 GPUs | 2.0 / 1.0 | wrong | not fused |" in table
-    assert f"in all rows but: {rows[1]['model']}, {rows[1]['contender']};" in table
+    assert f"in all rows, except: {rows[1]['model']}, {rows[1]['contender']};" in table
     same = [row | {"collectives": sums} for row in rows]
     assert "as eager in all rows." in distributed_table(report | {"distributed_steps": same})
+    eager, *ours = same
+    failed = [{"model": eager["model"], "contender": "eager", "failure": OUT_OF_MEMORY}, *ours]
+    table = distributed_table(report | {"distributed_steps": failed})
+    assert "as eager in all rows in which eager ran." in table
 
 
 def test_cases_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path):

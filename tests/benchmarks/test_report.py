@@ -18,7 +18,7 @@ from benchmarks.head_tables import (
 from benchmarks.names import COPY, LOWER_BOUND, by_default
 from benchmarks.picture import draw_all
 from benchmarks.report import RESULTS, read
-from benchmarks.step_tables import steps_table
+from benchmarks.step_tables import steps_table, summary_table
 from benchmarks.terminal import (
     terminal_layer_kernels_table,
     terminal_steps_table,
@@ -71,6 +71,24 @@ def test_tables_name_every_outcome():
     for said in (terminal_table(HEAD), terminal_steps_table(STEP)):
         for words in (*OUTCOMES, "does not run: ValueError: no", "out of memory", "wrong"):
             assert words in said
+
+
+def test_the_summary_has_times_of_the_first_report_and_torch_compile_of_the_second():
+    def steps(**times: float) -> dict:
+        rows = [
+            {"model": "model", "contender": name, **TIMED, "ms": ms} for name, ms in times.items()
+        ]
+        return {**MEASURED, "steps": rows}
+
+    ours = "liger_patch, layers"
+    first = steps(**{"eager": 4.0, "Liger, all kernels": 3.0, ours: 1.0})
+    second = steps(**{"eager": 4.4, "torch.compile": 2.5, ours: 1.2})
+    cells = "| model | 4.0 / 0.5 | 2.5 / 0.5 | 3.0 / 0.5 | 1.0 / 0.5 |"
+    table = summary_table(first, second)
+    assert cells in table
+    assert "took up to 20 % longer" in table
+    second["steps"][0] = {"model": "model", "contender": "eager", "failure": "out of memory"}
+    assert cells in summary_table(first, second)
 
 
 def test_an_idle_gpu_has_the_fastest_peer_of_each_head():

@@ -78,7 +78,6 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
 QUICK_MODELS = ("Gemma-3-270M, 8 x 2048",)  # with every contender
 QUICK_CONTENDERS = ("liger_patch, layers",)  # of every model that is traced quickly
 NOT_ESTIMATED = {  # contenders, and why
-    "bare products": "the lower bound: no model's step",
     "matmul-only bound": "the lower bound: no model's step",
     "liger_patch, flex attention": "estimate knows SDPA and eager attention",
     "liger_patch, layers, flex attention": "the same",
