@@ -272,6 +272,7 @@ RECORDERS: dict[str, Callable[[Callable, Tensor], Callable]] = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*get_attr")  # torch 2.6
 @pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.parametrize("operator", TRACED)
 def test_a_recorded_forward_pass_has_the_gradients_of_the_call(operator, recorder, device):
