@@ -34,6 +34,11 @@ _NEED_GRADIENTS = frozenset(
 )  # a placeholder has none
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces the call: a program has no deferred logits."""
+    return TRACES_LOGITS and torch.compiler.is_exporting()
+
+
 class TracedCall(NamedTuple):
     """One product of the head within a graph: the counterpart of ``Head`` and ``HeadCall``."""
 
