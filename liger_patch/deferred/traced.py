@@ -36,7 +36,8 @@ _NEED_GRADIENTS = frozenset(
 
 def is_exporting() -> bool:
     """Return whether torch.export traces the call: a program has no deferred logits."""
-    return TRACES_LOGITS and torch.compiler.is_exporting()
+    # not torch.compiler.is_exporting(), which Dynamo of torch 2.11 takes for True in each graph
+    return TRACES_LOGITS and torch.compiler._is_exporting_flag
 
 
 class TracedCall(NamedTuple):
