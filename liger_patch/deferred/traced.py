@@ -34,12 +34,6 @@ _NEED_GRADIENTS = frozenset(
 )  # a placeholder has none
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export traces the call: a program has no deferred logits."""
-    # not torch.compiler.is_exporting(), which Dynamo of torch 2.11 takes for True in each graph
-    return TRACES_LOGITS and torch.compiler._is_exporting_flag
-
-
 class TracedCall(NamedTuple):
     """One product of the head within a graph: the counterpart of ``Head`` and ``HeadCall``."""
 

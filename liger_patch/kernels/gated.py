@@ -7,6 +7,8 @@ rows of one. Saved for the backward pass: gate and up, nothing beside: 4 I bytes
 for I the intermediate size; PyTorch saves act(gate) too, 6 I.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import operator
+from liger_patch.kernels.graphs import differentiable, operator
 from liger_patch.kernels.rows import contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -106,12 +108,17 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
 
 
+def _save(ctx: Any, inputs: tuple, _: object) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return gated_forward(gate, up, activation)
+    def forward(ctx, *inputs):
+        y = gated_forward(*inputs)
+        _save(ctx, inputs, y)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -119,6 +126,9 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = gated_backward(dy, gate, up, ctx.activation)
         return dgate, None if up is None else dup, None
+
+
+differentiable("gated_forward", _Gated, _save)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:

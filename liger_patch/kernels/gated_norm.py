@@ -11,7 +11,7 @@ R: rows. Saved for the backward pass, in bytes a row: the inputs themselves, whi
 mostly hold too, and 4 H / G.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import constant, operator
+from liger_patch.kernels.graphs import constant, differentiable, operator
 from liger_patch.kernels.rms_norm import NUMBERS
 from liger_patch.kernels.rows import contiguous_features
 
@@ -151,13 +151,17 @@ def _rows(tensor: Tensor) -> Tensor:
     return contiguous_features(tensor.reshape(-1, tensor.shape[-1]))
 
 
+def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, Tensor]) -> None:
+    x, gate, weight, _, _, *ctx.form, _ = inputs
+    ctx.save_for_backward(x, gate, weight, results[1])
+
+
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, weight, eps, group_size, activation, gate_first, dtype):
-        y, rstd = _gated_norm(x, gate, weight, eps, group_size, activation, gate_first, dtype)
-        ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.form = activation, gate_first
-        return y
+    def forward(ctx, *inputs):
+        results = _gated_norm(*inputs)
+        _save(ctx, inputs, results)
+        return results[0]
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -170,6 +174,9 @@ class _GatedNorm(torch.autograd.Function):
         )
         gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
         return *gradients, None, None, None, None, None
+
+
+differentiable("gated_norm", _GatedNorm, _save)
 
 
 def gated_norm(

@@ -25,6 +25,7 @@ _TRACING_MODES = (
     checkpoint._CachedTorchDispatchMode,
 )
 _defined: dict[str, str] = {}  # names of operators -> files
+_differentiable: set[str] = set()  # names of operators
 
 
 def constant(number: float) -> float:
@@ -112,6 +113,34 @@ def define(
     return True
 
 
+def differentiable(
+    name: str, function: Any, save: Callable[..., None], *, returned: int = 1
+) -> None:
+    """Give the operator ``liger_patch::name`` the backward pass of the autograd function around it.
+
+    ``torch.export`` and ``make_fx`` record the operator in a forward pass, and not the autograd
+    function: without this, what they record would train without its gradients.
+
+    Args:
+        function: the autograd function. It takes the arguments of the operator.
+        save: what its forward saves, called with its context, its arguments and the results.
+        returned: how many of the operator's results the function returns. Others have no gradient.
+    """
+    if name in _differentiable:  # imported a second time, through the link at the root
+        return
+    _differentiable.add(name)
+
+    def save_results(ctx: Any, inputs: tuple, output: Any) -> None:
+        results = (output,) if isinstance(output, Tensor) else output
+        ctx.mark_non_differentiable(*results[returned:])
+        save(ctx, inputs, results)
+
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return function.backward(ctx, *upstream[:returned])
+
+    torch.library.register_autograd(f"liger_patch::{name}", backward, setup_context=save_results)
+
+
 def is_traced() -> bool:
     """Return True if a call becomes a part of a graph: where torch.compile, torch.export or
     ``make_fx`` trace it, where it runs on no values (``FakeTensorMode``), and where selective
@@ -120,6 +149,12 @@ def is_traced() -> bool:
     Other dispatch modes count floating-point operations or tensors: they see PyTorch's own.
     """
     return torch.compiler.is_compiling() or in_tracing_mode()
+
+
+def is_exporting() -> bool:
+    """Return True if torch.export traces the call. torch 2.6 does not tell."""
+    # not torch.compiler.is_exporting(), which Dynamo of torch 2.11 takes for True in each graph
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def in_tracing_mode() -> bool:

@@ -23,7 +23,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import constant, operator
+from liger_patch.kernels.graphs import constant, differentiable, operator
 from liger_patch.kernels.rms_norm import NUMBERS, rms_norm_backward, rms_norm_forward
 from liger_patch.kernels.rotary import check_rotation, rotate
 from liger_patch.kernels.rows import contiguous, empty_tokens_first
@@ -155,14 +155,18 @@ def _serves(q: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype, ...]) 
     return serves_triton(q, *others) and q.shape[-1] <= MAX_HEAD_SIZE
 
 
+def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, ...]) -> None:
+    *tensors, _, offset, norm_dtype, _ = inputs
+    ctx.save_for_backward(*tensors, *results[2:])
+    ctx.norm = offset, norm_dtype
+
+
 class _NormedRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset, norm_dtype, dtype):
-        inputs = (q, k, q_weight, k_weight, cos, sin)
-        q_out, k_out, *rstds = _normed_rotary(*inputs, eps, offset, norm_dtype, dtype)
-        ctx.save_for_backward(*inputs, *rstds)
-        ctx.norm = offset, norm_dtype
-        return q_out, k_out
+    def forward(ctx, *inputs):
+        results = _normed_rotary(*inputs)
+        _save(ctx, inputs, results)
+        return results[:2]
 
     @staticmethod
     def backward(ctx, dq_out: Tensor, dk_out: Tensor):
@@ -173,6 +177,9 @@ class _NormedRotary(torch.autograd.Function):
         gradients = (dq, dk, *(dweights if any(wanted[2:]) else (None, None)))
         gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
         return *gradients, None, None, None, None, None, None
+
+
+differentiable("normed_rotary", _NormedRotary, _save, returned=2)
 
 
 def normed_rotary(

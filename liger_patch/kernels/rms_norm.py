@@ -12,7 +12,7 @@ which its maker mostly holds too) and 4.
 """
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import constant, operator
+from liger_patch.kernels.graphs import constant, differentiable, operator
 from liger_patch.kernels.rows import (
     contiguous,
     empty_in_order,
@@ -113,13 +113,18 @@ class NormInputs(NamedTuple):
         return rms_norm_forward(self.x, self.weight, self.eps, self.offset, self.dtype)[0]
 
 
+def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, offset, _ = inputs
+    ctx.save_for_backward(x, weight, results[1])
+    ctx.offset = offset
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype):
-        y, rstd = rms_norm_forward(x, weight, eps, offset, dtype)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
-        return y
+    def forward(ctx, *inputs):
+        results = rms_norm_forward(*inputs)
+        _save(ctx, inputs, results)
+        return results[0]
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -128,6 +133,9 @@ class _RmsNorm(torch.autograd.Function):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx, dweight = rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
         return dx if wants_x else None, dweight if wants_weight else None, None, None, None
+
+
+differentiable("rms_norm_forward", _RmsNorm, _save)
 
 
 def rms_norm(

@@ -11,6 +11,8 @@ whatever its position: any order, restarts, packed rows. B: sequences, T: tokens
 backward pass: cos and sin, which most models' layers share; no bytes a token beside.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import operator
+from liger_patch.kernels.graphs import differentiable, operator
 from liger_patch.kernels.rows import empty_tokens_first
 
 
@@ -135,22 +137,29 @@ def check_rotation(
             raise ValueError(f"{name} must be on {q.device} as q is, got {table.device}")
 
 
+def _save(ctx: Any, inputs: tuple, _: object) -> None:
+    q, _, cos, sin, _, *ctx.pairs, backward = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.dtype, ctx.turns_back = q.dtype, not backward
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype, interleaved: bool, grouped: bool
-    ):
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype, ctx.pairs = q.dtype, (interleaved, grouped)
-        return rotate(q, k, cos, sin, dtype, interleaved, grouped, False)
+    def forward(ctx, *inputs):
+        results = rotate(*inputs)
+        _save(ctx, inputs, results)
+        return results
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor):
         check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
         cos, sin = ctx.saved_tensors
         interleaved, grouped = ctx.pairs
-        turned_back = rotate(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, True)
-        return *turned_back, None, None, None, None, None
+        turned = rotate(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, ctx.turns_back)
+        return *turned, None, None, None, None, None, None
+
+
+differentiable("rotate", _Rotary, _save, returned=2)
 
 
 def rotary(
@@ -190,4 +199,4 @@ def rotary(
     if grouped and not interleaved:
         raise ValueError("grouped must be False where interleaved is, got True")
     dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
-    return _Rotary.apply(q, k, cos, sin, dtype, interleaved, grouped)
+    return _Rotary.apply(q, k, cos, sin, dtype, interleaved, grouped, False)

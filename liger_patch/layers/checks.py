@@ -14,6 +14,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from liger_patch.kernels.graphs import is_exporting
+
 LAYER_NAMES = "_liger_patch_layers"  # attribute of the classes on kernels
 PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
 # the hooks of saved tensors; torch 2.6 has no such function
@@ -34,11 +36,14 @@ def layers_of(module: object) -> tuple[str, ...]:
 def needs_own_code(*arguments: object) -> bool:
     """Return whether a layer's own code must run.
 
-    It must where torch.func transforms the call: the kernels have no rules for that. It must, too,
-    where an argument is a tensor without memory of its own, which a kernel cannot read: a DTensor,
-    or the result of a collective that has not finished.
+    It must where torch.func transforms the call: the kernels have no rules for that. It must under
+    ``torch.export(strict=True)``, whose programs lose the gradients of autograd functions. It must,
+    too, where an argument is a tensor without memory of its own, which a kernel cannot read: a
+    DTensor, or the result of a collective that has not finished.
     """
     if torch._C._are_functorch_transforms_active():
+        return True
+    if is_exporting() and torch.compiler.is_dynamo_compiling():
         return True
     # most arguments are of these two classes, and this test is the faster one
     return any(

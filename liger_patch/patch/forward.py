@@ -23,8 +23,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
-from liger_patch.deferred.traced import TracedLogits, is_exporting
-from liger_patch.kernels.graphs import is_traced, is_without_values
+from liger_patch.deferred.traced import TracedLogits
+from liger_patch.kernels.graphs import is_exporting, is_traced, is_without_values
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.traced import TracedLogits, is_exporting
-from liger_patch.kernels.graphs import inlined_only, runs_eagerly
+from liger_patch.deferred.traced import TracedLogits
+from liger_patch.kernels.graphs import inlined_only, is_exporting, runs_eagerly
 from liger_patch.patch import flags
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
@@ -44,7 +44,8 @@ def in_graph_of_logits(method: Method) -> Method:
         if in_graph and is_exporting():
             raise RuntimeError(
                 "torch.export(strict=True) does not let liger_patch see how the model scales or "
-                "caps its logits: export with strict=False, or with LIGER_PATCH_RETURN_LOGITS=1"
+                "caps its logits, or adapts its head: export with strict=False, or with "
+                "LIGER_PATCH_RETURN_LOGITS=1"
             )
         if isinstance(logits, TracedLogits):  # they have left their graph
             logits = logits.deferred  # the model breaks it after the head

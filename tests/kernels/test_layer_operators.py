@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -248,6 +248,51 @@ def test_traced_operators_compute_with_other_numbers(operator, device):
     x, other = torch.randn(2, 2, 3, 5, 8, device=device)
     traced = torch.jit.trace(FORWARD[operator], x)
     torch.testing.assert_close(traced(other), FORWARD[operator](other))
+
+
+class Called(nn.Module):
+    """The module of a function, which torch.export wants."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+RECORDERS: dict[str, Callable[[Callable, Tensor], Callable]] = {
+    "make_fx": lambda function, x: make_fx(function)(x),
+    "jit": torch.jit.trace,
+    "export": lambda function, x: torch.export.export(
+        Called(function), (x,), strict=False
+    ).module(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*get_attr")  # torch 2.6
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("operator", TRACED)
+def test_a_recorded_forward_pass_has_the_gradients_of_the_call(operator, recorder, device):
+    x, other = torch.randn(2, 2, 3, 5, 8, device=device)
+    cos, sin = torch.randn(2, 1, 5, 8, device=device)
+    function = {
+        "rms_norm": lambda x: rms_norm(x, x[0, 0, 0], EPS, offset=1.0),
+        "gated": lambda x: gated(x, x.flip(0)),
+        "gated_norm": lambda x: gated_norm(x, x.flip(0), x[0, 0, 0], EPS, group_size=4),
+        "rotary": lambda x: torch.cat(rotary(x, x.flip(0)[:, :2], cos, sin), 1),
+        "normed_rotary": lambda x: torch.cat(
+            normed_rotary(x, x.flip(0)[:, :2], x[0, 0, 0], x[0, 0, 1], cos, sin, EPS), 1
+        ),
+    }[operator]
+    leaf = other.requires_grad_()
+
+    def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(call(leaf).square().sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient(RECORDERS[recorder](function, x)), gradient(function))
 
 
 @pytest.mark.parametrize("operator", ["rms_norm", "gated"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import ROWS, assert_same_step, batch_of, is_deferred, make_model, run
+from compiled_models import GRAPH, ROWS, assert_same_step, batch_of, is_deferred, make_model, run
 from exactness import assert_no_worse
 from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
@@ -26,7 +26,10 @@ from untested_classes import make_model as make_untested
 from liger_patch import apply_patch, patch_status
 
 MODELS = slow_but(["gemma2"], ["llama", "gemma2", "cohere", "qwen3"])
-EXPORTS = pytest.mark.filterwarnings("ignore:.*get_attr")  # torch 2.6
+EXPORTS = pytest.mark.filterwarnings(
+    "ignore:.*get_attr",  # torch 2.6
+    "ignore:While compiling, we found certain side effects",  # the status of a strict export
+)
 MODES = slow_but(["symbolic"], ["fake", "symbolic"])
 
 
@@ -181,19 +184,49 @@ class Loss(nn.Module):
 @EXPORTS
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_exported_loss_trains_without_logits(model_type: str) -> None:
-    model = apply_patch(make_model(model_type, patch=False), layers=False)
-    eager = make_model(model_type, patch=False)
+    model, eager = make_model(model_type), make_model(model_type, patch=False)
     tokens = torch.export.Dim("tokens", min=4, max=64)
     shapes = ({1: tokens}, {1: tokens})
     program = torch.export.export(Loss(model), text_of(model), dynamic_shapes=shapes, strict=False)
     assert patch_status(model).fused
     assert_fused(program.graph_module)
-    trained: Any = program.module()
     inputs = text_of(model, seed=1, length=14)
-    loss = trained(*inputs)
+    assert_no_worse_than_eager(trained(program, *inputs), eager, inputs)
+
+
+def trained(program: torch.export.ExportedProgram, *inputs: Tensor) -> Step:
+    """Return the loss and the gradients that the program of a ``Loss`` has."""
+    module: Any = program.module()
+    loss = module(*inputs)
     loss.backward()
-    gradients = {name.removeprefix("model."): p.grad for name, p in trained.named_parameters()}
-    assert_no_worse_than_eager({"loss": loss.detach(), **gradients}, eager, inputs)
+    gradients = {name.removeprefix("model."): p.grad for name, p in module.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
+
+
+@EXPORTS
+@GRAPH
+@pytest.mark.parametrize("model_type", slow_but(["llama"], ["llama", "qwen3"]))
+def test_a_strictly_exported_loss_trains(model_type: str) -> None:
+    model, eager = make_model(model_type), make_model(model_type, patch=False)
+    program = torch.export.export(Loss(model), text_of(model), strict=True)
+    inputs = text_of(model, seed=1)
+    assert_no_worse_than_eager(trained(program, *inputs), eager, inputs)
+
+
+@EXPORTS
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=[GRAPH, pytest.mark.slow])])
+def test_exported_adapters_train(strict: bool) -> None:
+    peft = pytest.importorskip("peft")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        names = ["q_proj", "gate_proj", "up_proj", "down_proj", *([] if strict else ["lm_head"])]
+        config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+        models.append(peft.get_peft_model(make_model(patch=False), config))
+    model, eager = apply_patch(models[0]), models[1]
+    program = torch.export.export(Loss(model), text_of(model), strict=strict)
+    inputs = text_of(model, seed=1)
+    assert_no_worse_than_eager(trained(program, *inputs), eager, inputs)
 
 
 @EXPORTS
