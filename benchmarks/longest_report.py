@@ -4,6 +4,8 @@ check of a long row.
 
 from __future__ import annotations
 
+from .attention_blocks import BLOCK
+
 EAGER = "eager"
 
 
@@ -27,9 +29,17 @@ def terminal_longest_table(rows: list[dict]) -> str:
 
 
 def attention_note(rows: list[dict]) -> str:
-    """Say which rows attended to all tokens before."""
-    whole = max(row["whole_attention"] for row in rows)
-    return f"Rows of more than {whole:,} tokens attend within blocks of 8192."
+    """Say which rows attended to all tokens before, of each run that differs."""
+    runs: dict[int, set[int]] = {}
+    for row in rows:
+        runs.setdefault(row["whole_attention"], set()).add(row.get("run", 1))
+    whole, *others = sorted(runs, key=lambda tokens: min(runs[tokens]))
+    differing = ""
+    for tokens in others:
+        numbers = ", ".join(map(str, sorted(runs[tokens])))
+        many = "s" if len(runs[tokens]) > 1 else ""
+        differing += f"; in run{many} {numbers}, those of more than {tokens:,}"
+    return f"Rows of more than {whole:,} tokens attend within blocks of {BLOCK}{differing}."
 
 
 def runs_note(rows: list[dict]) -> str:
@@ -68,6 +78,8 @@ def _cell(row: dict, rows: list[dict]) -> str:
     if "timed" not in row:
         ends = f" ({row['ends_with']})" if "ends_with" in row else ""  # not for want of memory
         ends += f" (checkpoint_every={row['every']})" if "every" in row else ""
+        if not row["tokens"]:
+            return f"< {BLOCK:,}"  # the shortest row that is tried
         return f"{'>= ' if row.get('at_least') else ''}{row['tokens']:,}{ends}"
     micros = 1000 * row["ms"] / row["timed"]
     eager = next((e["ms"] for e in rows if e["contender"] == EAGER and _is_same(e, row)), None)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import longest_row
 from benchmarks.__main__ import main
-from benchmarks.longest_report import longest_cells, terminal_longest_table
+from benchmarks.longest_report import attention_note, longest_cells, terminal_longest_table
 from benchmarks.longest_row import MODELS, Limits, run_case, summary
 from benchmarks.lora_contenders import OFFLOADED, Setting
 from benchmarks.lora_step import run_process
@@ -235,6 +235,21 @@ def test_times_of_two_runs_are_on_two_lines():
     assert small == ["tiny, QLoRA, 24 GiB", "8,192", ">= 122,880"]
     report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
     assert "Run 1 is the first command" in longest_rows_table(report | {"longest_rows": rows})
+
+
+def test_a_note_names_the_runs_whose_attention_is_in_blocks_of_other_rows():
+    eager, *others = ({**row, "run": 1} for row in made_up())
+    runs = [eager, *({**row, "run": 2, "whole_attention": 16384} for row in others)]
+    assert attention_note(runs) == (
+        "Rows of more than 65,536 tokens attend within blocks of 8192; "
+        "in run 2, those of more than 16,384."
+    )
+
+
+def test_a_row_that_is_shorter_than_any_that_was_tried_is_less_than_that():
+    rows = [{**row, "tokens": 0} for row in made_up() if "tokens" in row and "ends_with" not in row]
+    _, line = longest_cells(rows)
+    assert line[1:] == ["< 8,192", "< 8,192"]
 
 
 def test_rows_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
