@@ -23,8 +23,8 @@ too much is killed. Ours beyond it stay on the GPU, as with apply_patch(checkpoi
 rows that would take Unsloth more are not tried.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
-attention would take minutes a step there. Attention allocates as much as before,
-but where it takes several calls.
+attention would take minutes a step there. Attention allocates as much as before, or less where it
+takes several calls.
 """
 
 from __future__ import annotations

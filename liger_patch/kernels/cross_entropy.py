@@ -227,5 +227,6 @@ if define(
         f"(Tensor grad_output, Tensor logits, Tensor labels, Tensor factors, {_OPTIONS}) -> Tensor",
         _backward,
         _backward_results,
+        is_backward=True,
     )
     torch.library.register_autograd("liger_patch::cross_entropy", _gradients, setup_context=_save)

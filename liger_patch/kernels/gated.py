@@ -33,7 +33,7 @@ def _gated_result(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @operator(_gated_result)
 def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """Return ``act(gate) * up``, and record nothing for a backward pass."""
+    """Return ``act(gate) * up``."""
     y = _gated_result(gate, up, activation)
     if serves_triton(gate, up):
         from liger_patch.kernels.triton import gated as gated_triton
@@ -52,7 +52,7 @@ def _gated_backward_results(
     return dgate, gate.new_empty(0) if up is None else torch.empty_like(dgate)
 
 
-@operator(_gated_backward_results)
+@operator(_gated_backward_results, is_backward=True)
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ def _gated_norm_backward_results(
     return x.new_empty(x.shape), gate.new_empty(gate.shape), dweight
 
 
-@operator(_gated_norm_backward_results)
+@operator(_gated_norm_backward_results, is_backward=True)
 def _gated_norm_backward(
     dy: Tensor,
     x: Tensor,

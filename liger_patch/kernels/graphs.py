@@ -58,7 +58,7 @@ def inlined_only(function: Function) -> Function:
 
 
 def operator(
-    results: Callable[..., object], *, mutates: tuple[str, ...] = ()
+    results: Callable[..., object], *, mutates: tuple[str, ...] = (), is_backward: bool = False
 ) -> Callable[[Function], Function]:
     """Decorate ``name`` or ``_name`` to be the operator ``liger_patch::name``, which torch.compile,
     ``torch.jit.trace`` and dispatch modes (``make_fx``, ``FakeTensorMode``) see and do not look
@@ -67,12 +67,13 @@ def operator(
     Args:
         results: of the same arguments, without values, for torch.compile.
         mutates: the arguments that it writes to.
+        is_backward: see ``define``.
     """
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
         schema = torch.library.infer_schema(function, mutates_args=mutates)
-        define(name, schema, function, results)
+        define(name, schema, function, results, is_backward=is_backward)
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:
@@ -92,6 +93,7 @@ def define(
     results: Callable[..., object],
     *,
     reads_values: bool = False,
+    is_backward: bool = False,
 ) -> bool:
     """Define the operator ``liger_patch::name``; return False where it is defined already.
 
@@ -99,6 +101,8 @@ def define(
         results: of the same arguments, without values.
         reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
             on, ``mode="reduce-overhead"`` runs the operator between two.
+        is_backward: whether it computes gradients. A graph of a training step holds it, and cannot
+            be differentiated again: that is an error.
     """
     file = function.__module__.rpartition(".")[2]
     if _defined.get(name) == file:  # imported a second time, through the link at the root
@@ -110,6 +114,15 @@ def define(
     # a graph calls the operator of a backward pass with gradients enabled
     torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
     torch.library.register_fake(f"liger_patch::{name}")(results)
+    if is_backward:
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(
+                f"liger_patch::{name} has no gradient: a recorded backward pass cannot be "
+                "differentiated again. Patch with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
+            )
+
+        torch.library.register_autograd(f"liger_patch::{name}", refuse)
     return True
 
 
@@ -119,7 +132,8 @@ def differentiable(
     """Give the operator ``liger_patch::name`` the backward pass of the autograd function around it.
 
     ``torch.export`` and ``make_fx`` record the operator in a forward pass, and not the autograd
-    function: without this, what they record would train without its gradients.
+    function: without this, what they record would train without its gradients. It is registered
+    once the autograd function is there, behind ``operator``.
 
     Args:
         function: the autograd function. It takes the arguments of the operator.

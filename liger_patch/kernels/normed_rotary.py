@@ -106,7 +106,7 @@ def _normed_rotary_backward_results(
     return dq, dk, q_weight.new_empty(2, len(q_weight))
 
 
-@operator(_normed_rotary_backward_results)
+@operator(_normed_rotary_backward_results, is_backward=True)
 def _normed_rotary_backward(
     dq_out: Tensor,
     dk_out: Tensor,

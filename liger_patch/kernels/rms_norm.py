@@ -47,7 +47,7 @@ def _forward_results(
 def rms_norm_forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return y and rstd (...), and record nothing for a backward pass."""
+    """Return y and rstd (...)."""
     y, rstd = _forward_results(x, weight, eps, offset, dtype)
     if _serves(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
@@ -69,7 +69,7 @@ def _backward_results(
     return empty_in_order(x), torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-@operator(_backward_results)
+@operator(_backward_results, is_backward=True)
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def rotate(
     grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k turned, or turned back, and record nothing for a backward pass."""
+    """Return q and k turned, or turned back."""
     outputs = empty_tokens_first(q, dtype), empty_tokens_first(k, dtype)
     if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels.triton import rotary as rotary_triton

@@ -43,9 +43,9 @@ def in_graph_of_logits(method: Method) -> Method:
             return method(self, logits, *args, **kwargs)
         if in_graph and is_exporting():
             raise RuntimeError(
-                "torch.export(strict=True) does not let liger_patch see how the model scales or "
-                "caps its logits, or adapts its head: export with strict=False, or with "
-                "LIGER_PATCH_RETURN_LOGITS=1"
+                "torch.export(strict=True) needs torch 2.11, and does not let liger_patch see how "
+                "the model scales or caps its logits, or adapts its head: export with "
+                "strict=False, or with LIGER_PATCH_RETURN_LOGITS=1"
             )
         if isinstance(logits, TracedLogits):  # they have left their graph
             logits = logits.deferred  # the model breaks it after the head

@@ -49,6 +49,7 @@ def test_the_head_alone_is_measured_beside_its_bound():
         assert "failure" in rows["liger_patch"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_does_not_wait_for_the_others():
     request = HeadRequest(TINY_HEAD, "loss_parallel", rounds=1, device="cpu")
     found = distributed_step._in_processes(run_out_of_memory, request, 2)

@@ -49,6 +49,7 @@ def test_growth_with_offloaded_inputs_is_the_trace_at_any_length(
     assert max(held) <= (math.inf if pieces is None else pieces * PIECE_BYTES)
 
 
+@pytest.mark.slow
 def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> None:
     config.num_hidden_layers = 6
     free, bounded = (

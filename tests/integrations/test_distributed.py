@@ -151,6 +151,7 @@ def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
     steps(tmp_path, "transformers_fsdp --layers")
 
 
+@pytest.mark.slow
 @fully_shard
 def test_fsdp2_and_tensor_parallel_of_transformers_own(tmp_path: Path) -> None:
     """Two times two processes."""
@@ -163,6 +164,7 @@ def test_a_distributed_vocabulary(tmp_path: Path) -> None:
     steps(tmp_path, "tensor_parallel --layers")
 
 
+@pytest.mark.slow
 def test_deepspeeds_engine(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("peft")

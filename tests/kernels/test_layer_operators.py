@@ -229,6 +229,14 @@ def test_traces_hold_operators_with_their_gradients(operator, device):
     name = "rotate" if operator == "rotary" else operator
     assert sum(node.name.startswith(name) for node in traced.graph.nodes) == 2
     torch.testing.assert_close(traced(other), gradient(other))
+    leaf = other.clone().requires_grad_()
+    again = traced(leaf).square().sum()
+    if operator == "rotary":  # linear, so its backward pass is an operator with a gradient too
+        expected = 2 * gradient(gradient(other).detach())
+        torch.testing.assert_close(torch.autograd.grad(again, leaf)[0], expected)
+    else:
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            again.backward()
 
 
 FORWARD = {
@@ -293,6 +301,14 @@ def test_a_recorded_forward_pass_has_the_gradients_of_the_call(operator, recorde
         return torch.autograd.grad(call(leaf).square().sum(), leaf)[0]
 
     torch.testing.assert_close(gradient(RECORDERS[recorder](function, x)), gradient(function))
+
+
+def test_a_recorded_norm_has_no_gradient_of_its_deviations(device):
+    """Only its results have one; an operator returns what the backward pass needs beside them."""
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    y, rstd = torch.ops.liger_patch.rms_norm_forward(x, None, EPS, 0.0, torch.float32)
+    assert y.requires_grad
+    assert not rstd.requires_grad
 
 
 @pytest.mark.parametrize("operator", ["rms_norm", "gated"])

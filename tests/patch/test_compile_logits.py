@@ -57,7 +57,7 @@ def values_behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     ("of_user", "products", "fullgraph"),
     slow_but(
-        [(own_loss, 0, True), (flattened_loss, 0, True), (values_behind_a_break, 1, False)],
+        [(own_loss, 0, True), (flattened_loss, 0, True)],
         [
             (own_loss, 0, True),
             (flattened_loss, 0, True),
@@ -111,6 +111,7 @@ def after_a_write(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 @GRAPH
+@pytest.mark.slow
 def test_views_and_copies_in_a_graph_are_those_of_eager() -> None:
     model, uncompiled = make_model(), make_model()
     batch = batch_of(model)

@@ -165,7 +165,7 @@ def with_adapters(kind: str, model_type: str = "llama", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     slow_but(
-        [("alone", "granite"), ("saved", "llama")],
+        [("saved", "llama")],
         [
             ("alone", "granite"),
             ("lora", "gemma2"),

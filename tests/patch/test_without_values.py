@@ -214,6 +214,20 @@ def test_a_strictly_exported_loss_trains(model_type: str) -> None:
 
 
 @EXPORTS
+@pytest.mark.parametrize("recorded", ["without gradients", "with a frozen head"])
+def test_what_was_exported_without_a_gradient_says_so_when_it_trains(recorded: str) -> None:
+    model = make_model()
+    model.lm_head.requires_grad_(recorded != "with a frozen head")
+    with torch.set_grad_enabled(recorded != "without gradients"):
+        program = torch.export.export(Loss(model), text_of(model), strict=False)
+    module: Any = program.module()
+    module.requires_grad_()
+    loss = module(*text_of(model))
+    with pytest.raises(RuntimeError, match=r"recorded without gradients of .*weight"):
+        loss.backward()
+
+
+@EXPORTS
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=[GRAPH, pytest.mark.slow])])
 def test_exported_adapters_train(strict: bool) -> None:
     peft = pytest.importorskip("peft")

@@ -292,7 +292,18 @@ def _saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def _by_inputs(ctx: Any, gradients: Any, others: int) -> tuple[Tensor | None, ...]:
-    """Return the gradients by all arguments of an operator: ``others`` have none."""
+    """Return the gradients by all arguments of an operator: ``others`` have none.
+
+    Raises:
+        RuntimeError: a graph that was recorded without a gradient is to compute it.
+    """
+    needed = zip(HeadInputs._fields, ctx.needs_input_grad, ctx.wanted, strict=False)
+    missing = [name for name, needs, wanted in needed if needs and not wanted]
+    if missing:
+        raise RuntimeError(
+            f"the loss was recorded without gradients of {', '.join(missing)}: record it with "
+            "gradients enabled, and with requires_grad set of all that will be trained"
+        )
     pairs = zip(gradients, ctx.wanted, strict=True)
     return (*(each if wanted else None for each, wanted in pairs), *[None] * others)
 
@@ -312,6 +323,7 @@ if define(
         _loss_backward,
         _loss_backward_results,
         reads_values=True,
+        is_backward=True,
     )
     define(
         "linear_log_probs",
@@ -327,6 +339,7 @@ if define(
         _log_probs_backward,
         _log_probs_backward_results,
         reads_values=True,
+        is_backward=True,
     )
     torch.library.register_autograd(
         "liger_patch::linear_cross_entropy", _loss_gradients, setup_context=_save_loss
