@@ -109,11 +109,11 @@ def test_loss_and_each_gradient_agree_in_float64(case: tuple[str, str]) -> None:
     ids=name,
 )
 def test_loss_and_gradients_are_no_worse_than_eager(case: tuple[str, str]) -> None:
-    """On three batches: the largest error of a tiny model is luck to some degree."""
+    """On five batches: the largest error of a tiny model is luck to some degree."""
     model = tiny_model(ROWS[case[1]])
     wide = widened(model)
     found: list[list[Tensor]] = [[], [], []]
-    for seed in range(3):
+    for seed in range(5):
         truth, eager = eager_step(case, wide, seed), eager_step(case, model, seed)
         with patched(model):
             ours = step(model, batch_of(case, model, seed))

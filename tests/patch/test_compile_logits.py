@@ -125,6 +125,7 @@ def test_views_and_copies_in_a_graph_are_those_of_eager() -> None:
 
 
 @GRAPH
+@pytest.mark.slow
 def test_the_layout_in_a_graph_is_that_of_eager() -> None:
     model = make_model()
     batch = batch_of(model)
