@@ -164,7 +164,6 @@ def test_a_distributed_vocabulary(tmp_path: Path) -> None:
     steps(tmp_path, "tensor_parallel --layers")
 
 
-@pytest.mark.slow
 def test_deepspeeds_engine(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
