@@ -4,7 +4,7 @@ and ``make_fx``; and calls without values, under ``FakeTensorMode``.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -117,13 +117,20 @@ def define(
     if is_backward:
 
         def refuse(*_: Any) -> None:
-            raise RuntimeError(
-                f"liger_patch::{name} has no gradient: a recorded backward pass cannot be "
-                "differentiated again. Patch with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
-            )
+            refuse_second_derivative(name)
 
         torch.library.register_autograd(f"liger_patch::{name}", refuse)
     return True
+
+
+def refuse_second_derivative(name: str) -> NoReturn:
+    """Raise RuntimeError where a graph of a training step is differentiated: its gradients, which
+    ``liger_patch::name`` computed, have none.
+    """
+    raise RuntimeError(
+        f"liger_patch::{name} has no second derivative: a recorded backward pass cannot be "
+        "differentiated again. Patch with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
+    )
 
 
 def differentiable(

@@ -197,6 +197,25 @@ def test_a_second_derivative_is_refused() -> None:
             torch.autograd.grad(compiled, given[:2], create_graph=True)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> None:
+    """Its gradients depend on the inputs, also where the forward pass computed them."""
+    given = inputs()
+    leaf = given[NAMES.index(name)]
+
+    def gradient(*given: Tensor) -> Tensor:
+        inner = given[NAMES.index(name)]
+        return torch.autograd.grad(loss(*given).square() + inner.square().sum(), inner)[0]
+
+    recorded = make_fx(gradient)(*given)(*given)
+    torch.testing.assert_close(recorded, gradient(*given))
+    if loss is frozen and name == "weight":  # which is detached from the operator
+        return
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(recorded.sum(), leaf)
+
+
 @pytest.mark.parametrize("loss", [mean, log_probs, ready_made])
 def test_labels_outside_the_vocabulary_are_an_error_of_the_graph(loss: Loss) -> None:
     hidden_states, weight, labels = inputs()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, autocast_dtype, check_backward
-from liger_patch.kernels.graphs import constants, define
+from liger_patch.kernels.graphs import constants, define, refuse_second_derivative
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
 from liger_patch.kernels.head.inputs import HeadInputs, Surroundings, Wanted, product_dtype
 from liger_patch.kernels.head.labels import traced_items
@@ -177,16 +177,19 @@ def _prepared_loss(arguments: Any) -> tuple[_Head, ChunkConfig, HeadInputs, Tens
 
 def _save_loss(ctx: Any, inputs: Any, output: Any) -> None:
     head, (reduction, *_) = _Head.split(inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
     ctx.in_forward = head.in_forward(same_for_all=reduction != "none")
     ctx.reduction, ctx.ignore_index, ctx.wanted = reduction, head.ignore_index, head.wanted
     if ctx.in_forward:
-        ctx.save_for_backward(head.labels, *output[1:])
+        # views: where make_fx records a saved result itself, it is detached from the inputs
+        ctx.save_for_backward(head.labels, *(each.view_as(each) for each in output[1:]))
     else:
         _save(ctx, inputs)
 
 
-def _loss_gradients(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _loss_gradients(ctx: Any, grad_output: Tensor, *of_gradients: Any) -> tuple[Tensor | None, ...]:
+    if any(each is not None for each in of_gradients):
+        refuse_second_derivative("linear_cross_entropy")
     check_backward("linear_cross_entropy", grad_output)
     if not ctx.in_forward:
         operator = torch.ops.liger_patch.linear_cross_entropy_backward
