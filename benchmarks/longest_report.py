@@ -4,6 +4,8 @@ check of a long row.
 
 from __future__ import annotations
 
+import re
+
 from .attention_blocks import BLOCK
 
 EAGER = "eager"
@@ -47,9 +49,20 @@ def runs_note(rows: list[dict]) -> str:
     if not any("run" in row for row in rows):
         return ""
     return (
-        " Run 1 is the first command, and so on. Times are compared within a run only; a length "
-        "does not depend on the run."
+        " The command of each run is in `benchmarks/results/longest_row.json`, in the order of "
+        "their numbers. Times are compared within a run only; a length does not depend on the run."
     )
+
+
+def of_all_runs(report: dict) -> dict:
+    """Return the report with the first and the last day of its runs, and what their commands have
+    in common.
+    """
+    if "; " not in report["command"]:
+        return report
+    days = sorted(re.findall(r"\d{4}-\d\d-\d\d", report["date"]))
+    date = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+    return report | {"command": "python -m benchmarks longest_row", "date": date}
 
 
 def longest_sentence(rows: list[dict]) -> str:

@@ -8,6 +8,7 @@ from .longest_report import (
     check_cells,
     longest_cells,
     longest_sentence,
+    of_all_runs,
     runs_note,
 )
 from .lora_report import RATIO, first_steps, ratios
@@ -138,7 +139,7 @@ def longest_rows_table(report: dict) -> str:
         f"limited by PyTorch's allocator, rows in steps of 8192 tokens or 2 %, {{command}}. "
         f"{attention_note(rows)}{runs_note(rows)}"
     )
-    return document(report, longest_cells(rows), note)
+    return document(of_all_runs(report), longest_cells(rows), note)
 
 
 def longest_summary(report: dict) -> str:

@@ -233,8 +233,12 @@ def test_times_of_two_runs_are_on_two_lines():
     assert first == ["tiny, QLoRA, 1,000 tokens, run 1", "4.0 (1.00 of eager)", ""]
     assert second == ["tiny, QLoRA, 1,000 tokens, run 2", "", "3.0"]  # no eager in that run
     assert small == ["tiny, QLoRA, 24 GiB", "8,192", ">= 122,880"]
-    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
-    assert "Run 1 is the first command" in longest_rows_table(report | {"longest_rows": rows})
+    report = {"gpu": "GPU", "date": "2026-01-02 (run 2: 2026-01-03)", "versions": {"torch": "2.6"}}
+    report |= {"command": "a --timed; b", "longest_rows": rows}
+    table = longest_rows_table(report)
+    assert "on 2026-01-02 to 2026-01-03" in table
+    assert "`python -m benchmarks longest_row`. Rows" in table
+    assert "The command of each run is in `benchmarks/results/longest_row.json`" in table
 
 
 def test_a_note_names_the_runs_whose_attention_is_in_blocks_of_other_rows():
