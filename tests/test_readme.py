@@ -82,7 +82,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "summary": (README, of_results(summary_table, STEPS, COMPILED)),
     "steps": (PERFORMANCE, of_results(steps_table, STEPS)),
     "steps_packed": (PERFORMANCE, of_results(steps_table, "training_step_packed.json")),
-    "compiled": (PERFORMANCE, of_results(steps_table, COMPILED)),
+    "compiled": (PERFORMANCE, of_results(steps_table, "training_step_compiled_h200.json")),
     "benchmark": (PERFORMANCE, of_results(readme_table, "linear_cross_entropy.json")),
     "idle": (PERFORMANCE, of_results(idle_table, "linear_cross_entropy.json")),
     "quack": (PERFORMANCE, of_results(quack_table, "linear_cross_entropy.json")),
