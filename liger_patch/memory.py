@@ -90,8 +90,8 @@ def longest_row(
     if (trained, parameters) != (sizes.trained, sizes.parameters):
         raise ValueError(
             "model must train all weights, or LoRA adapters of one rank on all linear layers but "
-            f"the head: {sizes.trained:,} of {sizes.parameters:,}, got {trained:,} of "
-            f"{parameters:,}"
+            f"the head: {sizes.trained:,} trained numbers of {sizes.parameters:,}, got "
+            f"{trained:,} of {parameters:,}"
         )
     rows = {}
     if not loops_over_tokens(config, step):

@@ -124,12 +124,13 @@ def define(
 
 
 def refuse_second_derivative(name: str) -> NoReturn:
-    """Raise RuntimeError where a graph of a training step is differentiated: its gradients, which
-    ``liger_patch::name`` computed, have none.
+    """Raise RuntimeError: a graph of a training step is differentiated again, and
+    ``liger_patch::name`` computed its gradients.
     """
     raise RuntimeError(
         f"liger_patch::{name} has no second derivative: a recorded backward pass cannot be "
-        "differentiated again. Patch with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
+        "differentiated again. Record the second derivative too, of PyTorch's own operations: in "
+        "a patched model with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
     )
 
 

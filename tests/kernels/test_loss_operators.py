@@ -5,6 +5,7 @@ checkpointing make of them. The truth is the same call outside of a graph.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -214,6 +216,40 @@ def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> N
         return
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(recorded.sum(), leaf)
+
+
+@pytest.mark.parametrize("end", ["dropped", "trained", "kept for another backward pass"])
+def test_gradients_live_as_long_as_the_graph_of_their_call(end: str) -> None:
+    given = inputs()
+    graph = make_fx(lambda *given: linear_cross_entropy(*given))(*given)
+    arguments = _arguments_in(graph, *given)
+    loss, *gradients = torch.ops.liger_patch.linear_cross_entropy(*arguments)
+    stored = StorageWeakRef(gradients[1].untyped_storage())
+    assert gradients[1].shape == given[1].shape
+    del gradients
+    if end != "dropped":
+        loss.backward(retain_graph=end != "trained")
+    del loss
+    gc.collect()
+    assert stored.expired()
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_whose_gradient_nobody_asks_for_adds_none(loss: Loss) -> None:
+    given = inputs()
+    value = WithoutGradient.apply(torch.compile(loss, backend="eager")(*given))
+    (value + given[0].sum()).backward()
+    torch.testing.assert_close(given[0].grad, torch.ones_like(given[0]))
 
 
 @pytest.mark.parametrize("loss", [mean, log_probs, ready_made])

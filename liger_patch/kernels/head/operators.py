@@ -181,15 +181,21 @@ def _save_loss(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.in_forward = head.in_forward(same_for_all=reduction != "none")
     ctx.reduction, ctx.ignore_index, ctx.wanted = reduction, head.ignore_index, head.wanted
     if ctx.in_forward:
-        # views: where make_fx records a saved result itself, it is detached from the inputs
-        ctx.save_for_backward(head.labels, *(each.view_as(each) for each in output[1:]))
+        # make_fx detaches a saved result from the inputs, and not another tensor of its memory;
+        # a view would hold the node that saves it
+        views = (torch.ops.aten._unsafe_view(each, each.shape) for each in output[1:])
+        ctx.save_for_backward(head.labels, *views)
     else:
         _save(ctx, inputs)
 
 
-def _loss_gradients(ctx: Any, grad_output: Tensor, *of_gradients: Any) -> tuple[Tensor | None, ...]:
+def _loss_gradients(
+    ctx: Any, grad_output: Tensor | None, *of_gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if any(each is not None for each in of_gradients):
         refuse_second_derivative("linear_cross_entropy")
+    if grad_output is None:  # what the loss went into has no gradient
+        return _by_inputs(ctx, [None] * 5, 13)
     check_backward("linear_cross_entropy", grad_output)
     if not ctx.in_forward:
         operator = torch.ops.liger_patch.linear_cross_entropy_backward
