@@ -55,8 +55,8 @@ def runs_note(rows: list[dict]) -> str:
 
 
 def of_all_runs(report: dict) -> dict:
-    """Return the report with the first and the last day of its runs, and what their commands have
-    in common.
+    """Return the report with the first and the last day of its runs, and the name of the benchmark
+    in place of their commands.
     """
     if "; " not in report["command"]:
         return report
