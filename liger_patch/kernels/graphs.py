@@ -124,13 +124,14 @@ def define(
 
 
 def refuse_second_derivative(name: str) -> NoReturn:
-    """Raise RuntimeError: a graph of a training step is differentiated again, and
-    ``liger_patch::name`` computed its gradients.
+    """Raise RuntimeError: gradients that ``liger_patch::name`` computed in a recorded training step
+    are differentiated.
     """
     raise RuntimeError(
         f"liger_patch::{name} has no second derivative: a recorded backward pass cannot be "
-        "differentiated again. Record the second derivative too, of PyTorch's own operations: in "
-        "a patched model with layers=False and LIGER_PATCH_RETURN_LOGITS=1"
+        "differentiated again. Run the recorded step under torch.no_grad(). For second "
+        "derivatives, record them too, with layers=False and LIGER_PATCH_RETURN_LOGITS=1, or with "
+        "torch.nn.functional.cross_entropy on logits of your own"
     )
 
 

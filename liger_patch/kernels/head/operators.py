@@ -181,10 +181,10 @@ def _save_loss(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.in_forward = head.in_forward(same_for_all=reduction != "none")
     ctx.reduction, ctx.ignore_index, ctx.wanted = reduction, head.ignore_index, head.wanted
     if ctx.in_forward:
-        # make_fx detaches a saved result from the inputs, and not another tensor of its memory;
-        # a view would hold the node that saves it
-        views = (torch.ops.aten._unsafe_view(each, each.shape) for each in output[1:])
-        ctx.save_for_backward(head.labels, *views)
+        # make_fx detaches a saved result: it would no longer depend on the inputs. This is another
+        # tensor on its storage; a view would keep the result, whose node keeps the view: a cycle
+        gradients = (torch.ops.aten._unsafe_view(each, each.shape) for each in output[1:])
+        ctx.save_for_backward(head.labels, *gradients)
     else:
         _save(ctx, inputs)
 
@@ -194,7 +194,7 @@ def _loss_gradients(
 ) -> tuple[Tensor | None, ...]:
     if any(each is not None for each in of_gradients):
         refuse_second_derivative("linear_cross_entropy")
-    if grad_output is None:  # what the loss went into has no gradient
+    if grad_output is None:  # no gradient reaches the loss
         return _by_inputs(ctx, [None] * 5, 13)
     check_backward("linear_cross_entropy", grad_output)
     if not ctx.in_forward:
