@@ -1,0 +1,83 @@
+"""Calls of the losses, with their options, whose truth is the same call outside of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from exactness import assert_no_worse
+from slow_cases import slow_but
+from torch import Tensor
+
+from liger_patch import cross_entropy, linear_cross_entropy, linear_log_probs
+
+Loss = Callable[..., Tensor]
+NAMES = ("hidden_states", "weight")
+
+
+def mean(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    options: dict[str, Any] = {"softcap": 30.0, "logit_scale": 0.7, "label_smoothing": 0.1}
+    options["class_weight"] = weight[:, 0].detach().abs()
+    return 2 * linear_cross_entropy(hidden_states * 1.5, weight, labels, **options)
+
+
+def each_token(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    losses = linear_cross_entropy(hidden_states, weight, labels, reduction="none")
+    return (losses * torch.arange(len(losses))).sum()
+
+
+def frozen(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    states = hidden_states.tanh()
+    losses = linear_cross_entropy(states, weight.detach(), labels, reduction="none", z_loss=0.1)
+    return losses.square().sum() + weight.sum()
+
+
+def with_adapter(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    low_rank = hidden_states[:, :3], weight[:, :3]
+    bias = weight.sum(1)
+    return linear_cross_entropy(hidden_states, weight, labels, bias=bias, low_rank=low_rank)
+
+
+def log_probs(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return -linear_log_probs(hidden_states, weight, labels).log_probs.mean()
+
+
+def statistics(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    outputs = ["entropy", "is_top1", "mean_logits"]
+    result = linear_log_probs(hidden_states, weight, labels, outputs=outputs, temperature=2.0)
+    assert result.lse is None
+    assert result.entropy is not None
+    assert result.is_top1 is not None
+    assert not result.is_top1.requires_grad
+    return result.entropy.sum() - (result.log_probs * result.is_top1).sum()
+
+
+def ready_made(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(hidden_states @ weight.T, labels, z_loss=1e-2)
+
+
+LOSSES = (mean, each_token, frozen, with_adapter, log_probs, statistics, ready_made)
+MANY = slow_but([mean, statistics, ready_made], LOSSES)
+
+
+def inputs(
+    tokens: int = 37, ignored: float = 0.3, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    hidden_states = torch.randn(tokens, 16, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(51, 16, generator=generator, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 51, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = -100
+    return hidden_states, weight, labels
+
+
+def with_gradients(loss: Loss, *given: Tensor) -> dict[str, Tensor | None]:
+    value = loss(*given)
+    gradients = torch.autograd.grad(value, given[:2])
+    return {"loss": value.detach(), **dict(zip(NAMES, gradients, strict=True))}
+
+
+def assert_same(ours: dict[str, Tensor | None], loss: Loss, *given: Tensor) -> None:
+    truth = with_gradients(loss, *given)
+    assert_no_worse(ours, truth, truth, torch.float32)

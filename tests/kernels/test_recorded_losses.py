@@ -1,0 +1,155 @@
+"""What make_fx and torch.export record of the losses, and FakeTensorMode runs of them. The truth is
+the same call outside of a graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from compiled_graphs import MARKS
+from exactness import assert_no_worse
+from loss_calls import (
+    LOSSES,
+    MANY,
+    NAMES,
+    Loss,
+    assert_same,
+    frozen,
+    inputs,
+    log_probs,
+    mean,
+    ready_made,
+    with_gradients,
+)
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from liger_patch import linear_cross_entropy
+
+pytestmark = MARKS
+
+
+def test_without_gradients_no_gradient_is_computed() -> None:
+    hidden_states, weight, labels = inputs()
+    with torch.no_grad():
+        graph = make_fx(lambda *given: linear_cross_entropy(*given))(hidden_states, weight, labels)
+        loss, *gradients = torch.ops.liger_patch.linear_cross_entropy(
+            *_arguments_in(graph, hidden_states, weight, labels)
+        )
+    assert not any(gradient.numel() for gradient in gradients)
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden_states, weight, labels).detach())
+
+
+def _arguments_in(graph: torch.fx.GraphModule, *given: Tensor) -> list[Any]:
+    """The arguments of the operator in a graph of these inputs."""
+    (node,) = (n for n in graph.graph.nodes if "linear_cross_entropy" in str(n.target))
+    places = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    return [given[places.index(a)] if isinstance(a, torch.fx.Node) else a for a in node.args]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> None:
+    """Its gradients depend on the inputs, also where the forward pass computed them."""
+    given = inputs()
+    leaf = given[NAMES.index(name)]
+
+    def gradient(*given: Tensor) -> Tensor:
+        inner = given[NAMES.index(name)]
+        return torch.autograd.grad(loss(*given).square() + inner.square().sum(), inner)[0]
+
+    recorded = make_fx(gradient)(*given)(*given)
+    torch.testing.assert_close(recorded, gradient(*given))
+    if loss is frozen and name == "weight":  # which is detached from the operator
+        return
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(recorded.sum(), leaf)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_recorded_step_compiles_under_no_grad(loss: Loss) -> None:
+    given = inputs()
+    recorded = make_fx(lambda *given: torch.autograd.grad(loss(*given), given[:2]))(*given)
+    with torch.no_grad():
+        ours = torch.compile(recorded, backend="aot_eager", fullgraph=True)(*given)
+    torch.testing.assert_close(ours, torch.autograd.grad(loss(*given), given[:2]))
+    assert not any(gradient.requires_grad for gradient in ours)
+
+
+@pytest.mark.parametrize("end", ["dropped", "trained", "kept for another backward pass"])
+def test_gradients_live_as_long_as_the_graph_of_their_call(end: str) -> None:
+    given = inputs()
+    graph = make_fx(lambda *given: linear_cross_entropy(*given))(*given)
+    arguments = _arguments_in(graph, *given)
+    loss, *gradients = torch.ops.liger_patch.linear_cross_entropy(*arguments)
+    stored = StorageWeakRef(gradients[1].untyped_storage())
+    assert gradients[1].shape == given[1].shape
+    del gradients
+    if end != "dropped":
+        loss.backward(retain_graph=end != "trained")
+    del loss
+    gc.collect()
+    assert stored.expired()
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+@pytest.mark.parametrize("loss", MANY)
+def test_make_fx_sees_the_operator(loss: Loss, mode: str) -> None:
+    def step(*given: Tensor) -> tuple[Tensor, ...]:
+        value = loss(*given)
+        return value, *torch.autograd.grad(value, given[:2])
+
+    graph = make_fx(step, tracing_mode=mode)(*inputs())
+    other = inputs(ignored=0.8)
+    ours = dict(zip(("loss", *NAMES), graph(*other), strict=True))
+    ours["loss"] = ours["loss"].detach()
+    assert_same(ours, loss, *other)
+    assert any("liger_patch" in str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_results_without_values_have_the_shapes_of_those_with(loss: Loss) -> None:
+    given = inputs()
+    truth = with_gradients(loss, *given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = with_gradients(loss, *(mode.from_tensor(each) for each in given))
+    for name, expected in truth.items():
+        ours = fake[name]
+        assert expected is not None
+        assert ours is not None
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, weight: Tensor, loss: Loss) -> None:
+        super().__init__()
+        self.weight, self.loss = nn.Parameter(weight.detach().clone()), loss
+
+    def forward(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(hidden_states, self.weight, labels)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("loss", [mean, log_probs, ready_made])
+def test_what_is_exported_trains(loss: Loss, strict: bool) -> None:
+    hidden_states, weight, labels = inputs()
+    tokens = torch.export.Dim("tokens")
+    program = torch.export.export(
+        Model(weight, loss),
+        (hidden_states.detach(), labels),
+        dynamic_shapes={"hidden_states": {0: tokens}, "labels": {0: tokens}},
+        strict=strict,
+    )
+    hidden_states, _, labels = inputs(20, ignored=0.5)
+    model: Any = program.module()
+    value = model(hidden_states.detach(), labels)
+    value.backward()
+    (trained,) = model.parameters()
+    truth = with_gradients(loss, hidden_states, weight, labels)
+    truth.pop("hidden_states")
+    assert_no_worse({"loss": value.detach(), "weight": trained.grad}, truth, truth, torch.float32)
