@@ -6,7 +6,7 @@ from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor, nn
+from torch import nn
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 LORA_FORWARDS = ("Linear.forward", "Linear4bit.forward", "Linear8bitLt.forward")
@@ -31,17 +31,17 @@ class Adapter(NamedTuple):
     """The one active LoRA adapter of a linear layer.
 
     Attributes:
-        a, b: (R, H), (O, R).
+        a, b, dropout: the modules that PEFT calls to compute it; the weights of the first two are
+            (R, H) and (O, R).
         scaling: factor on what it adds.
-        dropout: probability now, in [0, 1).
-        modules: that PEFT calls to compute it.
+        rate: of the dropout now, in [0, 1).
     """
 
-    a: Tensor
-    b: Tensor
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module
     scaling: float
-    dropout: float
-    modules: tuple[nn.Module, ...]
+    rate: float
 
 
 def runs_pefts_forward(module: nn.Module) -> bool:
@@ -104,4 +104,4 @@ def plain_adapter(layer: Any) -> Adapter | str:
         return f"dropout is a {type(dropout).__name__}"
     if rate >= 1.0:
         return "lora_dropout=1"
-    return Adapter(a.weight, b.weight, layer.scaling[name], rate, (a, b, dropout))
+    return Adapter(a, b, dropout, layer.scaling[name], rate)

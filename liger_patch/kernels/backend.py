@@ -23,11 +23,12 @@ _BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
 
 def serves_triton(*tensors: Tensor | None) -> bool:
     """Return True if the Triton kernels serve these tensors: their devices and floating dtypes."""
-    return all(
-        each.dtype in TRITON_DTYPES and serves_triton_device(each)
-        for each in tensors
-        if each is not None
-    )
+    for each in tensors:
+        if each is None:
+            continue
+        if each.dtype not in TRITON_DTYPES or not serves_triton_device(each):
+            return False
+    return True
 
 
 def serves_triton_device(tensor: Tensor) -> bool:
@@ -90,7 +91,9 @@ def autocast_to(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context within which products keep the dtype of their operands."""
-    return autocast_to(device_type, None)
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def check_plain_tensors(**arguments: object) -> None:

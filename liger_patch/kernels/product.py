@@ -24,7 +24,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
     step = max(1, -(-out.shape[0] // SLABS))
     for start in range(0, out.shape[0], step):
         part, rows = out[start : start + step], a[start : start + step]
-        slab = product_(rows.new_empty(part.shape), rows, b, alpha=alpha)
+        slab = rows.new_empty(part.shape)
+        torch.addmm(slab, rows, b, beta=0, alpha=alpha, out=slab)
         part.add_(slab) if add else part.copy_(slab)
     return out
 

@@ -45,11 +45,11 @@ def needs_own_code(*arguments: object) -> bool:
         return True
     if is_exporting() and torch.compiler.is_dynamo_compiling():
         return True
-    # most arguments are of these two classes, and this test is the faster one
-    return any(
-        type(each) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(each)
-        for each in arguments
-    )
+    for each in arguments:
+        # most arguments are of these two classes, and this test is the faster one
+        if type(each) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(each):
+            return True
+    return False
 
 
 def packs_saved_tensors() -> bool:
@@ -63,16 +63,22 @@ def packs_saved_tensors() -> bool:
     return TOP_HOOKS(False) is not None
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module does more than its class's forward."""
-    return bool(
+def has_hooks(*modules: nn.Module) -> bool:
+    """Return whether a call of one of the modules does more than its class's forward."""
+    if (
         _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks
         or _global_backward_pre_hooks
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    ):
+        return True
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            return True
+    return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import is_compiled_here
-from liger_patch.kernels.lora.linears import lora_linears
-from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.lora.linears import run_lora_linears
+from liger_patch.kernels.lora.mlp import run_lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.rows import rows_of
 from liger_patch.layers.checks import PRODUCT, has_hooks, layers_of, needs_own_code
@@ -59,10 +59,16 @@ class OfDtypes(str):
 
 
 class Plain(NamedTuple):
-    """A projection as an operator takes it, and the dtype that PEFT's own forward returns."""
+    """A projection as an operator takes it.
+
+    Attributes:
+        dtype: what PEFT's own forward returns.
+        product: what the products are computed in.
+    """
 
     projection: LoraProjection
     dtype: torch.dtype
+    product: torch.dtype
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -100,10 +106,9 @@ def lora_linear(original: Any) -> type[nn.Module]:
             result = None if siblings is None else siblings.result(self, x)
             if result is not None:
                 return result
-            plain = _plain_for(self, x)
-            if not isinstance(plain, str):
-                (y,) = lora_linears(x, (plain.projection,), source=source_of(x))
-                return y.to(plain.dtype)
+            plain = _plain_of((self,), x, _dtypes_of(x))
+            if plain is not None:
+                return _results(x, plain)[0]
         return original.forward(self, x, *args, **kwargs)
 
     return derived_class(original, lora_linear, forward=forward, _liger_patch_layers=("lora",))
@@ -154,19 +159,22 @@ def lora_feed_forward(
     """
     if is_compiled_here():
         return None
-    layers = gate, up, down
-    if not all(is_on_kernels(layer) and not has_hooks(layer) for layer in layers):
+    are_on_kernels = is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)
+    if not are_on_kernels or has_hooks(gate, up, down):
         return None
-    of_gate, of_up = _plain_for(gate, x), _plain_for(up, x)
-    if isinstance(of_gate, str) or isinstance(of_up, str) or of_gate.dtype != of_up.dtype:
+    dtypes = _dtypes_of(x)
+    gates = _plain_of((gate, up), x, dtypes)
+    if gates is None or gates[0].dtype != gates[1].dtype:
         return None
-    of_down = _plain_for(down, x, of_gate.dtype)
-    if isinstance(of_down, str):
+    if not isinstance(dtypes, str) and gates[0].dtype != dtypes.x:
+        dtypes = _dtypes_of(x, gates[0].dtype)
+    downs = _plain_of((down,), x, dtypes)
+    if downs is None:
         return None
-    projections = [each.projection for each in (of_gate, of_up, of_down)]
+    projections = gates[0].projection, gates[1].projection, downs[0].projection
     tokens = tokens_of_slice(x, projections[0].weight.shape[0])
-    y = lora_mlp(x, *projections, activation=activation, slice_tokens=tokens)
-    return y.to(of_down.dtype)
+    y = run_lora_mlp(x, *projections, gates[0].product, activation, tokens)
+    return y.to(downs[0].dtype)
 
 
 class Siblings:
@@ -186,14 +194,10 @@ class Siblings:
         if self._x is not None or member not in self._members:
             return None
         self._x, self._version = x, version
-        plain = [_plain_for(each, x) for each in self._members]
-        projections = [each.projection for each in plain if isinstance(each, Plain)]
-        if len(projections) < len(plain):
+        plain = _plain_of(self._members, x, _dtypes_of(x))
+        if plain is None:
             return None
-        ys = lora_linears(x, projections, source=source_of(x))
-        for each, y, how in zip(self._members, ys, plain, strict=True):
-            assert isinstance(how, Plain)
-            self._results[each] = y.to(how.dtype)
+        self._results = dict(zip(self._members, _results(x, plain), strict=True))
         return self._results.pop(member)
 
 
@@ -215,34 +219,49 @@ def computed_together(attention: nn.Module) -> Iterator[None]:
         _running.siblings = before
 
 
-def _plain_for(layer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Plain | str:
-    """Return the layer's projection of an input like x, or why PEFT's own forward must run.
+def _dtypes_of(x: Tensor, dtype: torch.dtype | None = None) -> Dtypes | str:
+    """Return the dtypes of a call on an input like x; or why PEFT's own forward must run, whatever
+    the layer is.
 
     Args:
         dtype: the dtype of that input, where it is not that of x.
     """
-    reason = _why_pefts_own(layer, x)
-    if reason is not None:
-        _last_call[layer] = reason
-        return reason
-    dtype = dtype or x.dtype
-    autocast = autocast_dtype(x.device.type, dtype)
-    dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
-    _last_call[layer] = dtypes
-    return _plain(layer, dtypes)
-
-
-def _why_pefts_own(layer: Any, x: Tensor) -> str | None:
-    """Return why PEFT's own forward must run for this call, whatever the layer's adapter is."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return "a dispatch mode or torch.jit.trace records the call"
     if needs_own_code(x):
         return "torch.func or a tensor subclass"
-    generates = not (layer.training or torch.is_grad_enabled())
-    if generates and type(layer.base_layer) is not nn.Linear and len(rows_of(x)) <= FEW_TOKENS:
-        # on a CPU, bitsandbytes would pack the weight, and train wrongly from then on
-        return None if x.device.type == "cpu" else "generation from a quantized base"
-    return None
+    dtype = dtype or x.dtype
+    autocast = autocast_dtype(x.device.type, dtype)
+    return Dtypes(dtype, autocast or dtype, casts=autocast is not None)
+
+
+def _plain_of(layers: Sequence[Any], x: Tensor, dtypes: Dtypes | str) -> list[Plain] | None:
+    """Return the projections of layers for a call on an input like x; None if PEFT's own forward
+    must run for one of them.
+    """
+    found = []
+    for layer in layers:
+        how = _generation(layer, x) or dtypes
+        _last_call[layer] = how
+        plain = how if isinstance(how, str) else _plain(layer, how)
+        if not isinstance(plain, str):
+            found.append(plain)
+    return found if len(found) == len(layers) else None
+
+
+def _results(x: Tensor, plain: Sequence[Plain]) -> list[Tensor]:
+    """Return what projections give for x (..., H), each in the dtype that PEFT would return."""
+    ys = run_lora_linears(x, [each.projection for each in plain], plain[0].product, source_of(x))
+    return [y.to(each.dtype) for y, each in zip(ys, plain, strict=True)]
+
+
+def _generation(layer: Any, x: Tensor) -> str | None:
+    """Return the reason if PEFT's own forward generates faster from a quantized base."""
+    if layer.training or torch.is_grad_enabled() or type(layer.base_layer) is nn.Linear:
+        return None
+    # on a CPU, bitsandbytes would pack the weight, and train wrongly from then on
+    is_long = len(rows_of(x)) > FEW_TOKENS
+    return None if is_long or x.device.type == "cpu" else "generation from a quantized base"
 
 
 def _own_dtypes(base: Any) -> Dtypes:
@@ -260,12 +279,12 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     from liger_patch.integrations import peft
 
     base: Any = layer.base_layer
-    if has_hooks(base):  # asked before its weights are read: under ZeRO-3, reading gathers them
-        return "hooks within the layer"
     adapter = peft.plain_adapter(layer)
     if isinstance(adapter, str):
         return adapter
-    if any(map(has_hooks, adapter.modules)):
+    a, b, dropout, scaling, rate = adapter
+    # asked before weights are read: under ZeRO-3, reading gathers them
+    if has_hooks(base, a, b, dropout):
         return "hooks within the layer"
     x_dtype, dtype, casts = dtypes or _own_dtypes(base)
     weight, bias, result_dtype = base.weight, base.bias, dtype
@@ -281,14 +300,15 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
         result_dtype = torch.promote_types(x_dtype, dtype)
     elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:
         return "another function than torch's linear"
-    tensors = [each for each in (weight, bias, adapter.a, adapter.b) if isinstance(each, Tensor)]
-    if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
-        return "weights of a tensor subclass"
-    if any(each.dtype != dtype and not (casts and each.is_floating_point()) for each in tensors):
-        return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
-    _, _, scaling, dropout, _ = adapter
-    projection = LoraProjection(weight, bias, adapter.a, adapter.b, scaling, dropout)
-    return Plain(projection, result_dtype)
+    projection = LoraProjection(weight, bias, a.weight, b.weight, scaling, rate)
+    for each in projection[:4]:
+        if not isinstance(each, Tensor):  # no bias, or a quantized weight
+            continue
+        if type(each) not in (Tensor, nn.Parameter):
+            return "weights of a tensor subclass"
+        if each.dtype != dtype and not (casts and each.is_floating_point()):
+            return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
+    return Plain(projection, result_dtype, dtype)
 
 
 def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:

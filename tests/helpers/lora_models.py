@@ -109,23 +109,23 @@ class Calls:
 
         self._on_kernels: list[Sequence[Tensor]] = []
         self._by_peft: list[Any] = []
-        lora_linears, lora_mlp = lora.lora_linears, lora.lora_mlp
+        run_linears, run_mlp = lora.run_lora_linears, lora.run_lora_mlp
         check = LoraLayer._check_forward_args
 
-        def linears(x: Tensor, projections: Any, **options: Any) -> Any:
+        def linears(x: Tensor, projections: Any, *how: Any) -> Any:
             self._on_kernels.append([each.a for each in projections])
-            return lora_linears(x, projections, **options)
+            return run_linears(x, projections, *how)
 
-        def mlp(x: Tensor, *projections: Any, **how: Any) -> Any:
-            self._on_kernels.append([each.a for each in projections])
-            return lora_mlp(x, *projections, **how)
+        def mlp(x: Tensor, gate: Any, up: Any, down: Any, *how: Any) -> Any:
+            self._on_kernels.append([each.a for each in (gate, up, down)])
+            return run_mlp(x, gate, up, down, *how)
 
         def checked(layer: Any, *arguments: Any, **how: Any) -> Any:
             self._by_peft.append(layer)  # PEFT's own forward begins with this call
             return check(layer, *arguments, **how)
 
-        monkeypatch.setattr(lora, "lora_linears", linears)
-        monkeypatch.setattr(lora, "lora_mlp", mlp)
+        monkeypatch.setattr(lora, "run_lora_linears", linears)
+        monkeypatch.setattr(lora, "run_lora_mlp", mlp)
         monkeypatch.setattr(LoraLayer, "_check_forward_args", checked)
 
     def taken(self, model: nn.Module) -> tuple[Groups, list[str]]:

@@ -134,9 +134,19 @@ def lora_linears(
     """
     dtype = products_dtype(x)
     for i, projection in enumerate(projections):
-        check_projection(f"projections[{i}]", projection, x.shape[-1], x)
+        check_projection(f"projections[{i}]", projection, x.shape[-1], x, dtype)
+    return run_lora_linears(x, projections, dtype, source)
+
+
+def run_lora_linears(
+    x: Tensor,
+    projections: Sequence[LoraProjection],
+    dtype: torch.dtype,
+    source: NormInputs | None = None,
+) -> tuple[Tensor, ...]:
+    """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype."""
     fixed, tensors = flattened(projections)
     adapters = cast_matrices([[p.a for p in projections], *([p.b] for p in projections)], dtype)
     ys = _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)
     # not within the function: autograd would refuse to change its views in place
-    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+    return tuple([y.view(*x.shape[:-1], y.shape[1]) for y in ys])

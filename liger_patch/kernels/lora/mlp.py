@@ -188,15 +188,28 @@ def lora_mlp(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     dtype = products_dtype(x)
-    check_projection("gate", gate, x.shape[-1], x)
-    check_projection("up", up, x.shape[-1], x)
+    check_projection("gate", gate, x.shape[-1], x, dtype)
+    check_projection("up", up, x.shape[-1], x, dtype)
     size = gate.weight.shape[0]
     if up.weight.shape[0] != size:
         raise ValueError(
             f"up.weight must have {size} rows as gate.weight has, got {up.weight.shape[0]}"
         )
-    check_projection("down", down, size, x)
+    check_projection("down", down, size, x, dtype)
     check_slice_tokens(slice_tokens)
+    return run_lora_mlp(x, gate, up, down, dtype, activation, slice_tokens)
+
+
+def run_lora_mlp(
+    x: Tensor,
+    gate: LoraProjection,
+    up: LoraProjection,
+    down: LoraProjection,
+    dtype: torch.dtype,
+    activation: str,
+    slice_tokens: int | None,
+) -> Tensor:
+    """Compute what ``lora_mlp`` does, of arguments that fit, with products in a dtype."""
     fixed, tensors = flattened((gate, up, down))
     if slice_tokens is not None and SlicedMlp.serves(x, dtype, (gate, up, down)):
         slices = slices_of(x, slice_tokens)

@@ -29,11 +29,16 @@ def thin_products(
     Args:
         seeds: those of an earlier call, to drop the same features again; None draws new ones.
     """
-    if not any(part.dropout for part in parts):
+    if not drops_features(parts):
         return x @ a.t(), [None] * len(parts)
-    s = x.new_empty(len(x), sum(len(part.a) for part in parts))
+    s = x.new_empty(len(x), len(a))
     columns = zip(parts, columns_of(s, parts), seeds or [None] * len(parts), strict=True)
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
+
+
+def drops_features(parts: Sequence[LoraProjection]) -> bool:
+    """Return whether an adapter does not see all features of its input."""
+    return any(part.dropout for part in parts)
 
 
 def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None = None) -> Kept:
@@ -90,8 +95,12 @@ def upstream_thin_products(
     parts: Sequence[LoraProjection],
 ) -> Tensor:
     """Return ds (N, sum of R); columns without an upstream gradient are zero."""
-    given = next(dy for dy in dys if dy is not None)
-    ds = given.new_empty(len(given), sum(len(part.a) for part in parts))
+    rank = 0
+    given: Tensor | None = None
+    for dy, part in zip(dys, parts, strict=True):
+        rank, given = rank + len(part.a), dy if given is None else given
+    assert given is not None
+    ds = given.new_empty(len(given), rank)
     for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
         if dy is None:
             columns.zero_()
@@ -113,7 +122,7 @@ def gradients_of_input_(
     """Write to dx what comes through bases and adapters. Return dA of each in its dtype, None for
     None.
     """
-    is_whole = all(each is None for each in kept)
+    is_whole = not drops_features(parts)
     if dx is not None:
         if is_whole:
             product_(dx, ds, a)
@@ -122,7 +131,7 @@ def gradients_of_input_(
             if dy is not None:
                 product_(dx, dy, part.dense(dy.dtype), add=add)
                 add = True
-    wanted = {dtype for dtype in dtypes if dtype is not None}
+    wanted = set(dtypes) - {None}
     if not is_whole or len(wanted) > 1:
         each = zip(parts, columns_of(ds, parts), kept, dtypes, strict=True)
         left = None if is_whole else dx

@@ -126,10 +126,14 @@ def products_dtype(x: Tensor) -> torch.dtype:
     return autocast_dtype(x.device.type, x.dtype) or x.dtype
 
 
-def check_projection(name: str, projection: LoraProjection, features: int, x: Tensor) -> None:
-    """Raise ValueError unless a projection of so many features fits, beside x (..., H)."""
+def check_projection(
+    name: str, projection: LoraProjection, features: int, x: Tensor, dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless a projection of so many features fits, beside x (..., H) and for
+    products in a dtype.
+    """
     weight, bias, a, b, _, dropout = projection
-    size, rank, dtype = weight.shape[0], a.shape[0], products_dtype(x)
+    size, rank = weight.shape[0], a.shape[0]
     casts = autocast_dtype(x.device.type, x.dtype) is not None
     if weight.shape[1] != features:
         raise ValueError(
