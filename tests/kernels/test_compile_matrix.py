@@ -1,12 +1,13 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-The cases are in loss_, layer_ and lora_compilations. A quick run compiles each case for one
-target, `make test-all` for all of them. A kernel that has no row in KERNELS fails
-`test_every_kernel_is_in_the_matrix`.
+The cases are in loss_, layer_ and lora_compilations. A quick run compiles the most demanding case
+of each kernel for one target, `make test-all` all cases for all targets. A kernel that has no row
+in KERNELS fails `test_every_kernel_is_in_the_matrix`.
 """
 
 import importlib
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from kernel_forms import INTERPRETED
-from slow_cases import slow_but
 
 import liger_patch
 
@@ -47,7 +47,7 @@ SPILLED_BYTES_OF = {
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 GEFORCE = GPUTarget("cuda", 89, 32)
-LARGEST_OF = {  # there: a case that a quick run compiles too, and the most KiB of shared memory
+LARGEST_OF = {  # the case that a quick run compiles, and the most KiB of shared memory on GEFORCE
     "_dropped_gradients_kernel": ("bf16-64-*fp32", 32),
     "_gated_lora_backward_kernel": ("bf16-64-silu-True-False", 48),
     "_gated_lora_kernel": ("bf16-64-silu-True-False", 28),
@@ -145,13 +145,24 @@ def lacking(target: GPUTarget) -> str:
     return ""
 
 
-def marks_of(target: GPUTarget, name: str, case: str, number: int) -> list[pytest.MarkDecorator]:
-    """Of the case of that number: in a quick run one target compiles it, each in its turn."""
+def quick_case(name: str) -> str:
+    """The case of the kernel that a quick run compiles: that of the largest tiles, of those the one
+    with most switches on.
+    """
+
+    def demand(case: tuple[str, dict[str, Any], int]) -> tuple[int, int]:
+        values = case[1].values()
+        tiles = (value for value in values if type(value) is int and value > 0)
+        return math.prod(tiles), sum(value not in (None, False) for value in values)
+
+    return LARGEST_OF[name][0] if name in LARGEST_OF else max(KERNELS[name](FULL), key=demand)[0]
+
+
+def marks_of(target: GPUTarget, name: str, case: str) -> list[pytest.MarkDecorator]:
     reason = lacking(target)
-    is_largest = target == GEFORCE and LARGEST_OF.get(name, ("",))[0] == case
-    is_slow = number % len(TARGETS) != TARGETS.index(target) and not is_largest
     skipped = pytest.mark.skipif(bool(reason), reason=reason)
-    return [skipped, pytest.mark.slow] if is_slow else [skipped]
+    is_quick = target == FULL and QUICK[name] == case
+    return [skipped] if is_quick else [skipped, pytest.mark.slow]
 
 
 def spilled_at_most(name: str, target: GPUTarget) -> int:
@@ -160,17 +171,18 @@ def spilled_at_most(name: str, target: GPUTarget) -> int:
     return SPILLED_BYTES_OF.get(name, SPILLED_BYTES)
 
 
+QUICK = {} if INTERPRETED else {name: quick_case(name) for name in KERNELS}
 MATRIX = [
     pytest.param(
         target,
         name,
         case,
         id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
-        marks=marks_of(target, name, case[0], number),
+        marks=marks_of(target, name, case[0]),
     )
     for target in TARGETS
-    for name, cases in (() if INTERPRETED else KERNELS.items())
-    for number, case in enumerate(cases(target))
+    for name in QUICK
+    for case in KERNELS[name](target)
 ]
 
 
@@ -193,6 +205,8 @@ def test_every_kernel_is_in_the_matrix(kernels):
         if other != name and re.search(rf"\b{name}\(", sources[other])
     }
     assert kernels.keys() - helpers == KERNELS.keys()
+    quick = [name for _, name, _ in (c.values for c in MATRIX if pytest.mark.slow not in c.marks)]
+    assert sorted(quick) == sorted(KERNELS)
 
 
 @pytest.mark.parametrize(("target", "name", "case"), MATRIX)
@@ -211,9 +225,8 @@ def test_compiles(target, name, case, kernels):
             assert shared <= most * 1024
 
 
-@pytest.mark.parametrize(
-    "target", slow_but([FULL, min(CUDA, key=lambda t: SHARED_KIB[t])], CUDA), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CUDA, ids=str)
 def test_tiles_on_their_way_fit_the_gpu(target, kernels):
     """Of the backward pass of a norm: the last part of a case's name is the memory there is."""
     if reason := lacking(target):
