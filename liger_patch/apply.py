@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from liger_patch import registry
-from liger_patch.layers.replace import LAYERS, count_layers, replace_layers, restore_layers
+from liger_patch.layers.replace import (
+    LAYERS,
+    candidates,
+    count_layers,
+    replace_layers,
+    restore_layers,
+)
 from liger_patch.patch import flags
 from liger_patch.patch.forward import (
     RECORD,
@@ -168,7 +176,7 @@ def _choose_layers(
     """
     is_explicit = layers is not True
     before = frozenset(name for name, count in count_layers(model).items() if count)
-    replace_layers(model, row, names | before)
+    replace_layers(model, names | before)
     counts = count_layers(model)
     optional = {"lora"}  # adapters may come later
     if len(names) > 1:
@@ -176,24 +184,24 @@ def _choose_layers(
     lacking = [n for n in sorted(names - optional) if not counts[n]]
     if lacking and is_explicit:
         restore_layers(model, names - before)
-        if row is not None and not row.layers and lacking != ["tensor_parallel"]:
-            raise ValueError(
-                f"layers={layers!r}, but liger_patch.registry names no layers of {row.model_type}: "
-                'use layers=False, or "lora" for adapters'
-            )
-        begins = (
-            ""
-            if row is None or not row.layers
-            else f" begin with {' or '.join(row.layers.split())},"
-        )
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
-            f"layer that has a kernel. Its class must be Transformers' own,{begins} and have no "
+            "layer that has a kernel. Its class must be Transformers' own, and have no "
             "hook of accelerate. A gated layer must be one whose activation is silu or gelu, an "
             "attention must be causal and take its function from Transformers' table, a "
             "tensor_parallel layer be distributed by the plan of Transformers 5.17 or later"
         )
     restore_layers(model, frozenset(LAYERS) - names)
+    # not in a Transformers that is older than some rows: its layers have other classes
+    if lacking and row is not None and not registry.missing():
+        promised = candidates(model).intersection(row.kinds.split())
+        if gone := [name for name in lacking if name in promised]:
+            warnings.warn(
+                f"liger_patch runs no {' and no '.join(gone)} layer of {type(model).__name__} on "
+                "kernels, as it does where this architecture is tested: Transformers "
+                f"{transformers.__version__}, the configuration or another library changes them",
+                stacklevel=3,
+            )
 
 
 def _set_offload(record: PatchRecord, wanted: bool | float, every: int = 1) -> None:

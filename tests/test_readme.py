@@ -62,7 +62,7 @@ def models(rows: tuple[Architecture, ...]) -> str:
     """One line a row, family by family."""
     lines = [["`config.model_type`", "class", "loss", "layers"], ["---"] * 4]
     for row in sorted(rows, key=lambda row: FAMILIES.index(row.family)):
-        layers = "yes" if row.layers else ""
+        layers = "yes" if row.kinds else ""
         lines.append([f"`{row.model_type}`", f"`{row.class_name}`", "yes", layers])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -149,7 +149,7 @@ def test_the_tables_name_every_row_in_its_family() -> None:
         assert row.family == "Others" or f"`{row.model_type}`" in line
         (line,) = [x for x in by_row if x.startswith(f"| `{row.model_type}` |")]
         assert f"`{row.class_name}`" in line
-        assert line.count("yes") == 1 + bool(row.layers)
+        assert line.count("yes") == 1 + bool(row.kinds)
     assert sum(int(line.split("|")[2]) for line in by_family[2:]) == len(ARCHITECTURES)
 
 

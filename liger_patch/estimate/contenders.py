@@ -18,7 +18,6 @@ from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
-from liger_patch.registry import row_of
 
 KERNELS = frozenset({"rms_norm", "rotary", "gated"})
 
@@ -75,7 +74,7 @@ def chunk_bytes(weight: Tensor, step: TrainingStep, contender: Contender) -> int
 def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Sizes) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
-        replace_layers(model, row_of(model), contender.layers - {"lora"})
+        replace_layers(model, contender.layers - {"lora"})
     on_kernels = "lora" in contender.layers and step.lora_rank
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype

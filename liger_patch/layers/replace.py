@@ -31,8 +31,7 @@ from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.layers.tensor_parallel import is_parallel_linear, parallel_linear_class
-from liger_patch.registry import Architecture
-from liger_patch.subclass import ORIGINAL
+from liger_patch.subclass import ORIGINAL, is_transformers
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
 PARALLEL = ("tensor_parallel",)
@@ -53,7 +52,7 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     LORA: type,
     PARALLEL: type,
 }
-ENDINGS = {  # of the classes' names, after what the registry says
+ENDINGS = {  # of the classes' names
     "CenteredRMSNorm": NORM,
     "L2Norm": NORM,
     "LayerNorm": NORM,
@@ -70,23 +69,22 @@ ENDINGS = {  # of the classes' names, after what the registry says
 }
 
 
-def replace_layers(model: PreTrainedModel, row: Architecture | None, names: frozenset[str]) -> None:
-    """Put the layers of these names, where the row has them, on kernels.
+def replace_layers(model: PreTrainedModel, names: frozenset[str]) -> None:
+    """Put the layers of these names on kernels.
 
-    Without a row, all of Transformers' own classes whose names end as ENDINGS says are looked at.
-    The probes decide, as they do for those of a row. All other layers stay as they are. So do
-    layers whose forward a hook of accelerate holds, whether they are on kernels or not.
+    All of Transformers' own classes whose names end as ENDINGS says are looked at, and the probes
+    decide. All other layers stay as they are. So do layers whose forward a hook of accelerate
+    holds, whether they are on kernels or not.
 
     Raises:
         RuntimeError: a layer was given another class since the last patch. Then none has changed.
     """
     _check_classes(model)
-    prefixes = None if row is None else row.layers.split()
     head = model.get_output_embeddings()  # whose adapter is part of the loss
     # Only for this call: before the next one, somebody may replace the forward of a class.
     replacements: dict[Hashable, Any] = {}
     for module in list(model.modules()):
-        layers = _layers(type(module).__name__, prefixes)
+        layers = _layers(module)
         if not layers and module is not head and is_lora_linear(module):
             layers = LORA
         if not layers and is_parallel_linear(module):
@@ -115,17 +113,22 @@ def _defer_masks(model: nn.Module) -> None:
             module.__class__ = replacement
 
 
-def _layers(class_name: str, prefixes: list[str] | None) -> tuple[str, ...]:
-    """Return the layers that a module of such a class may be."""
-    if prefixes is None:
-        endings = [ending for ending in ENDINGS if class_name.endswith(ending)]
-        return ENDINGS[max(endings, key=len)] if endings else ()
-    for prefix in prefixes:
-        if class_name.startswith(prefix):
-            ending = class_name.removeprefix(prefix).removeprefix("Text")
-            if ending in ENDINGS:
-                return ENDINGS[ending]
-    return ()
+def _layers(module: nn.Module) -> tuple[str, ...]:
+    """Return the layers that a module may be, by the name of its class."""
+    endings = [ending for ending in ENDINGS if type(module).__name__.endswith(ending)]
+    return ENDINGS[max(endings, key=len)] if endings else ()
+
+
+def candidates(model: nn.Module) -> set[str]:
+    """Return the layers that modules of the model may be, by the names of their classes, where
+    nobody has given them another forward.
+    """
+    return {
+        name
+        for module in model.modules()
+        if is_transformers(_original_class(module).forward) and "forward" not in vars(module)
+        for name in _layers(module)
+    }
 
 
 def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) -> None:

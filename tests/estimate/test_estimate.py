@@ -21,7 +21,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from liger_patch.estimate import contenders
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
 from liger_patch.estimate.model import TrainingStep, build
@@ -205,16 +204,6 @@ def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
     assert list(found) == ["eager", "Liger-Kernel", "liger_patch, layers=False", "liger_patch"]
     assert found["liger_patch"].peak < found["Liger-Kernel"].peak < found["eager"].peak
     assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
-
-
-def test_an_architecture_without_a_row_has_the_estimate_of_one_with(
-    config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its layers run on kernels too."""
-    step = replace(STEP, chunk_mib=0.5)
-    tested = estimates.estimate(config, step)
-    monkeypatch.setattr(contenders, "row_of", lambda _: None)
-    assert estimates.estimate(config, step) == tested
 
 
 def test_other_layers_and_heads() -> None:

@@ -202,6 +202,6 @@ def families_table() -> str:
     ]
     for family, model_type in MODELS.items():
         rows = [row for row in registry.ARCHITECTURES if row.family == family]
-        layers = sum(bool(row.layers) for row in rows)
+        layers = sum(bool(row.kinds) for row in rows)
         lines.append([family, str(len(rows)), str(layers), f"`{model_type}`"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -51,7 +51,7 @@ def test_adapters_that_come_after_the_patch(layers: Any, calls: Calls) -> None:
 
 @pytest.mark.parametrize("layers", ["lora", ["lora"], ["lora", "tensor_parallel"]], ids=str)
 def test_adapters_of_a_row_without_layers(layers: Any) -> None:
-    assert not ROWS["gpt_neo"].layers
+    assert not ROWS["gpt_neo"].kinds
     base = tiny_model(ROWS["gpt_neo"]).double()
     model = adapted(base=base, target_modules=["q_proj", "v_proj"])
     count = count_layers(apply_patch(copy.deepcopy(model)))["lora"]
