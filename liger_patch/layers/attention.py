@@ -7,6 +7,7 @@ An attention's own code runs, with other functions under two kinds of names: the
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Collection, Hashable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
 from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
-from liger_patch.layers.other_globals import with_other_globals
+from liger_patch.layers.other_globals import decorated_again, with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
@@ -38,7 +39,8 @@ def attention_class(module: Any, names: Collection[str]) -> Any:
         names: some of NAMES.
     """
     original = type(module)
-    if not is_transformers(original.forward):
+    own = original.forward
+    if not is_transformers(own) or decorated_again(own, inspect.unwrap(own)) is None:
         return None
     found = [name for name in NAMES if name in names]
     if "rotary" in found and not rotations_of(original):
@@ -71,20 +73,22 @@ def with_masks(model: nn.Module) -> Counter[str]:
 @once_for_each_class
 def attention_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Module]:
     """Derive the class of an attention whose forward calls the kernels of these layers."""
-    module = original.forward.__globals__
+    own = inspect.unwrap(original.forward)
+    module = own.__globals__
     rotations = rotations_of(original) if "rotary" in names else {}
     values: dict[str, Any] = {
         name: rotates_or_falls_back(module[name], name, rotate)
         for name, rotate in rotations.items()
     }
     rotates_norms = set(rotations.values()) == {rotary}
-    rotates_norms = rotates_norms and rotates_its_norms(original.forward, rotations)
+    rotates_norms = rotates_norms and rotates_its_norms(own, rotations)
     if "attention" in names:
         values[TABLE] = AttentionTable(module[TABLE])
+    on_kernels = _forward_on_kernels(own, values, set(rotations), rotates_norms)
     return derived_class(
         original,
         functools.partial(attention_on_kernels, names),
-        forward=_forward_on_kernels(original.forward, values, set(rotations), rotates_norms),
+        forward=decorated_again(original.forward, on_kernels),
         _liger_patch_layers=names,
     )
 
@@ -98,7 +102,7 @@ def _forward_on_kernels(
     input are computed together, and the norms of queries and keys are left to the rotation.
 
     Args:
-        function: the attention's own forward.
+        function: the attention's own forward, without its decorators.
         values: what this package has, by the names of the globals that it replaces.
         rotations: those of these names that are rotary functions.
         rotates_norms: whether these functions can compute the norms too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,10 @@ TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_h
 
 
 def names_of(cls: Any) -> frozenset[str]:
-    """Return the names in the code of a class's forward; none where that is no Python function."""
-    code = getattr(cls.forward, "__code__", None)
+    """Return the names in the code of a class's forward, without its decorators; none where that is
+    no Python function.
+    """
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return frozenset() if code is None else frozenset(code.co_names)
 
 

@@ -122,7 +122,8 @@ def is_causal_by_table(module: Any) -> bool:
     """Return whether an attention is causal and looks its function up in Transformers' table."""
     if getattr(module, "is_causal", None) is not True or TABLE not in names_of(type(module)):
         return False
-    return type(type(module).forward.__globals__.get(TABLE)) is AttentionInterface
+    forward = inspect.unwrap(type(module).forward)
+    return type(forward.__globals__.get(TABLE)) is AttentionInterface
 
 
 @functools.wraps(sdpa_attention_forward)

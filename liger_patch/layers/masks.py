@@ -109,7 +109,7 @@ def _forward_of(original: Any) -> Any:
     if not makers:
         return None
     other, look_up = with_other_globals(function, makers)
-    forward = decorated_again(original.forward, function, other)
+    forward = decorated_again(original.forward, other)
     return None if forward is None else (forward, look_up)
 
 
@@ -129,7 +129,7 @@ def _maker(function: Any) -> Any:
         look_up()
         return other(*arguments, **options)
 
-    return decorated_again(function, own, maker)
+    return decorated_again(function, maker)
 
 
 def _leaves_masks_out() -> bool:

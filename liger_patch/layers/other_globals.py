@@ -48,17 +48,18 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(names_in(each) for each in within))
 
 
-def decorated_again(function: Any, inner: Any, other: Callable[..., Any]) -> Any:
+def decorated_again(function: Any, other: Callable[..., Any]) -> Any:
     """Return a decorated function with ``other`` in the place of the function within its
     decorators, None where that is no variable of each decorator.
 
     Args:
-        inner: what ``inspect.unwrap(function)`` returns.
+        function: with decorators that ``functools.wraps`` has marked, or with none. Transformers
+            5.24 decorates all forwards that take a cache.
     """
-    if function is inner:
-        return other
     within = getattr(function, "__wrapped__", None)
-    again = None if within is None else decorated_again(within, inner, other)
+    if within is None:
+        return other
+    again = decorated_again(within, other)
     closure = getattr(function, "__closure__", None) or ()
     places = [i for i, cell in enumerate(closure) if _holds(cell, within)]
     if again is None or len(places) != 1:

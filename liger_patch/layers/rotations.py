@@ -7,6 +7,7 @@ features of a query or key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,7 +160,7 @@ def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
     if len(names) == 1 and cls.__name__ in ATTENTIONS:
         rotations = {names[0]: ATTENTIONS[cls.__name__]}
     for name, rotate in rotations.items():
-        own = cls.forward.__globals__.get(name)
+        own = inspect.unwrap(cls.forward).__globals__.get(name)
         if own is None or not is_transformers(own) or not _agree(own, name, rotate):
             return {}
     return rotations
