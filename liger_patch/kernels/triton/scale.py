@@ -91,10 +91,10 @@ def _scale_rows_kernel(
     scaled = values * factor
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
-        is_own = mask & (label >= 0) & (label < vocab_size)
-        weight_ptr += label * weight_stride
-        label_row = tl.load(weight_ptr + column, mask=is_own, other=0.0).to(tl.float32)
-        scaled += tl.load(label_gradients_ptr + row) * label_row
+        # no mask of the label: Triton 3.9's interpreter refuses a number that is spread over a mask
+        if (label >= 0) & (label < vocab_size):
+            label_row = tl.load(weight_ptr + label * weight_stride + column, mask=mask)
+            scaled += tl.load(label_gradients_ptr + row) * label_row.to(tl.float32)
     tl.store(out_ptr + out_row * out_stride + column, scaled, mask=mask)
 
 
