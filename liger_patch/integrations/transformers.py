@@ -1,5 +1,5 @@
 """Transformers' Trainer: a callback that patches its model, for scripts that only take callbacks,
-and a Trainer for weights of tokens and for means of sequences over several forward passes.
+and a Trainer for means of sequences over several forward passes.
 
     Trainer(model=model, callbacks=[LigerPatchCallback()], ...).train()
 
@@ -8,8 +8,7 @@ and a Trainer for weights of tokens and for means of sequences over several forw
     Trainer(model=model, ...).train()
 
 Transformers' own Trainer tells a model how many tokens the forward passes of one optimizer step
-have, on all devices. This one also tells it how many sequences, or the sum of the column
-``loss_weights`` of a data set.
+have, on all devices. This one also tells it how many sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 import transformers
 
 from liger_patch.apply import apply_patch, transformers_model
-from liger_patch.integrations.loss_weights import WeightedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
@@ -33,20 +31,17 @@ from liger_patch.patch.packing import (
 from liger_patch.status import patch_status
 
 
-class Trainer(WeightedTokens, transformers.Trainer):
-    """``transformers.Trainer`` for means of sequences and for weights of tokens.
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` for means of sequences.
 
     Under gradient accumulation and on several devices, it is exact for
-    ``apply_patch(model, loss_average="sequence")``, and for data sets with a column
-    ``loss_weights``. With any other model and data it behaves as Transformers' Trainer. If the
-    model's class takes no ``num_items_in_batch``, a step with weights is the mean of its forward
-    passes' means.
+    ``apply_patch(model, loss_average="sequence")``. With any other model it behaves as
+    Transformers' Trainer.
 
     Raises:
-        ValueError: means of sequences or weights of tokens, with a loss that is computed outside
-            the model (``label_smoothing_factor``, ``compute_loss_func``), with several GPUs in one
-            process (``torch.nn.DataParallel``), or with parallelism that splits sequences; weights
-            of tokens with a model that is not patched.
+        ValueError: means of sequences, with a loss that is computed outside the model
+            (``label_smoothing_factor``, ``compute_loss_func``), with several GPUs in one process
+            (``torch.nn.DataParallel``), or with parallelism that splits sequences.
     """
 
     @property

@@ -23,12 +23,6 @@ import trl
 from torch import nn
 
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
-from liger_patch.integrations.loss_weights import (
-    WeightedTokens,
-    joined,
-    separated,
-    with_normalized_weights,
-)
 from liger_patch.integrations.trl_adapters import adapters_on_head_allowed, without_refusal
 from liger_patch.integrations.trl_head import (
     SUPPORTED,
@@ -38,7 +32,6 @@ from liger_patch.integrations.trl_head import (
     trls_head,
 )
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.token_weights import LOSS_WEIGHTS, WEIGHT_BITS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,16 +53,14 @@ class SFTConfig(trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
-class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
+class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on the kernels of liger_patch.
 
-    Without the flag it behaves as ``trl.SFTTrainer``, whose arguments it takes. With the flag, a
-    data set of tokens may have a column ``loss_weights``: one weight for each token.
+    Without the flag it behaves as ``trl.SFTTrainer``, whose arguments it takes.
 
     Raises:
         ValueError: the flag is set, and ``apply_patch`` gave the model options that TRL's loss does
-            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry;
-            or weights of data or a loss that cannot have them.
+            not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry.
     """
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
@@ -83,47 +74,6 @@ class SFTTrainer(WeightedTokens, trl.SFTTrainer):  # pyright: ignore[reportPriva
             # nll weighs all tokens of a batch the same, dft does not
             same_gradient = args.loss_type == "nll"
             apply_trl_patch(patched, same_gradient=same_gradient, **kept)
-
-    @property
-    def takes_loss_weights(self) -> bool:
-        return is_flagged(self.args)
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *others: Any) -> Any:
-        prepare = super()._prepare_dataset
-        if not is_flagged(args):  # a stream is not asked for its columns
-            return prepare(dataset, processing_class, args, *others)
-        columns = getattr(dataset, "column_names", None) or list(next(iter(dataset)))
-        if LOSS_WEIGHTS not in columns:
-            return prepare(dataset, processing_class, args, *others)
-        dataset = _with_joined_labels(dataset, columns)
-        return prepare(dataset, processing_class, args, *others).map(separated)
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Compute TRL's loss; with weights, their sum is the denominator."""
-        if WEIGHT_BITS in inputs:
-            args: Any = self.args
-            if args.loss_type != "nll":
-                raise ValueError(f'{LOSS_WEIGHTS} are for loss_type="nll", got {args.loss_type!r}')
-            inputs = with_normalized_weights(inputs, num_items_in_batch)
-            num_items_in_batch = None if num_items_in_batch is None else 1.0
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-def _with_joined_labels(dataset: Any, columns: list[str]) -> Any:
-    """Return the data set with labels that carry their weights through TRL's preparation."""
-    masks = [name for name in ("completion_mask", "assistant_masks") if name in columns]
-    if "input_ids" not in columns or ("labels" not in columns and masks):
-        raise ValueError(
-            f"the column {LOSS_WEIGHTS!r} needs a data set of tokens, with the column 'input_ids', "
-            f"and with 'labels' where it has masks, got {columns}"
-        )
-
-    def join(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"labels": joined({"labels": sample["input_ids"], **sample})["labels"]}
-
-    return dataset.map(join, remove_columns=[LOSS_WEIGHTS])
 
 
 def apply_trl_patch(

@@ -37,7 +37,7 @@ from liger_patch.patch.forward import (
 )
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
-from liger_patch.patch.token_weights import take_weights, weights_of_targets
+from liger_patch.patch.token_weights import LOSS_WEIGHTS
 from liger_patch.patch.used_tokens import used_tokens
 
 SUPPORTED = "trl 1.15 and 1.16"
@@ -152,7 +152,8 @@ class LogProbsCall:
     ) -> Any:
         record = record_of(model)
         assert record is not None
-        weights = take_weights(kwargs)
+        if LOSS_WEIGHTS in kwargs:
+            raise ValueError(f"fused_lm_head=True takes no {LOSS_WEIGHTS}: TRL computes the loss")
         own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
@@ -163,19 +164,18 @@ class LogProbsCall:
         elif self.left_to_trl is not None:
             record.fall_back(self.left_to_trl)
         else:
-            same_gradient = self.same_gradient and weights is None
-            output = self._fused(model, record, forward, args, kwargs, own, same_gradient)
+            output = self._fused(model, record, forward, args, kwargs, own)
             if output is not None:
-                return _weighted(output, weights, own)
+                return output
         if not self.has_own_head:
             return None
         if self.reads_logits:
             outputs = forward(*args, **_of_other_calls(kwargs))
             labels = _targets(own).to(outputs.logits.device)
             flat = log_probs_of_logits(outputs, labels, self.temperature)
-            return _weighted(self._output(model, outputs, labels, flat, own), weights, own)
+            return self._output(model, outputs, labels, flat, own)
         assert record.replaced_forward is not None
-        return _weighted(record.replaced_forward(*args, **kwargs), weights, own)
+        return record.replaced_forward(*args, **kwargs)
 
     def _fused(
         self,
@@ -185,7 +185,6 @@ class LogProbsCall:
         args: tuple,
         kwargs: dict[str, Any],
         own: dict[str, Any],
-        same_gradient: bool,
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
         with one_at_a_time(model), ExitStack() as stack:
@@ -214,7 +213,7 @@ class LogProbsCall:
             labels.reshape(-1),
             temperature=self.temperature,
             outputs=self.outputs,
-            same_gradient=same_gradient,
+            same_gradient=self.same_gradient,
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
@@ -257,21 +256,6 @@ def _targets(own: dict[str, Any]) -> Tensor:
     """Return (B, T): the label that the logits at each position predict."""
     shifted = own["shift_labels"]
     return next_labels(own["labels"], IGNORE_INDEX) if shifted is None else shifted
-
-
-def _weighted(output: Any, weights: Tensor | None, own: dict[str, Any]) -> Any:
-    """Return TRL's output with each log-probability multiplied by the weight (B, T) of its label.
-    TRL's trainer computes its loss from these. The output's own ``loss`` is None.
-    """
-    if weights is None:
-        return output
-    targets, is_shifted = own["shift_labels"], own["shift_labels"] is not None
-    targets = targets if is_shifted else own["labels"]
-    weights = weights_of_targets(weights, targets, shifted=is_shifted)
-    log_probs = output.log_probs
-    weights = weights[:, : log_probs.shape[1]].to(log_probs.device)
-    weighted = (log_probs * weights).to(log_probs.dtype)
-    return FusedCausalLMOutput(**{**output, "loss": None, "log_probs": weighted})
 
 
 def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:

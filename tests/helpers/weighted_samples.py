@@ -7,7 +7,6 @@ A weight follows from its token, so that no test needs to know on which way it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from training_step import Step, call, gradients
 from transformers import PreTrainedModel
-
-LENGTHS = (9, 4, 13, 6, 5, 7, 3, 11)
-LEARNING_RATE = 0.1
 
 
 def weights_of(ids: Sequence[int]) -> list[float]:
@@ -43,38 +39,3 @@ def truth_of(model: PreTrainedModel, samples: Sequence[Sample]) -> Step:
         denominator += weights[labels != IGNORED].sum().item()
     loss = total / denominator
     return {"loss": loss.detach(), **gradients(model, loss)}
-
-
-def trained_by_hand(model: PreTrainedModel, steps: Sequence[Sequence[Sample]]) -> Step:
-    """The weights of a model after steps of plain SGD, each on these sequences."""
-    for samples in steps:
-        slopes = truth_of(model, samples)
-        with torch.no_grad():
-            for name, values in model.named_parameters():
-                values -= LEARNING_RATE * slopes[name]
-    return {name: values.detach().clone() for name, values in model.named_parameters()}
-
-
-def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Of a training by plain SGD: a loss that is scaled trains otherwise."""
-    return {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "optim": "sgd",
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        **changes,
-    }
-
-
-def in_order(trainer: Any) -> Any:
-    """The trainer, which takes its samples from the first to the last."""
-    sampler = torch.utils.data.SequentialSampler(trainer.train_dataset)
-    trainer._get_train_sampler = lambda *_: sampler
-    return trainer
