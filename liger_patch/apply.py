@@ -252,8 +252,6 @@ def revert_patch(model: Model) -> Model:
             # wrapper would call nothing
             del target.forward
             vars(target).pop("_original_forward", None)
-        if record.other_call is not None:
-            record.replaced_forward = record.other_call.given_back(target, record.replaced_forward)
         vars(target).setdefault("forward", record.replaced_forward)
     return model
 

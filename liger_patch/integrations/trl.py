@@ -23,7 +23,6 @@ import trl
 from torch import nn
 
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
-from liger_patch.integrations.trl_adapters import adapters_on_head_allowed, without_refusal
 from liger_patch.integrations.trl_head import (
     SUPPORTED,
     LogProbsCall,
@@ -66,8 +65,7 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
         on_kernels = is_flagged(args)
         kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
-        allowed = adapters_on_head_allowed(trl.SFTTrainer)  # pyright: ignore[reportPrivateImportUsage]
-        with allowed if on_kernels else contextlib.nullcontext(), patched_on_error((model, kept)):
+        with patched_on_error((model, kept)):
             super().__init__(model, args, *others, **named)
         if on_kernels:
             patched: Any = self.model
@@ -91,8 +89,6 @@ def apply_trl_patch(
     For a model that a trainer of TRL holds, once the trainer exists: ``trainer.model``, and
     ``trainer.ref_model`` where there is one. ``revert_patch`` undoes it, ``patch_status`` says what
     is fused. Heads that cannot be fused are left to TRL, with one warning that names the reason.
-    Of a reverted model with adapters on its head, which TRL's would leave out, such calls are a
-    RuntimeError.
 
     Args:
         model: a Transformers model to which TRL has added its fused head, or a PEFT wrapper around
@@ -135,7 +131,6 @@ def apply_trl_patch(
         record = record_of(target)
         assert record is not None
         record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
-        record.replaced_forward = without_refusal(record.replaced_forward)
         record.passes_through = head.passes_through
         record.other_call = LogProbsCall(**head.options, same_gradient=same_gradient)
     elif isinstance(record.other_call, LogProbsCall) and head is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,12 +20,6 @@ from transformers import PreTrainedModel
 from liger_patch.deferred.fuse import Parts, fused_log_probs
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.integrations.trl_adapters import (
-    has_adapters_on_head,
-    log_probs_of_logits,
-    refusing_adapters,
-    without_refusal,
-)
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
@@ -80,7 +75,7 @@ class TrlsHead(NamedTuple):
 
 def trls_head(model: PreTrainedModel) -> TrlsHead | None:
     """Return what TRL has added, by the variables of the model's own ``forward``, or None."""
-    forward: Any = without_refusal(vars(model).get("forward"))
+    forward: Any = vars(model).get("forward")
     outermost = True
     while forward is not None:
         function = getattr(forward, "__func__", forward)
@@ -119,8 +114,6 @@ class LogProbsCall:
         has_own_head: whether TRL has added its own head to the model, for what cannot be fused.
         left_to_trl: why a forward pass found that the head cannot be fused: all later calls are
             left to TRL. None before that.
-        reads_logits: whether calls that cannot be fused read the model's logits, because TRL's head
-            would leave out the adapters on the head.
     """
 
     temperature: float
@@ -129,19 +122,13 @@ class LogProbsCall:
     same_gradient: bool
     has_own_head: bool = True
     left_to_trl: str | None = None
-    reads_logits: bool = False
 
     @property
     def otherwise(self) -> str:
-        return "computes ordinary logits" if self.reads_logits else "leaves the head to TRL"
+        return "leaves the head to TRL"
 
     def is_meant(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
-
-    def given_back(self, model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
-        if self.has_own_head and has_adapters_on_head(model):
-            return refusing_adapters(model, forward)
-        return forward
 
     def __call__(
         self,
@@ -158,7 +145,6 @@ class LogProbsCall:
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
         check_loss_is_trls(record.settings)
-        self.reads_logits = self.has_own_head and has_adapters_on_head(model)
         if flags.return_logits() is True:
             record.note_logits_asked()
         elif self.left_to_trl is not None:
@@ -169,11 +155,11 @@ class LogProbsCall:
                 return output
         if not self.has_own_head:
             return None
-        if self.reads_logits:
-            outputs = forward(*args, **_of_other_calls(kwargs))
-            labels = _targets(own).to(outputs.logits.device)
-            flat = log_probs_of_logits(outputs, labels, self.temperature)
-            return self._output(model, outputs, labels, flat, own)
+        if _has_adapters_on_head(model):  # they came after TRL looked for them
+            raise RuntimeError(
+                f"{type(model).__name__} has adapters on its head, which TRL's own head leaves "
+                f"out, and liger_patch does not compute it: {record.reason}"
+            )
         assert record.replaced_forward is not None
         return record.replaced_forward(*args, **kwargs)
 
@@ -256,6 +242,11 @@ def _targets(own: dict[str, Any]) -> Tensor:
     """Return (B, T): the label that the logits at each position predict."""
     shifted = own["shift_labels"]
     return next_labels(own["labels"], IGNORE_INDEX) if shifted is None else shifted
+
+
+def _has_adapters_on_head(model: PreTrainedModel) -> bool:
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(model.get_output_embeddings(), tuners.BaseTunerLayer)
 
 
 def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:

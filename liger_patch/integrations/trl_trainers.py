@@ -3,13 +3,12 @@
     from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
     DPOTrainer(model, args=DPOConfig(use_liger_patch=True, ...), ...)
 
-With the flag, policy and reference run on the kernels of liger_patch from their first call on, and
-adapters on the head, which TRL refuses, are trained. Losses and metrics stay TRL's.
+With the flag, policy and reference run on the kernels of liger_patch from their first call on.
+Losses and metrics stay TRL's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,6 @@ from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
 from liger_patch.integrations.trl import apply_trl_patch, patched_on_error, revert_for_trl
-from liger_patch.integrations.trl_adapters import adapters_on_head_allowed
 from liger_patch.integrations.trl_head import is_flagged
 
 HELP = "Compute log-probabilities with liger_patch's kernels."
@@ -85,7 +83,6 @@ class _OnKernels:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         construct: Any = super().__init__
-        trls = type(self).__mro__[type(self).__mro__.index(_OnKernels) + 1]
         given = inspect.signature(construct).bind(*arguments, **named).arguments
         self._options: dict[str, dict[str, Any]] | None = None
         if not is_flagged(given.get("args")):
@@ -96,11 +93,8 @@ class _OnKernels:
             for name in MODELS
             if given.get(name) is not None and not isinstance(given[name], str)
         }
-        # TRL goes on refusing adapters with this option, which casts the head's product, not theirs
-        keeps_refusal = getattr(given["args"], "cast_lm_head_to_fp32", False)
-        allowed = contextlib.nullcontext() if keeps_refusal else adapters_on_head_allowed(trls)
         reverted = [(given[name], options) for name, options in self._options.items()]
-        with allowed, patched_on_error(*reverted):
+        with patched_on_error(*reverted):
             construct(*arguments, **named)
         self._patch()
 

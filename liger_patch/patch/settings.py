@@ -75,10 +75,6 @@ class OtherCall(Protocol):
         """Return whether a call with these arguments is one of this second kind."""
         ...
 
-    def given_back(self, model: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the instance's ``forward`` after ``revert_patch``, from that of the library."""
-        ...
-
     def __call__(
         self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
