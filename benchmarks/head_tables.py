@@ -14,7 +14,6 @@ from .markdown import (
     time_and_memory,
 )
 from .names import (
-    APART,
     COPY,
     EAGER,
     KERNELS_OF_OTHERS,
@@ -134,8 +133,6 @@ def layer_kernels_table(report: dict) -> str:
         "read and to write, each once; its own column is its bandwidth in TB/s, one number where "
         "both directions have the same."
     )
-    if APART in contenders:
-        note += " Norms and rotary apart: three kernels."
     return document(report, cells, note)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from liger_patch.kernels.gated import gated
-from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
@@ -162,72 +161,7 @@ class Rotation:
         return rotary(q, k, cos, sin)
 
 
-@dataclass(frozen=True)
-class NormedRotation:
-    """Norms of the queries and keys of one layer, each head's own, and their rotary embedding."""
-
-    rotation: Rotation
-    offset: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"norms and {self.rotation.name}"
-
-    def inputs(self, device: torch.device | str) -> Inputs:
-        (q, k), tables, upstream = self.rotation.inputs(device)
-        weights = (_randn(self.rotation.size, device=device) for _ in range(2))
-        return Inputs((q, k, *weights), tables, upstream)
-
-    def forward_bytes(self) -> int:
-        """Count, beside the rotation's, reads of the weights and writes of the rows' statistics."""
-        return self.rotation.forward_bytes() + self._weight_bytes() + self._statistic_bytes()
-
-    def backward_bytes(self) -> int:
-        """Count reads of dy, x, cos, sin, weights and the rows' statistics, writes of gradients."""
-        inputs = ELEMENT * self._rows() * self.rotation.size
-        both = 2 * self._weight_bytes()  # weights and their gradients
-        return self.rotation.backward_bytes() + inputs + both + self._statistic_bytes()
-
-    def _rows(self) -> int:
-        own = self.rotation
-        return own.batch * own.tokens * (own.heads + own.key_heads)
-
-    def _weight_bytes(self) -> int:
-        return ELEMENT * 2 * self.rotation.size
-
-    def _statistic_bytes(self) -> int:
-        return STATISTIC * self._rows()
-
-    def eager(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
-        q, k = self._norm.eager(q, q_weight), self._norm.eager(k, k_weight)
-        return self.rotation.eager(q, k, cos, sin)
-
-    def liger(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
-        q, k = self._norm.liger(q, q_weight), self._norm.liger(k, k_weight)
-        return self.rotation.liger(q, k, cos, sin)
-
-    def apart(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Call three kernels."""
-        q, k = self._norm.ours(q, q_weight), self._norm.ours(k, k_weight)
-        return self.rotation.ours(q, k, cos, sin)
-
-    def ours(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
-        return normed_rotary(q, k, q_weight, k_weight, cos, sin, EPS, offset=self.offset)
-
-    @property
-    def _norm(self) -> Norm:
-        return Norm(self.rotation.model, self._rows(), self.rotation.size, self.offset)
-
-
-Case = Norm | Gate | Rotation | NormedRotation
+Case = Norm | Gate | Rotation
 
 CASES: tuple[Case, ...] = (
     Norm("Llama-3.2-1B", 16384, 2048),
@@ -245,10 +179,6 @@ CASES: tuple[Case, ...] = (
     Rotation("Qwen3-8B", 4, 32, 8, 2048, 128),
     Rotation("Gemma-3-270M", 8, 4, 1, 2048, 256),
     Rotation("Qwen3-Next-80B-A3B", 8, 16, 2, 2048, 256, turned=64),
-    NormedRotation(Rotation("Qwen3-0.6B", 8, 16, 8, 2048, 128)),
-    NormedRotation(Rotation("Qwen3-8B", 4, 32, 8, 2048, 128)),
-    NormedRotation(Rotation("Gemma-3-4B", 4, 8, 4, 2048, 256), offset=1.0),
-    NormedRotation(Rotation("Gemma-3-270M", 8, 4, 1, 2048, 256), offset=1.0),
 )
 
 

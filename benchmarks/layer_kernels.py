@@ -32,9 +32,9 @@ from .batches_of_calls import (
     results_of,
 )
 from .benchmark import Benchmark
-from .layer_cases import CASES, Case, NormedRotation
+from .layer_cases import CASES, Case
 from .measure import Errors, Failure, Measurement, attempt, is_right, relative_error, release_memory
-from .names import APART, COPY
+from .names import COPY
 from .terminal import terminal_layer_kernels_table
 
 
@@ -43,8 +43,7 @@ def contenders(case: Case) -> dict[str, Function]:
     theirs: dict[str, Function] = {}
     if find_spec("liger_kernel"):
         theirs["Liger-Kernel"] = case.liger
-    apart = {APART: case.apart} if isinstance(case, NormedRotation) else {}
-    return {"eager": case.eager, **theirs, **apart, "liger_patch": case.ours}
+    return {"eager": case.eager, **theirs, "liger_patch": case.ours}
 
 
 def run_case(

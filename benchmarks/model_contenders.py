@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch import apply_patch
-from liger_patch.layers import norm
 from liger_patch.layers.replace import count_layers
 
 from .models import has_sliding_attention
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
-NORMS_APART = "liger_patch, layers, norms and rotary apart"  # of queries and keys
 MASKED = "liger_patch, layers, with masks"  # of packed and padded rows, and sliding windows
 NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
 FLEX_LAYERS = "liger_patch, layers, flex attention"  # of models with sliding windows
@@ -38,7 +36,6 @@ NAMES = (
     "Liger, all kernels",
     "liger_patch",
     "liger_patch, layers",
-    NORMS_APART,
     MASKED,
     FLEX_LAYERS,
     "liger_patch, layers, compiled",
@@ -64,8 +61,6 @@ def contenders(
     found["liger_patch"] = partial(_ours, model)
     layers = partial(_ours, model, layers=True)
     found["liger_patch, layers"] = layers
-    if any(hasattr(module, "q_norm") for module in model.modules()):
-        found[NORMS_APART] = partial(_with_norms_apart, model)
     if masked or has_sliding_attention(model.config):
         found[MASKED] = partial(_ours, model, layers=True, without="attention")
     if has_sliding_attention(model.config):
@@ -119,19 +114,6 @@ def _ours(
         return partial(_loss, own)
     torch.compiler.reset()
     return partial(_loss, compiled(own))
-
-
-def _with_norms_apart(model: nn.Module) -> Loss:
-    """Return a loss whose norms of queries and keys do not wait for the rotary embedding. Not for
-    checkpointed models: these would not wait when they run first, and would the second time.
-    """
-    own = _ours(model, layers=True)
-
-    def loss(batch: Mapping[str, Tensor]) -> Tensor:
-        with _replaced(norm, {"is_left_to_rotation": lambda *_: False}):
-            return own(batch)
-
-    return loss
 
 
 def _whole(model: Any) -> Any:

@@ -12,7 +12,6 @@ PYTORCH, QUACK, UNSLOTH = "PyTorch", "QuACK", "Unsloth"
 COPY = "copy"
 FLEX = f"{OURS}, flex attention"  # of models with sliding windows
 COMPILED = f"{OURS}, compiled by layer"
-APART = f"{OURS}, apart"  # three kernels where there is one
 
 
 def by_default(report: dict) -> dict:

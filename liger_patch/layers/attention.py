@@ -16,11 +16,9 @@ from typing import Any
 from torch import nn
 
 from liger_patch.kernels.graphs import is_compiled_here
-from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
-from liger_patch.layers.normed_heads import norms_left_to_rotation, rotates_its_norms
 from liger_patch.layers.other_globals import decorated_again, with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
@@ -80,35 +78,27 @@ def attention_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Modul
         name: rotates_or_falls_back(module[name], name, rotate)
         for name, rotate in rotations.items()
     }
-    rotates_norms = set(rotations.values()) == {rotary}
-    rotates_norms = rotates_norms and rotates_its_norms(own, rotations)
     if "attention" in names:
         values[TABLE] = AttentionTable(module[TABLE])
-    on_kernels = _forward_on_kernels(own, values, set(rotations), rotates_norms)
     return derived_class(
         original,
         functools.partial(attention_on_kernels, names),
-        forward=decorated_again(original.forward, on_kernels),
+        forward=decorated_again(original.forward, _forward_on_kernels(own, values)),
         _liger_patch_layers=names,
     )
 
 
-def _forward_on_kernels(
-    function: Any, values: dict[str, Any], rotations: Collection[str], rotates_norms: bool
-) -> Any:
+def _forward_on_kernels(function: Any, values: dict[str, Any]) -> Any:
     """Return the forward of an attention on kernels: the same code, with other globals.
 
     Each call looks up all globals in the function's module again. Around it, the projections of one
-    input are computed together, and the norms of queries and keys are left to the rotation.
+    input are computed together.
 
     Args:
         function: the attention's own forward, without its decorators.
         values: what this package has, by the names of the globals that it replaces.
-        rotations: those of these names that are rotary functions.
-        rotates_norms: whether these functions can compute the norms too.
     """
     other, look_up = with_other_globals(function, values)
-    found = other.__globals__
 
     @functools.wraps(function)
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -116,11 +106,9 @@ def _forward_on_kernels(
             return other(*arguments, **options)
         look_up()
         attention = arguments[0]
-        takes_norms = rotates_norms and all(found[name] is values[name] for name in rotations)
         with (
             computed_together(attention),
             sharing_inputs() if has_parallel_projection(attention, "q_proj") else nullcontext(),
-            norms_left_to_rotation(attention) if takes_norms else nullcontext(),
         ):
             return other(*arguments, **options)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_patch.kernels.rms_norm import NormInputs, rms_norm
+from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.layers.checks import needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.long_rows import note_source
-from liger_patch.layers.normed_heads import UncomputedNorm, is_left_to_rotation
 from liger_patch.layers.probing import configuration, results_match, with_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
@@ -152,8 +151,6 @@ def norm(original: Any) -> type[nn.Module]:
             is_narrow = narrows and weight.dtype in (torch.float16, torch.bfloat16)
             dtype = weight.dtype if is_narrow else torch.promote_types(dtype, weight.dtype)
         epsilon = getattr(self, eps)
-        if is_left_to_rotation(self, x, weight):
-            return cast(Tensor, UncomputedNorm(NormInputs(x, weight, epsilon, offset, dtype)))
         y = rms_norm(x, weight, epsilon, offset=offset, dtype=dtype)
         note_source(y, x, weight, epsilon, offset, dtype)
         return y

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import names_of, needs_own_code
-from liger_patch.layers.normed_heads import UncomputedNorm, computed, rotated_norms
 from liger_patch.layers.probing import probing, results_match
 from liger_patch.subclass import is_transformers
 
@@ -226,7 +224,7 @@ def rotates_or_falls_back(
     """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
     with probing():
         trials = list(_trials(name, rotate))  # what ``rotate`` takes
-    takes_options, takes_norms = rotate is _rotate_one, rotate is rotary
+    takes_options = rotate is _rotate_one
     turned = 1 if rotate is _rotate_one else 2  # the arguments before the tables
     number, dims = len(trials[0]), {(each[0].dim(), each[turned].dim()) for each in trials}
 
@@ -237,11 +235,6 @@ def rotates_or_falls_back(
         is_known = is_known and not any(
             isinstance(each, Tensor) and each.requires_grad for each in arguments[turned:]
         )
-        if takes_norms and any(type(each) is UncomputedNorm for each in arguments):
-            result = rotated_norms(*arguments) if is_known and not is_compiled_here() else None
-            if result is not None:
-                return result
-            arguments = tuple([computed(each) for each in arguments])
         is_known = is_known and (arguments[0].dim(), arguments[turned].dim()) in dims
         return (rotate if is_known else own)(*arguments, **options)
 

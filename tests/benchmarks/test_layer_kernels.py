@@ -33,10 +33,10 @@ from benchmarks.batches_of_calls import (
     results_of,
 )
 from benchmarks.batches_of_calls import _of_a_call as of_a_call
-from benchmarks.layer_cases import CASES, Case, Gate, Norm, NormedRotation, Rotation
+from benchmarks.layer_cases import CASES, Case, Gate, Norm, Rotation
 from benchmarks.layer_kernels import contenders, run_case
 from benchmarks.measure import Failure, Measurement
-from benchmarks.names import APART, COPY
+from benchmarks.names import COPY
 
 CACHE = 60 * 10**6  # bytes of L2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,8 +48,6 @@ def tiny(case: Case) -> Case:
         return replace(case, rows=6, hidden_size=24)
     if isinstance(case, Gate):
         return replace(case, tokens=5, size=24)
-    if isinstance(case, NormedRotation):
-        return replace(case, rotation=tiny(case.rotation))
     turned = None if case.turned is None else 8
     return replace(case, batch=2, heads=3, key_heads=2, tokens=5, size=16, turned=turned)
 
@@ -139,13 +137,7 @@ def test_eager_is_what_transformers_computes(case: Case):
         gate, up = inputs.leaves
         theirs = (act_fn(gate) * up,)
     else:
-        (q, k, *weights), (cos, sin), _ = inputs
-        if isinstance(case, NormedRotation):
-            norm = Gemma2RMSNorm if case.offset else LlamaRMSNorm
-            modules = [norm(case.rotation.size, eps=1e-6) for _ in weights]
-            for module, weight in zip(modules, weights, strict=True):
-                module.weight.data = weight
-            q, k = (module(x) for module, x in zip(modules, (q, k), strict=True))
+        (q, k), (cos, sin), _ = inputs
         theirs = modeling_qwen3_next.apply_rotary_pos_emb(q, k, cos, sin)
     for own, their in zip(results_of(case.eager, inputs), theirs, strict=True):
         assert torch.equal(own, their)
@@ -271,8 +263,7 @@ def test_liger_kernel_takes_part_where_it_is_installed(case: Case, monkeypatch: 
     assert installed is (find_spec("liger_kernel") is not None)
     monkeypatch.setattr(layer_kernels, "find_spec", lambda name: name == "liger_kernel")
     monkeypatch.setattr(layer_cases, "_liger", lambda: LIGER)
-    apart = [APART] if isinstance(case, NormedRotation) else []
-    assert list(contenders(case)) == ["eager", "Liger-Kernel", *apart, "liger_patch"]
+    assert list(contenders(case)) == ["eager", "Liger-Kernel", "liger_patch"]
     inputs = case.inputs("cpu")
     theirs = results_of(contenders(case)["Liger-Kernel"], inputs)
     for own, their in zip(results_of(case.eager, inputs), theirs, strict=True):

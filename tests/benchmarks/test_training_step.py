@@ -23,7 +23,6 @@ from benchmarks.model_contenders import (
     FLEX_LAYERS,
     MASKED,
     NAMES,
-    NORMS_APART,
     NORMS_LEFT,
     shared_copy,
     some_contenders,
@@ -33,8 +32,7 @@ from benchmarks.models import FULL_WIDTH, MODELS, OTHER_ROWS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 from liger_patch import apply_patch, patch_status
-from liger_patch.kernels.normed_rotary import normed_rotary
-from liger_patch.layers import masked_attention, normed_heads
+from liger_patch.layers import masked_attention
 from liger_patch.layers.replace import count_layers
 
 PARAMETERS = {"Llama-3.2-1B": 1.24, "Qwen3-0.6B": 0.60, "Gemma-2-2B": 2.61, "Gemma-3-270M": 0.268}
@@ -243,28 +241,6 @@ def test_a_contender_is_not_left_out_in_silence(monkeypatch: pytest.MonkeyPatch)
         main(["training_step", "--contender", "Liger, all kernels"])
     with pytest.raises(SystemExit):
         main(["training_step", "--contender", "ours"])
-
-
-def test_norms_of_queries_and_keys_can_be_left_out_of_the_rotary_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def counting(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        return normed_rotary(*arguments, **options)
-
-    calls: list[int] = []
-    monkeypatch.setattr(normed_heads, "serves_triton", lambda *_: True)
-    monkeypatch.setattr(normed_heads, "normed_rotary", counting)
-    case = tiny(next(model for model in MODELS if model.name.startswith("Qwen3-0.6B")))
-    made = model_contenders(case.build("cpu"))
-    losses, called = {}, {}
-    for name in ("liger_patch, layers", NORMS_APART):
-        calls.clear()
-        losses[name] = made[name]()(case.batch("cpu"))
-        called[name] = len(calls)
-    assert called == {"liger_patch, layers": 2, NORMS_APART: 0}
-    assert torch.equal(*losses.values())
-    assert NORMS_APART not in model_contenders(tiny(MODELS[0]).build("cpu"))
 
 
 @pytest.mark.parametrize("model", OTHER_ROWS, ids=lambda model: model.name)

@@ -43,7 +43,6 @@ SPILLED_BYTES_OF = {
     "odds_kernel": 96,  # with a softcap and three sums on sm_100: 8 on sm_90
     "_rms_norm_backward_kernel": 2312,  # float32 rows of 32768 on sm_100: 0 on sm_90
     "_shard_gradients_kernel": 192,  # with a softcap on sm_120: 8 on sm_90
-    "_turn_normed_backward_kernel": 88,  # 80 features in fp16 on sm_80, by Triton 3.6
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 GEFORCE = GPUTarget("cuda", 89, 32)
@@ -52,7 +51,6 @@ LARGEST_OF = {  # the case that a quick run compiles, and the most KiB of shared
     "_gated_lora_backward_kernel": ("bf16-64-silu-True-False", 48),
     "_gated_lora_kernel": ("bf16-64-silu-True-False", 28),
     "_rms_norm_backward_kernel": ("bf16-10240-*bf16-99", 81),
-    "_turn_normed_backward_kernel": ("bf16-bf16-bf16-256-256-None-3", 81),
 }
 SMALL_KIB = 24  # of kernels that have no row there
 OPTIONS_OF = {"_nf4_kernel": {"enable_fp_fusion": False}}  # as it is launched
@@ -86,8 +84,6 @@ KERNELS = {
     "_shard_sums_kernel": loss.shard_sums,
     "_sum_parts_kernel": layer.sum_parts,
     "_token_statistics_kernel": loss.token_statistics,
-    "_turn_normed_backward_kernel": layer.normed_rotary_backward,
-    "_turn_normed_kernel": layer.normed_rotary,
 }
 
 

@@ -20,29 +20,27 @@ from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.normed_rotary import normed_rotary
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
 EPS = 1e-5
-OPERATORS = ["rms_norm", "gated", "gated_norm", "halves", "gated_mlp", "rotary", "normed_rotary"]
-TRACED = ["rms_norm", "gated", "gated_norm", "rotary", "normed_rotary"]
+OPERATORS = ["rms_norm", "gated", "gated_norm", "halves", "gated_mlp", "rotary"]
+TRACED = ["rms_norm", "gated", "gated_norm", "rotary"]
 IN_SLICES = ["gated_mlp in slices", "lora_mlp in slices"]
 
 
 def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
-    for name in (*TRACED, "normed_rotary_backward"):
+    for name in TRACED:
         monkeypatch.setitem(sys.modules, f"liger_patch.kernels.triton.{name}", None)
     monkeypatch.setattr("liger_patch.kernels.backend.HAS_TRITON", False)
     x = torch.randn(1, 2, 3, 4, requires_grad=True)
     turned = rotary(x, x, *torch.randn(2, 1, 3, 4))[0]
-    turned = turned + normed_rotary(x, x, None, None, *torch.randn(2, 1, 3, 4), EPS)[1]
     y = rms_norm(x, None, EPS) + gated(x, x) + turned + gated_norm(x, x, x[0, 0, 0], EPS)
     y.sum().backward()
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary", "normed_rotary"])
+@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotary"])
 def test_a_second_derivative_is_refused(operator, device):
     x = torch.randn(1, 2, 3, 4, device=device, requires_grad=True)
     tables = torch.randn(2, 1, 3, 4, device=device)
@@ -50,7 +48,6 @@ def test_a_second_derivative_is_refused(operator, device):
         "rms_norm": lambda: rms_norm(x, None, EPS),
         "gated": lambda: gated(x, x),
         "rotary": lambda: rotary(x, x, *tables)[0],
-        "normed_rotary": lambda: normed_rotary(x, x, None, None, *tables, EPS)[0],
     }[operator]()
     with pytest.raises(RuntimeError, match=operator):
         torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -74,7 +71,6 @@ def test_results_may_be_written_to(operator, made, device):
         "lora_mlp": lambda: lora_mlp(x, part, part, part),
         "lora_mlp in slices": lambda: lora_mlp(x, part, part, part, slice_tokens=4),
         "rotary": lambda: rotary(x, x[:, :2], *tables)[0],
-        "normed_rotary": lambda: normed_rotary(x, x[:, :2], None, None, *tables, EPS)[0],
     }[operator]
     written = call()
     written.mul_(3.0)
@@ -107,7 +103,6 @@ def test_hooks_may_give_saved_tensors_other_strides(operator, strides, device):
                 "halves": lambda: gated(x),
                 "gated_mlp": lambda: gated_mlp(x, *weights),
                 "rotary": lambda: rotary(x, x, *tables)[0],
-                "normed_rotary": lambda: normed_rotary(x, x, *weights[0][:2], *tables, EPS)[0],
             }[operator]()
         return torch.autograd.grad(y.square().sum(), leaf)[0]
 
@@ -161,43 +156,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "sin of bool": (lambda: rotary(Q, Q, C, C > 0), "sin must be floating point, got torch.bool"),
     "k's device": (lambda: rotary(Q, Q.to("meta"), C, C), "k must be on cpu"),
     "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
-    "no features": (
-        lambda: normed_rotary(Q[..., :0], Q[..., :0], None, None, C[..., :0], C[..., :0], EPS),
-        r"q must have D > 0, got \(2, 3, 5, 0\)",
-    ),
-    "no k": (lambda: normed_rotary(Q, Q[0], None, None, C, C, EPS), "k must be torch.float32"),
-    "q's weight": (
-        lambda: normed_rotary(Q, Q, X[0, :3], X[0], C, C, EPS),
-        r"q_weight must be floating point \(8,\), got torch.float32 \(3,\)",
-    ),
-    "k's weight": (
-        lambda: normed_rotary(Q, Q, X[0], X[0].int(), C, C, EPS),
-        r"k_weight must be floating point \(8,\), got torch.int32",
-    ),
-    "one weight": (
-        lambda: normed_rotary(Q, Q, None, X[0], C, C, EPS),
-        "q_weight and k_weight must both be tensors or both None",
-    ),
-    "weights of two dtypes": (
-        lambda: normed_rotary(Q, Q, X[0], X[0].half(), C, C, EPS),
-        "k_weight must be torch.float32 as q_weight, got torch.float16",
-    ),
-    "weight's device": (
-        lambda: normed_rotary(Q, Q, X[0], X[0].to("meta"), C, C, EPS),
-        "k_weight must be on cpu as q is, got meta",
-    ),
-    "eps of heads": (
-        lambda: normed_rotary(Q, Q, None, None, C, C, -1.0),
-        "eps must be a number >= 0, got -1.0",
-    ),
-    "offset of heads": (
-        lambda: normed_rotary(Q, Q, None, None, C, C, EPS, offset=None),
-        "offset must be a number, got None",
-    ),
-    "norm_dtype": (
-        lambda: normed_rotary(Q, Q, None, None, C, C, EPS, norm_dtype=torch.int8),
-        "norm_dtype must be floating point or None, got torch.int8",
-    ),
     "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
 }
 
@@ -221,7 +179,6 @@ def test_traces_hold_operators_with_their_gradients(operator, device):
             "gated": lambda: gated(leaf, leaf),
             "gated_norm": lambda: gated_norm(leaf, leaf, tables[0, 0, 0], EPS),
             "rotary": lambda: rotary(leaf, leaf, *tables)[0],
-            "normed_rotary": lambda: normed_rotary(leaf, leaf, None, None, *tables, EPS)[0],
         }[operator]()
         return torch.autograd.grad(y.square().sum(), leaf)[0]
 
@@ -245,7 +202,6 @@ FORWARD = {
     "gated_norm": lambda x: gated_norm(x, x, x[0, 0, 0], EPS, group_size=4, gate_first=True),
     "halves": lambda x: gated(x),
     "rotary": lambda x: rotary(x, x, x[:, 0], x[:, 1])[0],
-    "normed_rotary": lambda x: normed_rotary(x, x, None, None, x[:, 0], x[:, 1], EPS)[0],
 }
 
 
@@ -291,9 +247,6 @@ def test_a_recorded_forward_pass_has_the_gradients_of_the_call(operator, recorde
         "gated": lambda x: gated(x, x.flip(0)),
         "gated_norm": lambda x: gated_norm(x, x.flip(0), x[0, 0, 0], EPS, group_size=4),
         "rotary": lambda x: torch.cat(rotary(x, x.flip(0)[:, :2], cos, sin), 1),
-        "normed_rotary": lambda x: torch.cat(
-            normed_rotary(x, x.flip(0)[:, :2], x[0, 0, 0], x[0, 0, 1], cos, sin, EPS), 1
-        ),
     }[operator]
     leaf = other.requires_grad_()
 
@@ -340,8 +293,6 @@ def test_operators_are_what_torch_says_an_operator_is(operator, device):
     cos, sin = torch.randn(2, 1, 5, 8, device=device)
     rstd, pairs = torch.rand(x.shape[:-1], device=device), cos[..., ::2]
     each = rstd[..., None].repeat(1, 1, 1, 2)
-    heads, dtypes, end = (x, x[:, :2]), (torch.float32, torch.float64), (torch.float32,)
-    saved = (cos, sin, rstd.mT.contiguous(), rstd[:, :2].mT.contiguous())
     calls = {
         "rms_norm": [
             ("rms_norm_forward", (x.transpose(1, 2), weight, EPS, 0.0, torch.float32)),
@@ -363,13 +314,6 @@ def test_operators_are_what_torch_says_an_operator_is(operator, device):
             ("rotate", (x, x[:, :2], cos, sin, torch.float32, False, False, True)),
             ("rotate", (x, x[:, :0], pairs, pairs, torch.float64, True, False, False)),
             ("rotate", (x, x[:, :1], pairs, pairs, torch.float32, True, True, True)),
-        ],
-        "normed_rotary": [
-            ("normed_rotary", (*heads, weight, weight, cos, sin, EPS, 0.0, *dtypes)),
-            ("normed_rotary", (*heads, None, None, cos, sin, EPS, 1.0, *dtypes[::-1])),
-            ("normed_rotary_backward", (*heads, *heads, weight, weight, *saved, 1.0, *end, True)),
-            ("normed_rotary_backward", (*heads, *heads, None, None, *saved, 0.0, *end, True)),
-            ("normed_rotary_backward", (*heads, *heads, weight, weight, *saved, 0.0, *end, False)),
         ],
     }
     for name, arguments in calls[operator]:

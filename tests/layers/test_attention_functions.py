@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
-    # the first has norms of queries and keys, in one kernel with their rotation
+    # the first has norms of queries and keys
     "gemma3_text": Gemma3TextConfig(
         **SIZES, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=32
     ),

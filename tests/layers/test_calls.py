@@ -120,6 +120,27 @@ def test_an_attention_sees_what_its_module_has_now(
     assert calls
 
 
+def test_queries_and_keys_see_hooks_and_functions_that_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hooks of their norms, and another rotary function in the attention's module."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model = apply_patch(make_model("qwen3"), layers=True)
+    batch = tiny_batch(model)
+    expected, seen, own = step(model, batch), [], modeling_qwen3.apply_rotary_pos_emb
+
+    def other(*arguments: Any) -> Any:
+        seen.append("rotary")
+        return own(*arguments)
+
+    hooked: Any = model.model.layers[0].self_attn.k_norm
+    hooked.register_forward_hook(lambda *_: seen.append("norm"))
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", other)
+    torch.testing.assert_close(step(model, batch), expected)
+    assert seen == ["norm", *["rotary"] * model.config.num_hidden_layers]
+
+
 @pytest.mark.parametrize("kind", ["rms_norm", "rotary", "gated"])
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_a_layer_that_is_given_shards_runs_its_own_code(
