@@ -120,7 +120,7 @@ def linear_cross_entropy(
             ``hidden_states`` and ``low_rank[0]`` are summed over the ranks.
         hopper_kernels: True to run the kernels for large batches, whatever the number of tokens:
             Hopper's own, or other GPUs' where these do not serve. False runs on Hopper what other
-            GPUs run. None: as True for more than 512 tokens, or with ``vocab_shard``.
+            GPUs run. None: as True for more than 512 tokens. Of no effect with ``vocab_shard``.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 inputs. It

@@ -107,7 +107,7 @@ def scale(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.triton.scale import ROW_BLOCK
 
-    # float32 products to gradients, those of a shard too, and hidden states to scaled ones
+    # float32 products to gradients of both dtypes, and hidden states to scaled ones
     of_products = ("*fp32", "*bf16", 0), ("*fp32", "*fp32", 1), ("*fp32", "*fp32", 0)
     for values, out, rows in (*of_products, ("*bf16", "*bf16", 0)):
         yield (
@@ -123,7 +123,6 @@ def scale_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "label_gradients_ptr": "*fp32" if values == "*fp32" else None,
                 "weight_ptr": "*bf16" if values == "*fp32" else None,
                 "weight_stride": "i32" if values == "*fp32" else None,
-                "vocab_size": "i32" if values == "*fp32" else None,
                 "columns": "i32",
                 "BLOCK": ROW_BLOCK,
             },
@@ -220,16 +219,14 @@ def label_logit(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
 def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     from liger_patch.kernels.head import hopper as kernels
 
-    flags = itertools.product((0, 1), repeat=5)
-    for softcap, class_weight, writes, statistics, shards in flags:
+    flags = itertools.product((0, 1), repeat=4)
+    for softcap, class_weight, writes, statistics in flags:
         if class_weight and statistics:  # losses have the one, log-probabilities the other
             continue
-        if shards and softcap != writes:  # where the numbers come from is the same to both
-            continue
-        if target != FULL and {softcap, writes, shards} != {statistics}:  # not served there
+        if target != FULL and {softcap, writes} != {statistics}:  # not served there
             continue
         yield (
-            f"{softcap}{class_weight}{writes}{statistics}{shards}",
+            f"{softcap}{class_weight}{writes}{statistics}",
             {
                 "partial_ptr": "*fp32",
                 "labels_ptr": "*i64",
@@ -255,33 +252,8 @@ def finish(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
                 "logit_scale": "fp32",
                 "z_loss": "fp32",
                 "SUMS": 3 if statistics else 2,
-                "TILE_V": None if shards else kernels.TILE_V,
+                "TILE_V": kernels.TILE_V,
                 **kernels.FINISHED,
-            },
-            4,
-        )
-
-
-def halves(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.head import hopper
-    from liger_patch.kernels.triton import shard_odds as kernels
-
-    for sums in (2, 3):
-        yield (
-            str(sums),
-            {
-                "partial_ptr": "*fp32",
-                "labels_ptr": "*i64",
-                "halves_ptr": "*fp32",
-                "overflow_ptr": "*i32",
-                "counts_ptr": "*i64",
-                "start": "i32",
-                "only_on_overflow": "i32",
-                "rows": "i32",
-                "v_tiles": "i32",
-                "SUMS": sums,
-                "TILE_V": hopper.TILE_V,
-                **kernels.BLOCKS,
             },
             4,
         )
@@ -324,7 +296,6 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
                 "dweight_ptr": dweight,
                 "dweight_stride": "i32",
                 "tokens": "i32",
-                "vocab_size": "i32",
                 "hidden_size": "i32",
                 **kernels.BLOCKS,
             },

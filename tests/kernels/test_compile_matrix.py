@@ -68,7 +68,6 @@ KERNELS = {
     "_gated_lora_kernel": lora.gated_lora,
     "_gated_norm_backward_kernel": layer.gated_norm_backward,
     "_gated_norm_kernel": layer.gated_norm,
-    "_halves_kernel": loss.halves,
     "label_logit_kernel": loss.label_logit,
     "_log_probs_gradient_kernel": loss.log_probs_gradient,
     "odds_kernel": loss.odds,

@@ -11,7 +11,7 @@ are dropped. For each chunk, where gradients are wanted:
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
 low-rank adapter on the head adds its own thin products to each of them; a quantized weight is
 dequantized a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
-multiplies by its own rows: see ``sharded`` and ``sharded_odds``. Extra memory: the gradients
+multiplies by its own rows: see ``sharded``. Extra memory: the gradients
 themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
@@ -194,7 +194,8 @@ def run_chunks(
     has_gradients = any(wanted)
     scale = row_scale if has_gradients else None
     with without_autocast(inputs.hidden_states.device.type):
-        form, operands = _form(config, inputs.to(config.dtype), statistics, upstream)
+        operands = inputs.to(config.dtype)
+        form = _form(config, operands, statistics, upstream)
 
         def logits_memory(tokens: int) -> Tensor | None:
             if form.counts_on_device and not has_gradients:
@@ -244,32 +245,23 @@ def _form(
     operands: HeadInputs,
     statistics: Collection[str],
     upstream: UpstreamGradients | None,
-) -> tuple[HeadForm, HeadInputs]:
-    """Choose the form that computes losses and dlogits; return it, and the operands that it takes.
-
-    Reads nothing from the device. Every rank of a distributed vocabulary chooses the same form.
-    """
+) -> HeadForm:
+    """Return the form that computes losses and dlogits. Reads nothing from the device."""
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}
-    if upstream is None and serves_triton_device(labels.labels):
-        from liger_patch.kernels.head import hopper, odds_inputs, row_odds, sharded_odds
+    if upstream is None and shard is None and serves_triton_device(labels.labels):
+        from liger_patch.kernels.head import hopper, odds_inputs, row_odds
 
         may_be_hopper = config.hopper_kernels is not False
-        is_large = config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels))
-        if shard is not None:
-            if may_be_hopper and odds_inputs.suits_odds(operands, options, statistics):
-                operands = odds_inputs.fitting(operands)
-                form = sharded_odds.ShardedOddsForm(operands, labels, options, shard, **how)
-                return form, operands
-        elif is_large:
+        if config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels)):
             if may_be_hopper and odds_inputs.serves_odds(operands, options, statistics):
-                return hopper.OddsForm(operands, labels, options, **how), operands
+                return hopper.OddsForm(operands, labels, options, **how)
             if row_odds.serves_row_odds(operands, options):
-                return row_odds.RowOddsForm(operands, labels, options, **how), operands
+                return row_odds.RowOddsForm(operands, labels, options, **how)
     how["upstream"] = upstream
     if shard is not None:
-        return ShardedForm(operands, labels, options, shard, **how), operands
-    return LogitsForm(operands, labels, options, **how), operands
+        return ShardedForm(operands, labels, options, shard, **how)
+    return LogitsForm(operands, labels, options, **how)
 
 
 def _aligned(elements: int, multiple: int) -> int:

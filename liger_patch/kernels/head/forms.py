@@ -12,7 +12,7 @@ class OddsFactors(NamedTuple):
     """What turns the odds of some tokens into the gradient of their logits, (tokens,) each.
 
     The gradient is ``factors[:, None] * odds``. The odds of the labels are 0: there it is
-    ``label_gradients``, unless the label is outside [0, V_r), in another shard of the vocabulary.
+    ``label_gradients``.
     """
 
     factors: Tensor  # float32
@@ -26,9 +26,8 @@ class OddsFactors(NamedTuple):
 
 class HeadForm(Protocol):
     """Computes losses and gradients of chunks of tokens: ``logits.LogitsForm``,
-    ``sharded.ShardedForm``, ``row_odds.RowOddsForm``, ``hopper.OddsForm`` and
-    ``sharded_odds.ShardedOddsForm``. C: tokens of a chunk, N: of the batch, n: of them supervised,
-    V: vocabulary.
+    ``sharded.ShardedForm``, ``row_odds.RowOddsForm`` and ``hopper.OddsForm``. C: tokens of a chunk,
+    N: of the batch, n: of them supervised, V: vocabulary.
 
     Attributes:
         counts_on_device: whether the kernels read on the device where the supervised tokens end.

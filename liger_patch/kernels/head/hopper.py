@@ -46,7 +46,6 @@ class OddsForm:
     """Computes losses and gradients of chunks of tokens from odds: a ``forms.HeadForm``."""
 
     counts_on_device = True
-    _finished_tile_v: int | None = TILE_V  # of the numbers that ``finish_kernel`` reads
 
     def __init__(
         self,
@@ -55,15 +54,13 @@ class OddsForm:
         options: LossOptions,
         *,
         has_statistics: bool = False,
-        own_labels: Tensor | None = None,  # (N,) from the weight's first row; None: the same
     ) -> None:
         x, weight, _, low_rank, low_rank_weight = operands
         assert isinstance(weight, Tensor)
         class_weight = options.class_weight
         count = len(labels.labels)
         self._labels, self._options = labels, options
-        self._own_labels = labels.labels if own_labels is None else own_labels
-        self._own_size, self._vocab_size = weight.shape[0], weight.shape[0]
+        self._vocab_size = weight.shape[0]
         self._class_weight = class_weight if class_weight is None else class_weight.contiguous()
         self._weight_tiles = _tiles(weight, TILE_V, TILE_H)
         self._low_rank_weight_tiles = None
@@ -73,7 +70,6 @@ class OddsForm:
         self._overflow = x.new_empty((), dtype=torch.int32)
         numbers = 8 if has_statistics else 6
         per_token = x.new_empty(numbers, -(-count // ALIGNED) * ALIGNED, dtype=torch.float32)
-        self._label_numbers = per_token[3:6]  # 0 for labels that are not the weight's
         self.losses, scales, label_gradients, *rest = per_token[:, :count].unbind()
         self._label_logits, self._label_z, self._reference, *rest = rest
         self.statistics: TokenStatistics | None = None
@@ -81,7 +77,7 @@ class OddsForm:
             entropy, lse = rest
             is_top1 = x.new_empty(count, dtype=torch.bool)
             self.statistics = TokenStatistics(entropy, lse, is_top1)
-        self.odds = OddsFactors(scales, self._own_labels, label_gradients)
+        self.odds = OddsFactors(scales, labels.labels, label_gradients)
         if count:
             with torch.cuda.device_of(x):
                 label_logit_kernel[(count,)](
@@ -94,7 +90,7 @@ class OddsForm:
                     None if low_rank is None else low_rank.stride(0),
                     low_rank_weight,
                     None if low_rank_weight is None else low_rank_weight.stride(0),
-                    self._own_labels,
+                    labels.labels,
                     labels.counts,
                     self._label_logits,
                     self._label_z,
@@ -102,7 +98,7 @@ class OddsForm:
                     self._overflow,
                     x.shape[1],
                     None if low_rank is None else low_rank.shape[1],
-                    weight.shape[0],
+                    self._vocab_size,
                     options.softcap,
                     options.logit_scale,
                     **DOT,
@@ -124,8 +120,8 @@ class OddsForm:
         options = self._options
         device = x.device
         chunk, counts = slice(start, start + rows), self._labels.counts
-        own_labels, reference = self._own_labels[chunk], self._reference[chunk]
-        v_tiles = -(-self._own_size // TILE_V)
+        labels, reference = self._labels.labels[chunk], self._reference[chunk]
+        v_tiles = -(-self._vocab_size // TILE_V)
         tiles = -(-rows // TILE_ROWS) * v_tiles
         statistics = None if self.statistics is None else self.statistics.of(chunk)
         sums = 2 if statistics is None else 3
@@ -141,7 +137,7 @@ class OddsForm:
         if row_scale is not None and memory is not None:
             odds_tiles = _tiles(memory, TILE_ROWS, TILE_V // constants["PARTS"])
         per_token = (
-            self._labels.labels[chunk],
+            labels,
             self._label_logits[chunk],
             self._label_z[chunk],
             reference,
@@ -156,53 +152,41 @@ class OddsForm:
         finish: Any = finish_kernel[(-(-rows // FINISHED["BLOCK_ROWS"]),)]
         with torch.cuda.device_of(x):
             for only_on_overflow in (0, 1):
-                if tiles:  # a shard may have none
-                    odds_kernel[(min(tiles, programs * processors(device)),)](
-                        x_tiles,
-                        self._weight_tiles,
-                        low_rank_tiles,
-                        self._low_rank_weight_tiles,
-                        odds_tiles,
-                        own_labels,
-                        reference,
-                        partial,
-                        self._overflow,
-                        counts,
-                        start,
-                        only_on_overflow,
-                        rows,
-                        hidden_size,
-                        self._own_size,
-                        *logit_options,
-                        **constants,
-                    )
-                numbers = self._numbers(partial, own_labels, start, only_on_overflow)
+                odds_kernel[(min(tiles, programs * processors(device)),)](
+                    x_tiles,
+                    self._weight_tiles,
+                    low_rank_tiles,
+                    self._low_rank_weight_tiles,
+                    odds_tiles,
+                    labels,
+                    reference,
+                    partial,
+                    self._overflow,
+                    counts,
+                    start,
+                    only_on_overflow,
+                    rows,
+                    hidden_size,
+                    self._vocab_size,
+                    *logit_options,
+                    **constants,
+                )
                 finish(
-                    numbers,
+                    partial,
                     *per_token,
                     self._overflow,
                     counts,
                     start,
                     only_on_overflow,
                     rows,
-                    len(numbers),
+                    v_tiles,
                     self._vocab_size,
                     *logit_options,
                     options.z_loss,
                     SUMS=sums,
-                    TILE_V=self._finished_tile_v,
+                    TILE_V=TILE_V,
                     **FINISHED,
                 )
-
-    def _numbers(
-        self,
-        partial: Tensor,  # (T, SUMS, C)
-        own_labels: Tensor,  # (C,)
-        start: int,
-        only_on_overflow: int,
-    ) -> Tensor:
-        """Return the numbers of the whole vocabulary that ``finish_kernel`` reads."""
-        return partial
 
 
 def _rank_tile(low_rank: Tensor) -> int:
@@ -211,9 +195,7 @@ def _rank_tile(low_rank: Tensor) -> int:
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> object:
-    """Return the descriptor of a matrix in tiles of a shape; None for that of an empty shard."""
-    if not matrix.numel():
-        return None
+    """Return the descriptor of a matrix in tiles of a shape."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns])  # pyright: ignore[reportOptionalMemberAccess]
 
 

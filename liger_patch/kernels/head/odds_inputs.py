@@ -1,13 +1,8 @@
 """Which heads the odds kernels of Hopper serve (``hopper``), how their inputs must lie in memory,
 and for how many tokens odds of any kind are worth their launches.
-
-The ranks of a distributed vocabulary must all choose the odds kernels, or none: the two paths make
-different collectives. The place of a tensor in memory may differ from rank to rank. So with a
-distributed vocabulary it decides nothing: tensors that the kernels cannot read in place are copied.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,22 +22,11 @@ SMALL_BATCH = 512
 def serves_odds(
     operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
 ) -> bool:
-    """Return True if the odds kernels can read these inputs in place: ``suits_odds``, and the
-    tensor memory accelerator takes their rows as they lie.
-    """
-    return suits_odds(operands, options, statistics) and all(
-        _fits_descriptor(each) for each in operands if isinstance(each, Tensor)
-    )
-
-
-def suits_odds(
-    operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
-) -> bool:
-    """Return True if the odds kernels serve such a head, wherever its inputs lie in memory.
+    """Return True if the odds kernels serve such a head.
 
     That is: bf16 on Hopper; a plain weight; no bias and no label smoothing; of an adapter, a rank
-    up to MAX_RANK; hidden size and rank in multiples of 8; of the statistics, only those in
-    STATISTICS. The answer is the same for every shard of a vocabulary. float16 could not hold odds.
+    up to MAX_RANK; hidden size and rank in multiples of 8; rows that the tensor memory accelerator
+    takes as they lie; of the statistics, only those in STATISTICS. float16 could not hold odds.
     """
     x, weight, bias, low_rank, _ = operands
     return (
@@ -55,27 +39,13 @@ def suits_odds(
         and STATISTICS.issuperset(statistics)
         and x.shape[1] % 8 == 0
         and (low_rank is None or (low_rank.shape[1] <= MAX_RANK and low_rank.shape[1] % 8 == 0))
+        and all(_fits_descriptor(each) for each in operands if isinstance(each, Tensor))
     )
 
 
 def is_worth_odds(tokens: int) -> bool:
-    """Return False for a small batch, which the other kernels compute with fewer launches.
-
-    Shards of a vocabulary take the odds kernels for small batches too: there, the other kernels
-    were not measured.
-    """
+    """Return False for a small batch, which the other kernels compute with fewer launches."""
     return tokens > SMALL_BATCH
-
-
-def fitting(operands: HeadInputs) -> HeadInputs:
-    """Return the same operands, copied where the tensor memory accelerator does not take them."""
-    fitted: list[Any] = [
-        each.clone(memory_format=torch.contiguous_format)
-        if isinstance(each, Tensor) and not _fits_descriptor(each)
-        else each
-        for each in operands
-    ]
-    return HeadInputs(*fitted)
 
 
 def _fits_descriptor(matrix: Tensor) -> bool:

@@ -20,7 +20,7 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add_label_rows_kernel(
-    labels_ptr,  # (n,) sorted; outside [0, V) for none
+    labels_ptr,  # (n,) sorted
     order_ptr,  # (n,) tokens in this order
     label_gradients_ptr,  # (n,) of the tokens
     x_ptr,  # (N, H)
@@ -29,7 +29,6 @@ def _add_label_rows_kernel(
     dweight_ptr,  # (V, H)
     dweight_stride,
     tokens,
-    vocab_size,
     hidden_size,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -37,8 +36,6 @@ def _add_label_rows_kernel(
     """One program per token and block of columns: the first of a label's tokens adds them all."""
     place = tl.program_id(0)
     label = tl.load(labels_ptr + place)
-    if (label < 0) | (label >= vocab_size):
-        return
     if tl.load(labels_ptr + place - 1, mask=place > 0, other=-1) == label:
         return
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -71,9 +68,7 @@ def add_label_rows_(
     labels: Tensor,  # (n,)
     label_gradients: Tensor,  # (n,) float32
 ) -> None:
-    """Add ``label_gradients[:, None] * x[rows]`` to ``dweight[labels]``; labels may repeat, and
-    those outside [0, V) have no part.
-    """
+    """Add ``label_gradients[:, None] * x[rows]`` to ``dweight[labels]``; labels may repeat."""
     ordered, order = torch.sort(labels.to(torch.int32), stable=True)
     hidden_size = x.shape[1]
     with torch.cuda.device_of(x):
@@ -87,7 +82,6 @@ def add_label_rows_(
             dweight,
             dweight.stride(0),
             len(labels),
-            dweight.shape[0],
             hidden_size,
             **BLOCKS,
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]

@@ -81,7 +81,7 @@ def label_logit_kernel(
     low_rank_stride,
     low_rank_weight_ptr,  # (V, R) or None
     low_rank_weight_stride,
-    labels_ptr,  # (N,) from the weight's first row
+    labels_ptr,  # (N,)
     counts_ptr,  # (1,) supervised tokens
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
@@ -94,8 +94,8 @@ def label_logit_kernel(
     logit_scale,
     BLOCK_H: tl.constexpr,
 ):
-    """One program per token: its label's logit, 0 for a label that is not among the rows: another
-    shard's, or one that the host refuses later. The first program clears the overflow flag.
+    """One program per token: its label's logit, 0 for a label that the host refuses later. The
+    first program clears the overflow flag.
     """
     token = tl.program_id(0).to(tl.int64)
     if token == 0:
@@ -228,7 +228,7 @@ def odds_kernel(
     low_rank,  # descriptor of (C, R), all of R a tile; None for none
     low_rank_weight,  # descriptor of (V, R)
     odds,  # descriptor of (C, V); None: sums and maxima only
-    labels_ptr,  # (C,) from the weight's first row
+    labels_ptr,  # (C,)
     reference_ptr,  # (C,)
     partial_ptr,  # (T, SUMS, C): of the tiles' odds sums, maxima of their z, see _write_odds
     overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
@@ -299,7 +299,7 @@ def odds_kernel(
 
 @triton.jit(do_not_specialize=["start", "rows", "only_on_overflow"])
 def finish_kernel(
-    partial_ptr,  # (T, SUMS, C), of tiles or of halves of shards (``shard_odds``)
+    partial_ptr,  # (T, SUMS, C), of tiles
     labels_ptr,  # (C,)
     label_logit_ptr,  # (C,)
     label_z_ptr,  # (C,)
@@ -323,7 +323,7 @@ def finish_kernel(
     logit_scale,
     z_loss,
     SUMS: tl.constexpr,  # 3 for statistics
-    TILE_V: tl.constexpr,  # None: of each shard, a tile up to its label and one after it
+    TILE_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
@@ -381,10 +381,7 @@ def finish_kernel(
             mask = (tile[:, None] < v_tiles) & is_row[None, :]
             offsets = (tile[:, None] * SUMS + 1) * rows + row[None, :]
             maxima = tl.load(partial_ptr + offsets, mask=mask, other=float("-inf"))
-            if TILE_V is None:
-                is_after = tile[:, None] % 2 == 1
-            else:
-                is_after = tile[:, None] * TILE_V > label[None, :]
+            is_after = tile[:, None] * TILE_V > label[None, :]
             before = tl.maximum(before, tl.max(tl.where(is_after, float("-inf"), maxima), axis=0))
             after = tl.maximum(after, tl.max(tl.where(is_after, maxima, float("-inf")), axis=0))
             moments = tl.load(partial_ptr + offsets + rows, mask=mask, other=0.0)

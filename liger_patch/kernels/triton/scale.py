@@ -75,7 +75,6 @@ def _scale_rows_kernel(
     label_gradients_ptr,  # (C,) or None
     weight_ptr,  # (V, H) or None
     weight_stride,
-    vocab_size,
     columns,
     BLOCK: tl.constexpr,
 ):
@@ -91,10 +90,9 @@ def _scale_rows_kernel(
     scaled = values * factor
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
-        # no mask of the label: Triton 3.9's interpreter refuses a number that is spread over a mask
-        if (label >= 0) & (label < vocab_size):
-            label_row = tl.load(weight_ptr + label * weight_stride + column, mask=mask)
-            scaled += tl.load(label_gradients_ptr + row) * label_row.to(tl.float32)
+        weight_ptr += label * weight_stride
+        label_row = tl.load(weight_ptr + column, mask=mask).to(tl.float32)
+        scaled += tl.load(label_gradients_ptr + row) * label_row
     tl.store(out_ptr + out_row * out_stride + column, scaled, mask=mask)
 
 
@@ -109,7 +107,7 @@ def scale_rows(
     """Write ``factors[:, None] * values`` to ``out[rows]``, or to its first C rows; round once.
 
     With ``label_part`` of labels, their gradients and a weight, plus
-    ``label_gradients[:, None] * weight[labels]``; labels outside [0, V) have no part.
+    ``label_gradients[:, None] * weight[labels]``.
     """
     labels, label_gradients, weight = label_part or (None, None, None)
     count, columns = values.shape
@@ -126,7 +124,6 @@ def scale_rows(
             label_gradients,
             weight,
             None if weight is None else weight.stride(0),
-            None if weight is None else weight.shape[0],
             columns,
             BLOCK=ROW_BLOCK,  # pyright: ignore[reportArgumentType]
         )
