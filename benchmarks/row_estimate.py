@@ -13,14 +13,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from liger_patch.estimate.contenders import EAGER, LIGER, OURS
+from liger_patch.estimate.contenders import EAGER, OURS
 from liger_patch.estimate.estimate import longest_rows
 from liger_patch.estimate.model import TrainingStep, build
 
 from .lora_contenders import LORA, OFFLOADED, Setting
 from .models import IGNORED
 
-ESTIMATED = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
+ESTIMATED = {"eager": EAGER, "liger_patch": OURS, OFFLOADED: OURS}
 
 
 def estimated_longest(

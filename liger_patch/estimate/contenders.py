@@ -28,9 +28,8 @@ class Contender:
 
     Attributes:
         name: its name in the report.
-        head: which loss it has: "logits" (eager), "liger" (Liger-Kernel) or "chunks" (liger_patch).
+        head: which loss it has: "logits" (eager) or "chunks" (liger_patch).
         layers: the layers that run on kernels, of KERNELS, "attention" and "lora".
-        keeps_activation: whether feed-forward layers keep the input of their last product.
         slices: whether, where a row is long, feed-forward layers on kernels run in slices and LoRA
             projections keep a norm's input in place of its result.
     """
@@ -38,28 +37,21 @@ class Contender:
     name: str
     head: str = "logits"
     layers: frozenset[str] = frozenset()
-    keeps_activation: bool = False
     slices: bool = True
 
 
 EAGER = Contender("eager")
-LIGER_LOSS = Contender("Liger, loss only", "liger")
-LIGER = Contender("Liger-Kernel", "liger", KERNELS, keeps_activation=True)
 OURS_HEAD = Contender("liger_patch, layers=False", "chunks")
 OURS = Contender("liger_patch", "chunks", KERNELS | {"attention", "lora"})
-CONTENDERS = (EAGER, LIGER, OURS_HEAD, OURS)
+CONTENDERS = (EAGER, OURS_HEAD, OURS)
 
 
-def chunk_bytes(weight: Tensor, step: TrainingStep, contender: Contender) -> int:
+def chunk_bytes(weight: Tensor, step: TrainingStep) -> int:
     """Return the bytes that a head (V, H) holds besides its gradients: a chunk of logits, and what
     a float32 sum of the weight's gradient takes more than the gradient.
     """
-    vocab_size, hidden_size = weight.shape
     tokens, itemsize = step.batch * step.length, (step.autocast or step.dtype).itemsize
-    if contender.head == "liger":  # chunks about as large as all hidden states
-        rows = -(-tokens // -(-vocab_size // hidden_size))
-        return min(1 << (rows - 1).bit_length(), tokens) * vocab_size * itemsize
-    row_bytes = -(-vocab_size // ALIGNED_V) * ALIGNED_V * itemsize
+    row_bytes = -(-weight.shape[0] // ALIGNED_V) * ALIGNED_V * itemsize
     budget = int((step.chunk_mib or default_chunk_mib(weight.requires_grad)) * MIB)
     first = rows_before_count(tokens, row_bytes, budget)
     supervised = max(1, round(tokens * step.supervised))
@@ -79,9 +71,6 @@ def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Size
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype
     for module in list(model.modules()):
-        if contender.keeps_activation and isinstance(getattr(module, "down_proj", None), nn.Module):
-            # a layer with a hook on a projection is not one function, so it keeps the activation
-            module.down_proj.register_forward_hook(_nothing)
         if on_kernels and plain and _is_gated(module):
             quantized = set(map(id, sizes.quantized)) if contender.slices else None
             module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
@@ -101,10 +90,6 @@ def _is_gated(module: Any) -> bool:
     return "gated" in layers_of(module) and all(
         _is_lora(getattr(module, name, nn.Identity())) for name in names
     )
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _adapter(layer: Any) -> tuple[Tensor, Tensor]:

@@ -273,9 +273,8 @@ class Growth:
         lengths: Sequence[int],
         traces: Sequence[Trace],
         step: TrainingStep,
-        contender: Contender,
     ) -> None:
-        self._step, self._contender = step, contender
+        self._step = step
         pieces = traces[0].allocations
         count = traces[0].events + 2
         self._births = torch.tensor([each.birth for each in pieces])
@@ -314,12 +313,12 @@ class Growth:
             and _has_table(without_adapters(config, step), positions)
         ):
             first = max(1, positions // 4)
-        lengths = [first, 2 * first, 4 * first]  # twice as many: Liger-Kernel's chunks double too
+        lengths = [first, 2 * first, 4 * first]
         steps = [replace(step, length=each, host_gib=None) for each in lengths]
         traces = [trace_step(config, each, contender, short_masks=False)[0] for each in steps]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
             return None
-        growth = cls(lengths, traces, step, contender)
+        growth = cls(lengths, traces, step)
         if growth._chunks:
             head = without_adapters(config, step).get_output_embeddings()
             growth._head = head.weight.requires_grad_(step.lora_rank is None)
@@ -348,9 +347,7 @@ class Growth:
             if not on_host:
                 deaths[i], sizes[copy] = deaths[copy], 0
         if self._head is not None:
-            sizes[self._chunks] = float(
-                chunk_bytes(self._head, replace(self._step, length=length), self._contender)
-            )
+            sizes[self._chunks] = float(chunk_bytes(self._head, replace(self._step, length=length)))
         changes = torch.zeros(self._count, dtype=torch.float64)
         changes.index_add_(0, self._births, sizes)
         changes.index_add_(0, deaths, -sizes)

@@ -98,7 +98,7 @@ def trace_step(
             if loss is None:
                 if offload is not None:
                     offload.before_loss()
-                loss = _head_loss(found.pop(), head, step, contender, memory)
+                loss = _head_loss(found.pop(), head, step, memory)
             del out
         memory.start_backward()
         loss.backward()
@@ -142,11 +142,9 @@ def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:
     return hidden[..., :1]
 
 
-def _head_loss(
-    hidden: Tensor, head: Any, step: TrainingStep, contender: Contender, memory: MemoryTrace
-) -> Tensor:
+def _head_loss(hidden: Tensor, head: Any, step: TrainingStep, memory: MemoryTrace) -> Tensor:
     weight: Tensor = getattr(head, "base_layer", head).weight
-    chunk = chunk_bytes(weight, step, contender)
+    chunk = chunk_bytes(weight, step)
     hidden = hidden.to(step.autocast or hidden.dtype)
     with memory.at(HEAD):
         return ChunkedHead.apply(hidden, weight, chunk, memory.naming)

@@ -23,8 +23,6 @@ from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from liger_patch.estimate.contenders import (
     EAGER,
-    LIGER,
-    LIGER_LOSS,
     OURS,
     OURS_HEAD,
     Contender,
@@ -52,27 +50,23 @@ OVER_WEIGHTS = {  # files of steps without autocast, their peaks over the weight
 }
 CONTENDERS = {
     "eager": EAGER,
-    "Liger, loss only": LIGER_LOSS,
-    "Liger, all kernels": LIGER,
     "liger_patch": OURS_HEAD,
     "liger_patch, layers": OURS,
     "liger_patch, layers, with masks": WITH_MASKS,
     "liger_patch, layers, compiled by layer": WITH_MASKS,  # a graph keeps them
 }
 OFFLOADED = "liger_patch, offloaded"
-LORA_CONTENDERS = {"eager": EAGER, "Liger-Kernel": LIGER, "liger_patch": OURS, OFFLOADED: OURS}
+LORA_CONTENDERS = {"eager": EAGER, "liger_patch": OURS, OFFLOADED: OURS}
 SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("training_step.json", "Llama-3.2-1B, 8 x 2048", "eager"),
     ("training_step.json", "Llama-3.2-1B, 8 x 2048", "liger_patch, layers"),
     ("training_step.json", "Gemma-3-270M, 8 x 2048", "liger_patch, layers"),
     ("training_step_packed.json", "Qwen3-8B + LoRA, 4 x 2048", "eager"),
-    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "Liger-Kernel"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA", "liger_patch"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, LoRA + checkpointing", OFFLOADED),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing", "liger_patch"),
     ("lora_step.json", "Gemma-3-4B, 4 x 2048, QLoRA + checkpointing", OFFLOADED),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "eager"),
-    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "Liger-Kernel"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )
@@ -85,6 +79,9 @@ NOT_ESTIMATED = {  # contenders, and why
     "liger_patch, compiled by layer": "Inductor decides what it keeps",
     "torch.compile": "Inductor decides what it keeps",
     "liger_patch, layers, compiled": "Inductor decides what it keeps",
+    "Liger, loss only": "not our kernels",
+    "Liger, all kernels": "the same",
+    "Liger-Kernel": "the same",
     "TRL": "TRL's own chunked loss, with metrics",
     "Unsloth": "its own layers, and checkpoints in host memory",
 }
