@@ -203,6 +203,7 @@ NOTEBOOK = json.loads((EXAMPLES / "qlora_16gb.ipynb").read_text(encoding="utf-8"
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow  # as the example of QLoRA does
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its lines of the shell are left out: they install, and estimate."""
@@ -232,6 +233,7 @@ def test_the_notebook_is_saved_without_outputs():
     _parser().parse_args(["estimate", "model", *options.split()])  # exits where one is unknown
 
 
+@pytest.mark.slow  # TRL's trainer of preferences has quick tests in integrations/trl
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 def test_dpo_trains_fused(tmp_path: Path):
     options = "--max_steps 4 --logging_steps 1 --conversations 60"

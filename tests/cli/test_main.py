@@ -182,7 +182,7 @@ TEXT_MODELS = {  # that Transformers' automatic classes do not have
 }
 
 
-@pytest.mark.parametrize("model_type", TEXT_MODELS)
+@pytest.mark.parametrize("model_type", slow_but(["emu3_text_model"], [*TEXT_MODELS]))
 def test_the_text_of_a_model_of_images_is_built_by_its_row(
     model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +201,7 @@ def test_the_text_of_a_model_of_images_is_built_by_its_row(
     assert "-" not in longest.split()
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", slow_but([False], [False, True]))
 def test_an_architecture_without_a_row_has_a_note(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +222,7 @@ def test_an_architecture_without_a_row_has_a_note(
     assert [each["name"] for each in found["contenders"]] == NAMES
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", slow_but([False], [False, True]))
 def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
     as_json: bool,
     tmp_path: Path,

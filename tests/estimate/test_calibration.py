@@ -70,8 +70,7 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )
-QUICK_MODELS = ("Gemma-3-270M, 8 x 2048",)  # with every contender
-QUICK_CONTENDERS = ("liger_patch, layers",)  # of every model that is traced quickly
+QUICK_MODEL, QUICK_CONTENDERS = "Gemma-3-270M, 8 x 2048", ("eager", "liger_patch, layers")
 NOT_ESTIMATED = {  # contenders, and why
     "matmul-only bound": "the lower bound: no model's step",
     "liger_patch, flex attention": "estimate knows SDPA and eager attention",
@@ -104,8 +103,9 @@ def _measured() -> list[Any]:
             name = row["contender"]
             peaks.setdefault((row["model"], name, CONTENDERS[name]), []).append(row["peak_mib"])
     cases = [(*case, tuple(found)) for case, found in peaks.items()]
-    quick = [case for case in cases if case[0] in QUICK_MODELS or case[1] in QUICK_CONTENDERS]
-    return slow_but([case for case in quick if "8B" not in case[0]], cases)
+    return slow_but(
+        [case for case in cases if case[0] == QUICK_MODEL and case[1] in QUICK_CONTENDERS], cases
+    )
 
 
 @functools.cache
@@ -147,8 +147,8 @@ def test_peaks_over_the_weights(
 def _lora_steps() -> list[Any]:
     rows = _rows("lora_step.json", "lora_steps")
     rows = [row for row in rows if "dropout" not in row["model"]]  # estimate has no such option
-    quick = [row for row in rows if row["contender"] == "liger_patch" and "Llama" in row["model"]]
-    return slow_but(quick, rows)
+    quick = ("liger_patch", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing")
+    return slow_but([row for row in rows if (row["contender"], row["model"]) == quick], rows)
 
 
 @functools.cache
@@ -181,9 +181,9 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
 
 
 def _long_rows() -> list[Any]:
-    """Return the measured rows; those of contenders that slice nothing are slow."""
+    """Return the measured rows: all but one, with slices and offloaded inputs, are slow."""
     rows = [row for row in _rows("longest_row.json", "longest_rows") if "timed" in row]
-    return slow_but([row for row in rows if LORA_CONTENDERS[row["contender"]] is OURS], rows)
+    return slow_but([next(row for row in rows if row["contender"] == OFFLOADED)], rows)
 
 
 @functools.cache
@@ -246,7 +246,9 @@ def _traced_check(tokens: int, every: int, host_gib: float) -> tuple[float, list
     return peak, [host_bytes(each.size) for each in trace.sent]
 
 
-@pytest.mark.parametrize("measured", _checked_rows(), ids=lambda row: f"{row['tokens']:,}")
+@pytest.mark.parametrize(
+    "measured", slow_but(_checked_rows()[:1], _checked_rows()), ids=lambda row: f"{row['tokens']:,}"
+)
 def test_peaks_with_inputs_that_are_computed_again(measured: dict[str, Any]) -> None:
     if checks.TOP_HOOKS is None:
         pytest.skip("torch 2.6 runs no slices")

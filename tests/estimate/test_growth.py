@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from estimated_models import HIDDEN, OFFLOADED, SIZE, STEP, TINY
+from slow_cases import slow_but
 from transformers import LlamaConfig
 
 from liger_patch.estimate import estimate as estimates
@@ -30,8 +31,8 @@ def config() -> LlamaConfig:
     return LlamaConfig(**TINY)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("pieces", [None, 0.5, 4])
+@pytest.mark.parametrize("every", slow_but([2], [1, 2, 3]))
+@pytest.mark.parametrize("pieces", slow_but([0.5], [None, 0.5, 4]))
 def test_growth_with_offloaded_inputs_is_the_trace_at_any_length(
     every: int, pieces: float | None
 ) -> None:
@@ -65,7 +66,7 @@ def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> N
 
 
 @pytest.mark.parametrize("contender", [EAGER, OURS], ids=lambda each: each.name)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", slow_but([True], [False, True]))
 def test_growth_is_the_trace_at_any_length(
     config: LlamaConfig, contender: Any, checkpointing: bool
 ) -> None:
@@ -98,7 +99,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "setting", slow_but([SETTINGS["QLoRA"]], [*SETTINGS.values()]), ids=[*SETTINGS]
+)
 @pytest.mark.usefixtures("slices")
 def test_growth_in_slices_is_the_trace_at_any_length(
     config: LlamaConfig, setting: dict[str, Any]
