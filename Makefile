@@ -5,6 +5,7 @@ BENCH ?= linear_cross_entropy
 
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 INSTALLED := $(VENV)/.installed
 OLDEST_INSTALLED := $(OLDEST)/.installed
 DOCS := .venv-docs
@@ -20,8 +21,8 @@ QUICK_TRITON := -m "interpreter and not slow"
 # Runs the same code whatever the versions: CONTRIBUTING.md names it.
 LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli estimate test_examples.py test_packaging.py)
 
-.PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci check release-check bench
-.PHONY: docs clean
+.PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci test-newest check
+.PHONY: release-check bench docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +51,13 @@ test-oldest-ci: $(OLDEST_INSTALLED) ## run what may differ on them: no benchmark
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(LEFT_OUT) $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
 
+# Whatever is the newest at each run: no file says that an environment is up to date.
+test-newest: ## run the quick tests on the newest versions of everything
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,trl]'
+	$(PARALLEL) $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
+
 check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -65,7 +73,7 @@ docs: $(DOCS_INSTALLED) ## build the documentation in site/; a broken link is an
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) $(DOCS) build dist site liger_patch.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) build dist site liger_patch.egg-info
 	rm -rf .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
