@@ -194,7 +194,7 @@ def _choose_layers(
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes
     if lacking and row is not None and not registry.missing():
-        promised = candidates(model).intersection(row.kinds.split())
+        promised = candidates(model).intersection(row.kinds.split()) - {"gated"}  # activations
         if gone := [name for name in lacking if name in promised]:
             warnings.warn(
                 f"liger_patch runs no {' and no '.join(gone)} layer of {type(model).__name__} on "
