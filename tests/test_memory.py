@@ -35,7 +35,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     vocab_size=512,
 )
-EAGER, OURS_HEAD, OURS = 0, 2, 3  # of the estimates
+EAGER, OURS_HEAD, OURS = 0, 1, 2  # of the estimates
 
 
 def model_of(**options: Any) -> Any:

@@ -168,11 +168,22 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 }
 
 
+# their head reads `lm_head.weight`: they raise where an adapter is on it
+OF_TRLS_HEAD = ("TRL, SFT", "TRL, DPO", "TRL, KTO", "TRL, GRPO", "TRL, RLOO")
+
+
+def outcome(trainer: str, head: Head) -> str:
+    """Return what the matrix says of a trainer and a head."""
+    if trainer in OF_TRLS_HEAD and "lm_head" in head.targets:
+        return "TRL refuses"
+    return "logits" if head.dora else "fused"
+
+
 def trainers_table() -> str:
     """Return a row a trainer, a column a head."""
     lines = [["trained by", *HEADS], ["---"] * (1 + len(HEADS))]
     for trainer in TRAINERS:
-        lines.append([trainer, *("logits" if head.dora else "fused" for head in HEADS.values())])
+        lines.append([trainer, *(outcome(trainer, head) for head in HEADS.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

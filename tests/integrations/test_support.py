@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_cases import HEADS, MODELS, TRAINERS, make_model
+from support_cases import HEADS, MODELS, TRAINERS, make_model, outcome
 from trl_models import MARKS, assert_fused, assert_same, in_float64
 
 from liger_patch import patch_status
@@ -81,7 +81,12 @@ def test_every_cell_is_what_the_table_says(
         with contextlib.nullcontext() if kind.in_4_bits else in_float64():
             return made, numbers(made)
 
-    if kind.dora:
+    expected = outcome(trainer, kind)
+    if expected == "TRL refuses":
+        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+            train()
+        return
+    if expected == "logits":
         # of ORPO and CPO, TRL's own code takes logits
         otherwise = "computes ordinary logits|leaves the head to TRL"
         with pytest.warns(UserWarning, match=f"liger_patch ({otherwise})"):

@@ -83,6 +83,7 @@ def test_an_attention_whose_decorator_finds_its_forward_elsewhere_is_left_alone(
         return decorated
 
     monkeypatch.setitem(globals(), "__name__", "transformers.decorators")
-    counts = count_layers(apply_patch(with_forwards(decorate, "LlamaAttention")))
+    with pytest.warns(UserWarning, match="runs no attention and no rotary layer"):
+        counts = count_layers(apply_patch(with_forwards(decorate, "LlamaAttention")))
     assert counts["rotary"] == counts["attention"] == 0
     assert counts["gated"] == 2

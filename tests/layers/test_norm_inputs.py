@@ -31,17 +31,17 @@ class Kept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted, self.norms = 0, 0
-        function, norm = lora.lora_linears, rms_norm.NormInputs.norm
+        function, norm = lora.run_lora_linears, rms_norm.NormInputs.norm
 
-        def linears(x: Tensor, projections: Any, *, source: Any) -> Any:
+        def linears(x: Tensor, projections: Any, dtype: torch.dtype, source: Any) -> Any:
             self.noted += source is not None
-            return function(x, projections, source=source)
+            return function(x, projections, dtype, source)
 
         def counted(inputs: rms_norm.NormInputs) -> Tensor:
             self.norms += 1
             return norm(inputs)
 
-        monkeypatch.setattr(lora, "lora_linears", linears)
+        monkeypatch.setattr(lora, "run_lora_linears", linears)
         monkeypatch.setattr(rms_norm.NormInputs, "norm", counted)
 
 
