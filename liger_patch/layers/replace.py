@@ -66,6 +66,7 @@ ENDINGS = {  # of the classes' names
     "DenseGatedActDense": MLP,
     "MLP": MLP,
     "Mlp": MLP,
+    "SdpaAttention": (),  # of RecurrentGemma in Transformers 5.0: its cache is its own
 }
 
 

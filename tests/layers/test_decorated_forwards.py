@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,7 +84,9 @@ def test_an_attention_whose_decorator_finds_its_forward_elsewhere_is_left_alone(
         return decorated
 
     monkeypatch.setitem(globals(), "__name__", "transformers.decorators")
-    with pytest.warns(UserWarning, match="runs no attention and no rotary layer"):
+    says = pytest.warns(UserWarning, match="runs no attention and no rotary layer")
+    # nothing is promised on an older Transformers
+    with nullcontext() if registry.missing() else says:
         counts = count_layers(apply_patch(with_forwards(decorate, "LlamaAttention")))
     assert counts["rotary"] == counts["attention"] == 0
     assert counts["gated"] == 2

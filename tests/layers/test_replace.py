@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,6 +82,8 @@ def test_a_warning_names_the_kinds_that_transformers_has_taken_away(monkeypatch:
     exec(source, elsewhere)
     monkeypatch.setattr(LlamaAttention, "forward", elsewhere["wrapped"])
     message = f"no attention and no rotary layer of Llama.* Transformers {transformers.__version__}"
+    if registry.missing():
+        pytest.skip("on an older Transformers nothing is promised")
     with pytest.warns(UserWarning, match=message) as caught:
         model = apply_patch(make_model())
     assert len(caught) == 1
@@ -118,7 +121,8 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     eager = step(model, batch)
     with pytest.raises(ValueError, match="no gated and no rms_norm and no rotary layer"):
         apply_patch(model, layers=["gated", "rms_norm", "rotary"])
-    with pytest.warns(UserWarning, match="no rotary layer of .* or another library changes them"):
+    says = pytest.warns(UserWarning, match="no rotary layer of .* or another library changes them")
+    with nullcontext() if registry.missing() else says:  # nothing is promised on an older one
         apply_patch(model)
     torch.testing.assert_close(step(model, batch), eager)
 
