@@ -24,8 +24,6 @@ from liger_patch.deferred.tensor_parallel import (
     distributed_inputs,
     local_tensor,
 )
-from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
-from liger_patch.kernels.graphs import inlined_only, is_plain
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -37,16 +35,14 @@ class _DeferLinear(TorchFunctionMode):
 
     Args:
         hold: what keeps a gathered weight until the backward pass; None where nothing frees it.
-        in_graph: whether the forward pass runs in a graph of torch.compile.
     """
 
-    def __init__(self, head: Head, hold: Hold | None, *, in_graph: bool = False) -> None:
+    def __init__(self, head: Head, hold: Hold | None) -> None:
         super().__init__()
-        self.head, self.hold, self.in_graph = head, hold, in_graph
+        self.head, self.hold = head, hold
         # read now: during the head's forward, Transformers puts local tensors in their place
         parameters = head.module._parameters
         self.whole = parameters.get("weight"), parameters.get("bias")
-        self.weights = _weights_of_logits(head.module) if in_graph else []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -58,8 +54,6 @@ class _DeferLinear(TorchFunctionMode):
                     call = distributed_call(*self._held(*inputs), self.head)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
-                    if self.in_graph and torch.compiler.is_dynamo_compiling():
-                        return TracedLogits.of_product(hidden_states, weight, bias, self.head)
                     inputs = self._held(hidden_states, weight, bias)
                     call = HeadCall.of(*inputs, self.head)
                     return DeferredLogits.of_head(call)
@@ -76,8 +70,6 @@ class _DeferLinear(TorchFunctionMode):
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module
-        if self.in_graph:  # then this mode sees all products of the model, not those of the head
-            return any(weight is each for each in self.weights)
         if weight.dim() == 2 and len(weight) == getattr(module, "out_features", None):
             return True
         if is_partitioned(
@@ -85,9 +77,6 @@ class _DeferLinear(TorchFunctionMode):
         ):  # reading PEFT's ``module.weight`` would gather the base's weight
             return weight is module._parameters.get("weight")
         return weight is getattr(module, "weight", None)
-
-
-inlined_only(_DeferLinear.__torch_function__)
 
 
 def _linear_arguments(
@@ -100,7 +89,9 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     """Return whether these are plain floating-point tensors that fit each other, on one device."""
     tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
     if any(
-        not is_plain(tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided
+        type(tensor) not in (Tensor, nn.Parameter)
+        or not tensor.is_floating_point()
+        or tensor.layout != torch.strided
         for tensor in tensors
     ):
         return False
@@ -114,9 +105,7 @@ def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     return len(dtypes) == 1
 
 
-def defer_head(
-    stack: ExitStack, model: nn.Module, module: nn.Module, owner: Owner, *, in_graph: bool = False
-) -> None:
+def defer_head(stack: ExitStack, model: nn.Module, module: nn.Module, owner: Owner) -> None:
     """Make the head return deferred logits until the stack is closed.
 
     The head's hooks run as always, and so does a ``forward`` that somebody has put on the head. A
@@ -128,15 +117,8 @@ def defer_head(
         model: the patched model.
         module: its output embedding.
         owner: the forward pass.
-        in_graph: whether logits may stay deferred within a graph of torch.compile.
     """
     head = Head(model, module, owner)
-    if in_graph and torch.compiler.is_dynamo_compiling() and _is_traced(module):
-        # Dynamo cannot undo that forward is replaced
-        mode = _DeferLinear(head, None, in_graph=True)
-        mode.__enter__()  # behind a graph break, Dynamo cannot leave what enter_context has entered
-        stack.callback(mode.__exit__, None, None, None)
-        return
     hold = None
     # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
     if in_process_group() and not torch.compiler.is_compiling():
@@ -160,19 +142,6 @@ def defer_head(
         return logits
 
     _replace_forward(stack, module, deferring_forward)
-
-
-def _is_traced(module: nn.Module) -> bool:
-    """Return whether a graph of torch.compile can record this head's products: it is a plain
-    ``nn.Linear``, or PEFT has wrapped one.
-    """
-    if not TRACES_LOGITS or _quantized_layers(module):
-        return False
-    if "peft" in sys.modules:
-        from liger_patch.integrations.peft import without_wrapper
-
-        module = without_wrapper(module)
-    return type(module).forward is FORWARD
 
 
 def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -208,12 +177,6 @@ def _linear_layers(head: nn.Module) -> list[nn.Linear]:
     """Return the plain linear layers in a head; the head itself may be one."""
     layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
     return [m for m in layers if type(m).forward is FORWARD and "forward" not in vars(m)]
-
-
-def _weights_of_logits(head: Any) -> list[Tensor]:
-    """Return the weights of a plain head, and of adapters on it, whose products are logits."""
-    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    return [linear.weight for linear in linears if linear.out_features == head.out_features]
 
 
 def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:

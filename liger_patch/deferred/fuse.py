@@ -12,7 +12,6 @@ from torch import Tensor
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import is_dtensor, own_rows
-from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import autocast_to
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
@@ -63,7 +62,7 @@ class _Term(NamedTuple):
     differentiable: bool
 
 
-def parts_of(logits: DeferredLogits | TracedLogits) -> Parts | None:
+def parts_of(logits: DeferredLogits) -> Parts | None:
     """Return what a fused loss needs; None where the steps are not sums, a scale and a softcap."""
     chain = logits.recorded_steps()
     if chain is None:
@@ -126,7 +125,7 @@ def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
         }
 
 
-def _terms(logits: DeferredLogits | TracedLogits, chain: list[Step]) -> list[_Term] | None:
+def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
     """Return the products after these steps; None where they are no sum of products, or where eager
     adds the products in a wider dtype than their own.
     """
@@ -148,7 +147,7 @@ def _terms(logits: DeferredLogits | TracedLogits, chain: list[Step]) -> list[_Te
             terms = [term._replace(scale=term.scale * step.factor) for term in terms]
         elif step.kind == "rows":
             terms = _chosen(terms, step)
-        elif isinstance(step.other, (DeferredLogits, TracedLogits)):
+        elif isinstance(step.other, DeferredLogits):
             others_chain = step.other.recorded_steps()
             others = None if others_chain is None else _terms(step.other, others_chain)
             if others is None:

@@ -30,11 +30,9 @@ class Owner(Protocol):
     """The forward pass that deferred logits belong to.
 
     Attributes:
-        loss_of_graph: the fused loss that a graph of torch.compile has computed, if any.
         head_defers: whether the head's last call returned deferred logits; None before the first.
     """
 
-    loss_of_graph: Tensor | None
     head_defers: bool | None
 
     @property

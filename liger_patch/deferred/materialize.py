@@ -29,9 +29,6 @@ def materialize(logits: Recordable) -> Tensor:
             value = cast(Tensor, _Graft.apply(logits, value))
             logits.recorded_by = logits.grad_fn
     logits.value = value
-    placeholder = None if logits.placeholder is None else logits.placeholder()
-    if placeholder is not None:  # a later graph reads these values, with what is written to them
-        vars(placeholder)["value"] = value
     return value
 
 

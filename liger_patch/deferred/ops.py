@@ -208,8 +208,8 @@ def _contiguous(logits: Recordable) -> Tensor:
 def _clone(logits: Recordable) -> Tensor:
     # a clone is how a user keeps values; but DistributedDataParallel clones every output that needs
     # a gradient, in an autograd function of its own
-    is_traced = torch.compiler.is_compiling()  # no frames there
-    if is_traced or torch.is_grad_enabled() or not _is_called_by_ddp():
+    is_compiled = torch.compiler.is_compiling()  # no frames there
+    if is_compiled or torch.is_grad_enabled() or not _is_called_by_ddp():
         return NotImplemented
     return logits.then(Step("clone", Tensor.clone))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -56,7 +55,6 @@ class Recordable(Tensor):
         hooks: on the gradient of these logits, a ``GradientHooks``.
         value: the real logits where they have been computed.
         version_computed: the version of ``value`` when it was computed.
-        placeholder: what stands for these logits in graphs of torch.compile, if anything does.
         then: returns these logits after one more step.
         real_logits: returns the real logits, computed at the first call.
     """
@@ -70,7 +68,6 @@ class Recordable(Tensor):
     hooks: Any
     value: Tensor | None
     version_computed: int
-    placeholder: ReferenceType[Recordable] | None = None
 
     then: Callable[..., Tensor]
     real_logits: Callable[[], Tensor]

@@ -32,7 +32,6 @@ from liger_patch.deferred.head_call import HeadCall
 from liger_patch.deferred.materialize import materialize
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import Recordable, Step, real, strides
-from liger_patch.deferred.returned_by_graph import compute_if_returned
 from liger_patch.kernels.backend import check_backward
 from liger_patch.kernels.graphs import runs_eagerly
 
@@ -118,7 +117,6 @@ class DeferredLogits(Recordable):
             and _share_memory(rows, parent.rows)
         )
         deferred.value, deferred.hooks = None, GradientHooks()
-        compute_if_returned(deferred)
         return deferred
 
     @runs_eagerly

@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 from peft import PeftMixedModel, PeftModel
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
@@ -53,17 +52,6 @@ def runs_pefts_forward(module: nn.Module) -> bool:
         and forward.__module__ in LORA_MODULES
         and forward.__qualname__ in LORA_FORWARDS
     )
-
-
-def without_wrapper(module: nn.Module) -> nn.Module:
-    """Return the linear layer that LoRA or ``modules_to_save`` has wrapped, if the wrapper returns
-    the sum of products of linear layers; any other module as it is.
-    """
-    layer: Any = module
-    if isinstance(layer, ModulesToSaveWrapper):
-        return layer.original_module
-    is_lora = type(layer).forward is Linear.forward and not layer.lora_variant
-    return layer.base_layer if is_lora else layer
 
 
 def has_adapters(module: nn.Module) -> bool:

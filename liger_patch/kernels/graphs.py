@@ -8,10 +8,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
-from torch.nn import Parameter
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -43,18 +42,6 @@ def constants(*options: Any) -> tuple[Any, ...]:
 def runs_eagerly(function: Function) -> Function:
     """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
     return cast(Function, torch.compiler.disable(function))
-
-
-def inlined_only(function: Function) -> Function:
-    """Decorate a function that torch.compile traces as a part of its callers, and never compiles as
-    a frame of its own.
-    """
-    try:
-        from torch._dynamo.eval_frame import skip_code
-    except ImportError:  # private
-        return function
-    skip_code(cast(Any, function).__code__)
-    return function
 
 
 def operator(
@@ -192,15 +179,6 @@ def is_without_values() -> bool:
     torch.export records them, and under ``FakeTensorMode``.
     """
     return not torch.compiler.is_dynamo_compiling() and _is_in(_MODES_WITHOUT_VALUES)
-
-
-def is_plain(tensor: object) -> bool:
-    """Return True for a tensor of no subclass, or one that stands for such a tensor where calls
-    run without values.
-    """
-    return type(tensor) in (Tensor, Parameter) or (
-        isinstance(tensor, FakeTensor) and is_without_values()
-    )
 
 
 def _is_in(modes: Any) -> bool:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.tensor_parallel import is_dtensor
+from liger_patch.kernels.graphs import is_exporting, is_without_values
 
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
@@ -41,6 +42,8 @@ def why_transformed() -> str | None:
         return "torch.func transforms the forward pass"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "torch.jit.trace records the forward pass"
+    if is_exporting() or is_without_values():
+        return "torch.export, make_fx or FakeTensorMode runs the forward pass without values"
     return None
 
 

@@ -16,21 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
-from liger_patch.deferred.traced import TracedLogits
-from liger_patch.kernels.graphs import is_exporting, is_traced, is_without_values
+from liger_patch.kernels.graphs import is_traced
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
 from liger_patch.patch.fallback import why_not_deferred, why_transformed
-from liger_patch.patch.in_graph import gives_logits_to_loss
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -44,7 +41,7 @@ from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
-IN_GRAPH = "_liger_patch_in_graph"  # attribute of a patched class: see gives_logits_to_loss
+HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
@@ -118,7 +115,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    attributes: dict[str, Any] = {"forward": forward, IN_GRAPH: gives_logits_to_loss(original)}
+    attributes: dict[str, Any] = {"forward": forward, HANDS_OVER: gives_logits_to_loss(original)}
     own = inspect.getattr_static(original, "loss_function", None)
     if isinstance(own, property):  # that of Transformers
         get_own: Any = own.fget
@@ -203,9 +200,8 @@ def _deferred_forward(
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
         is_transformers_loss = model.loss_function is ForCausalLMLoss and why_transformed() is None
-        in_graph = is_transformers_loss and getattr(type(model), IN_GRAPH) and _is_settled(record)
         with ExitStack() as stack:
-            forward_pass = defer_logits(stack, model, record, in_graph=in_graph)
+            forward_pass = defer_logits(stack, model, record)
             forward_pass.starts = starts
             forward_pass.num_sequences = added.num_sequences
             forward_pass.loss_weights = added.loss_weights
@@ -220,8 +216,6 @@ def _deferred_forward(
                 stack.enter_context(used)
                 forward_pass.used = used if torch.is_grad_enabled() else None
             outputs = inner(*args, **kwargs)
-        if is_exporting():
-            outputs = tree_map_only(TracedLogits, TracedLogits.real_logits, outputs)
         lacks_option = forward_pass.unreached is not None and not forward_pass.is_causal
         if not forward_pass.done or lacks_option:
             _note_own_loss(model, record, forward_pass)
@@ -238,7 +232,7 @@ def _used_by_loss(
     loss that is not fused, or that may not be the one that is expected, as in a forward that is not
     Transformers' own.
     """
-    if expected is None or not getattr(type(model), IN_GRAPH):
+    if expected is None or not getattr(type(model), HANDS_OVER):
         return None
     if record.replaced_forward is not None or not is_transformers(original_class(model).forward):
         return None
@@ -246,9 +240,13 @@ def _used_by_loss(
     return used_tokens(model, record, targets, expected.ignore_index, named)
 
 
-def _is_settled(record: PatchRecord) -> bool:
-    """Return whether the comparisons with the ordinary path are over, or none was asked for."""
-    return record.verified or (record.tested and not flags.verify())
+def gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
+    """Return whether a class gives its logits to ``self.loss_function``, and to nothing else that
+    could be a loss.
+    """
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
 def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: object) -> bool:
@@ -257,7 +255,7 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     """
     if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
-    if flags.return_logits() is True or is_without_values():
+    if flags.return_logits() is True:
         return False
     return why_not_deferred(model, model.get_output_embeddings()) is None
 
@@ -277,24 +275,19 @@ def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
     return _LOCKS.setdefault(model, threading.RLock())
 
 
-def defer_logits(
-    stack: ExitStack, model: PreTrainedModel, record: PatchRecord, *, in_graph: bool = False
-) -> ForwardPass:
+def defer_logits(stack: ExitStack, model: PreTrainedModel, record: PatchRecord) -> ForwardPass:
     """Defer the logits of a patched model until the stack is closed, unless something prevents it
     or LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
 
     Args:
         stack: undoes it; within ``one_at_a_time``.
-        in_graph: whether logits may stay deferred within a graph of torch.compile.
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not_deferred(model, head)
-    if unfused is None and is_without_values() and not _is_settled(record):
-        unfused = "the call runs without values, before a training step has been compared"
     forward_pass = ForwardPass(record, head, unfused)
     stack.callback(setattr, forward_pass, "running", False)
     if head is not None and not (flags.return_logits() is True or unfused):
-        defer_head(stack, model, head, forward_pass, in_graph=in_graph)
+        defer_head(stack, model, head, forward_pass)
     return forward_pass
 
 

@@ -18,22 +18,19 @@ from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
 from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
-from liger_patch.deferred.traced import TracedLogits
 from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.graphs import is_plain, is_without_values
+from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
-from liger_patch.patch.in_graph import in_graph_of_logits
 from liger_patch.patch.packing import average_of_sequences, within_sequences
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
 from liger_patch.patch.verify import is_trusted
 
-Deferred = DeferredLogits | TracedLogits
-KNOWN = (DeferredLogits, TracedLogits, DistributedLogits)
+KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
 
 
 @dataclass
@@ -52,7 +49,6 @@ class ForwardPass:
         running: False once the forward pass has returned its outputs.
         read_by: the first operation that needed the values of the logits; None if none did.
         unreached: the option that the model's own loss could not be given, None if none.
-        loss_of_graph: the fused loss that a graph of torch.compile has computed, None without.
         head_defers: whether the head's last call returned deferred logits; None before the first.
         expected: the labels of the call, counted before the model ran; None where they were not.
         used: the tokens whose results model and loss use; None in a call without gradients.
@@ -69,7 +65,6 @@ class ForwardPass:
     running: bool = True
     read_by: str | None = None
     unreached: str | None = None
-    loss_of_graph: Tensor | None = None
     head_defers: bool | None = None
     expected: ExpectedLabels | None = None
     used: UsedTokens | None = None
@@ -107,7 +102,7 @@ class ForwardPass:
                 "lack 'attention'"
             )
 
-    @in_graph_of_logits
+    @runs_eagerly
     def causal_lm_loss(
         self,
         logits: Tensor,  # (B, T, V)
@@ -135,13 +130,8 @@ class ForwardPass:
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
-            supervised = flat != ignore_index
-            if torch.compiler.is_dynamo_compiling() or is_without_values():
-                count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-                num_items_in_batch = count + (count == 0)
-            else:
-                is_ordinary = bool(supervised.any())  # the host reads the labels, only here
-        is_known = type(logits) in KNOWN or is_plain(logits)
+            is_ordinary = bool((flat != ignore_index).any())  # the host reads the labels, only here
+        is_known = type(logits) in KNOWN
         if is_ordinary:
             self.record.note_logits_asked()
         elif not is_known:
@@ -201,11 +191,11 @@ class ForwardPass:
         parts = self.fusable(logits, labels, vocab_size, **options)
         if parts is not None:
             self.record.note_fused()
-            return self._fused_loss(cast(Deferred, logits), parts, labels, **options)
+            return self._fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
         if isinstance(logits, DistributedLogits):
             loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
             return logits.result(loss)
-        if isinstance(logits, Deferred):
+        if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
 
@@ -227,7 +217,7 @@ class ForwardPass:
                 "loss"
             )
             return None
-        if not isinstance(logits, Deferred):
+        if not isinstance(logits, DeferredLogits):
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
             return None
         parts = parts_of(logits)
@@ -242,7 +232,7 @@ class ForwardPass:
             return None
         return parts
 
-    @in_graph_of_logits
+    @runs_eagerly
     def cross_entropy(
         self,
         input: Any,  # (N, V), else NotImplemented
@@ -257,7 +247,7 @@ class ForwardPass:
         """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, for a model or a user
         that calls it; or return NotImplemented.
         """
-        if not isinstance(input, Deferred) or input.dim() != 2 or input.is_computed:
+        if not isinstance(input, DeferredLogits) or input.dim() != 2 or input.is_computed:
             return NotImplemented
         if target.dim() != 1 or target.is_floating_point():
             return NotImplemented
@@ -304,15 +294,13 @@ class ForwardPass:
             return f"reduction={settings.reduction!r}"
         return None
 
-    def _fused_loss(self, logits: Deferred, parts: Parts, labels: Tensor, **options: Any) -> Tensor:
+    def _fused_loss(
+        self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
+    ) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
-        if not isinstance(logits, TracedLogits):
-            self.record.before_loss()
+        self.record.before_loss()
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
             loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
-        if isinstance(logits, TracedLogits):
-            self.loss_of_graph = loss
-            return loss
         leave_gradient_out(loss, logits)
         prepare_backward(loss, logits)
         return logits.result(loss)

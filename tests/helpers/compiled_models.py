@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from compiled_graphs import Graphs
 from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from training_step import tell_apart
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, registry
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.deferred.traced import TRACES_LOGITS, TracedLogits
 
 ROWS = {row.model_type: row for row in registry.available()}
 IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
-GRAPH = pytest.mark.skipif(not TRACES_LOGITS, reason="needs torch 2.11: TRACES_LOGITS")
 
 
 def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:
@@ -44,9 +39,8 @@ def assert_same_step(ours: dict[str, Tensor | None], truth: dict[str, Tensor | N
 
 
 def is_deferred(logits: Tensor) -> bool:
-    """Return whether logits that have left a graph, or were in none, have no values yet."""
-    deferred = logits.deferred if isinstance(logits, TracedLogits) else logits
-    return isinstance(deferred, DeferredLogits) and not deferred.is_computed
+    """Return whether logits have no values yet."""
+    return isinstance(logits, DeferredLogits) and not logits.is_computed
 
 
 def run(
@@ -57,27 +51,3 @@ def run(
     loss = (model if call is None else call)(**batch).loss
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
-
-
-class Counted:
-    """A compiled function, and the products in each graph that has run."""
-
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self.graphs, self.ran = Graphs("aot_eager"), set()
-        self.call = torch.compile(function, backend=self.backend, fullgraph=True, **options)
-
-    def backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        run_graph, number = self.graphs(graph, inputs), len(self.graphs.linears)
-
-        def run_and_note(*args: Any) -> Any:
-            self.ran.add(number)  # where a float turns out to be a constant, it compiles twice
-            return run_graph(*args)
-
-        return run_and_note
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    @property
-    def count(self) -> int:
-        return len(self.ran)

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.deferred.traced import TRACES_LOGITS
 from liger_patch.patch import forward, untested, verify
 
 pytestmark = pytest.mark.usefixtures("no_rows")
@@ -177,7 +176,7 @@ class TestCompiled:
         torch._dynamo.reset()
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == (1 if TRACES_LOGITS else first - 1) < first
+        assert len(again.linears) == first - 1 < first
 
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:
