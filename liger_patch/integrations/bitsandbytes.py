@@ -104,10 +104,11 @@ class _Weight4bit(LayerWeight):
             self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
         row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
         super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
+        self._fits_kernel = self._quant_type == "nf4" and self._has_kernels_floats()
 
     def _dequantized(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
-        if self._serves_triton():
+        if self._fits_kernel and serves_triton_device(self._packed) and not is_traced():
             from liger_patch.kernels.triton import nf4
 
             numbers = nf4.dequantized(
@@ -151,22 +152,16 @@ class _Weight4bit(LayerWeight):
         )
         return scales[first - cut :].add_(offset)
 
-    def _serves_triton(self) -> bool:
-        """Return whether the Triton kernel reads this weight: what bitsandbytes made, unless the
-        call is traced.
-        """
-        if self._quant_type != "nf4" or is_traced() or not serves_triton_device(self._packed):
-            return False
+    def _has_kernels_floats(self) -> bool:
+        """Return whether the scales are as the Triton kernel reads them: what bitsandbytes made."""
         floats = (self._absmax,) if self._nested is None else self._nested[:3]
         if self._nested is not None and self._absmax.dtype != torch.uint8:
             return False
-        return all(
-            type(each) is Tensor
-            and each.dtype == torch.float32
-            and each.device == self.device
-            and each.is_contiguous()
-            for each in (self._code, *floats)
-        )
+        for each in (self._code, *floats):
+            is_float = type(each) is Tensor and each.dtype == torch.float32
+            if not (is_float and each.device == self.device and each.is_contiguous()):
+                return False
+        return True
 
 
 class _Weight8bit(LayerWeight):

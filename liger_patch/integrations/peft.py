@@ -73,17 +73,22 @@ def plain_adapter(layer: Any) -> Adapter | str:
         return "adapters are disabled"
     if layer.merged_adapters:
         return "adapters are merged"
-    matrices: Any = layer.lora_A
-    active = [name for name in layer.active_adapters if name in matrices]
-    if len(active) != 1:
-        return f"{len(active)} active adapters"
-    (name,) = active
+    held = layer._modules  # looked up here, a child takes a tenth of what its attribute takes
+    matrices = held["lora_A"]._modules
+    active = layer.active_adapters
+    if len(active) != 1 or active[0] not in matrices:
+        active = [name for name in active if name in matrices]
+        if len(active) != 1:
+            return f"{len(active)} active adapters"
+    name = active[0]
     if name in layer.lora_variant:
         return type(layer.lora_variant[name]).__name__
     if getattr(layer, "fan_in_fan_out", False):
         return "fan_in_fan_out=True"
-    a, b, dropout = matrices[name], layer.lora_B[name], layer.lora_dropout[name]
-    if not (type(a) is type(b) is nn.Linear and a.bias is None and b.bias is None):
+    a, b = matrices[name], held["lora_B"]._modules[name]
+    dropout = held["lora_dropout"]._modules[name]
+    is_linear = type(a) is type(b) is nn.Linear
+    if not is_linear or not (a._parameters["bias"] is b._parameters["bias"] is None):
         return "lora_bias=True, or matrices of another class"
     rate = 0.0
     if type(dropout) is nn.Dropout:

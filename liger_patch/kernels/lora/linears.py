@@ -70,8 +70,8 @@ class _LoraLinears(torch.autograd.Function):
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, a, parts)
-            columns = columns_of(s, parts)
-            ys = [product(rows, part, each) for part, each in zip(parts, columns, strict=True)]
+            each = zip(parts, columns_of(s, parts), strict=True)
+            ys = [product(rows, part, thin, x.shape[:-1]) for part, thin in each]
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
         ctx.seeds, masks = split_kept(kept)
         ctx.source, ctx.product_dtype = None, dtype
@@ -93,6 +93,7 @@ class _LoraLinears(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
+        upstream = tuple([None if dy is None else rows_of(dy) for dy in upstream])
         kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
@@ -147,6 +148,4 @@ def run_lora_linears(
     """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype."""
     fixed, tensors = flattened(projections)
     adapters = cast_matrices([[p.a for p in projections], *([p.b] for p in projections)], dtype)
-    ys = _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)
-    # not within the function: autograd would refuse to change its views in place
-    return tuple([y.view(*x.shape[:-1], y.shape[1]) for y in ys])
+    return _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)

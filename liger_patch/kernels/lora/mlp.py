@@ -16,6 +16,8 @@ cast Bd. In slices (``sliced``), only x is kept.
 H: hidden size, I: intermediate size, R: rank, N: tokens.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -116,6 +118,7 @@ class _DownLora(torch.autograd.Function):
         ctx,
         a: Tensor,
         s: Tensor,
+        leading: Sequence[int],  # of y (..., O)
         part: LoraProjection,  # with B cast
         b_dtype: torch.dtype,
         weight: Tensor | None,
@@ -123,9 +126,9 @@ class _DownLora(torch.autograd.Function):
         b: Tensor,
     ):
         with without_autocast(a.device.type):
-            y = product(a, part, s)
+            y = product(a, part, s, leading)
         ctx.part, ctx.s, ctx.b_dtype, ctx.versions = part, s, b_dtype, _versions(part)
-        ctx.save_for_backward(a if ctx.needs_input_grad[4] else None)
+        ctx.save_for_backward(a if ctx.needs_input_grad[5] else None)
         return y
 
     @staticmethod
@@ -137,14 +140,15 @@ class _DownLora(torch.autograd.Function):
                 "a weight of the feed-forward layer was changed in place between its forward and "
                 "its backward pass"
             )
-        _, _, _, _, *wants_base, wants_b = ctx.needs_input_grad
-        dy = dy.contiguous()
+        *_, wants_weight, wants_bias, wants_b = ctx.needs_input_grad
+        dy = rows_of(dy).contiguous()
         with without_autocast(dy.device.type):
             da = dy @ part.dense(dy.dtype)
             ds = upstream_thin_products((dy,), (part,))
-            base = base_gradients(dy, dy if a is None else a, part, wants_base)
+            wanted = wants_weight, wants_bias
+            base = base_gradients(dy, dy if a is None else a, part, wanted)
             db = b_gradient(dy, part, ctx.s, ctx.b_dtype) if wants_b else None
-        return da, ds, None, None, *base, db
+        return da, ds, None, None, None, *base, db
 
 
 def _versions(part: LoraProjection) -> list[int]:
@@ -221,5 +225,5 @@ def run_lora_mlp(
     *adapters, down_b = cast_matrices(matrices, dtype)
     how = dtype, activation, down.dropout, fixed, adapters
     a, s = _GatedLora.apply(x, *how, *of_gates, down.a)
-    y = _DownLora.apply(a, s, down._replace(b=down_b), down.b.dtype, weight, bias, down.b)
-    return y.view(*x.shape[:-1], y.shape[1])
+    part = down._replace(b=down_b)
+    return _DownLora.apply(a, s, x.shape[:-1], part, down.b.dtype, weight, bias, down.b)

@@ -78,16 +78,20 @@ def product(
     x: Tensor,  # (N, H)
     part: LoraProjection,
     s: Tensor,  # (N, R)
+    leading: Sequence[int],
 ) -> Tensor:
-    """Return y (N, O). What the adapter gives is written first: the base's product adds to it as
-    it writes, and no pass over y is needed for the sum.
+    """Return y (*leading, O) of N rows. What the adapter gives is written first: the base's product
+    adds to it as it writes, and no pass over y is needed for the sum.
     """
     b = part.b.t()
+    y = x.new_empty(*leading, b.shape[1])
+    rows = y.view(len(x), b.shape[1])
     if part.bias is None:
-        y = product_(x.new_empty(len(x), b.shape[1]), s, b, alpha=part.scaling)
+        product_(rows, s, b, alpha=part.scaling)
     else:
-        y = torch.addmm(part.bias.to(x.dtype), s, b, alpha=part.scaling)
-    return product_(y, x, part.dense(x.dtype).t(), add=True)
+        torch.addmm(part.bias.to(x.dtype), s, b, alpha=part.scaling, out=rows)
+    product_(rows, x, part.dense(x.dtype).t(), add=True)
+    return y
 
 
 def upstream_thin_products(

@@ -92,7 +92,7 @@ class SlicedMlp:
         how = down.dropout, self.activation, seeds[DOWN]
         a, s_down, _ = activate(gate, up, s, parts, down.a, *how)
         del gate, up
-        return product(a, down, s_down)
+        return product(a, down, s_down, (len(x),))
 
     def backward(
         self,
