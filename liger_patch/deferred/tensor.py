@@ -176,6 +176,7 @@ class DeferredLogits(Recordable):
         return chain[::-1]
 
     @classmethod
+    @runs_eagerly
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (Tensor.register_hook, Tensor.retain_grad):

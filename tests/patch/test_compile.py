@@ -291,6 +291,7 @@ def test_inductor_trains_as_uncompiled() -> None:
     model, uncompiled = make_model("gemma2").float(), make_model("gemma2").float()
     batch = batch_of(model)
     ours = run(model, batch, torch.compile(model))
+    assert patch_status(model).fused
     truth = step(make_model("gemma2", patch=False), batch)
     truth, eager, ours = joined(truth, run(uncompiled, batch), ours)
     assert_no_worse(ours, eager, truth, torch.float32)
