@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.estimate.model import Sizes, TrainingStep
-from liger_patch.estimate.operations import LoraDown, LoraGate, LoraLinear, in_slices, sliced_rows
+from liger_patch.estimate.operations import Unpacked, sliced_rows
 from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.kernels.head.chunked import ALIGNED_V
 from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
+from liger_patch.kernels.lora.linears import run_lora_linears
+from liger_patch.kernels.lora.mlp import run_lora_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
@@ -70,14 +73,15 @@ def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Size
     on_kernels = "lora" in contender.layers and step.lora_rank
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype
+    quantized = set(map(id, sizes.quantized))
+    how = dtype, quantized, contender.slices
     for module in list(model.modules()):
         if on_kernels and plain and _is_gated(module):
-            quantized = set(map(id, sizes.quantized)) if contender.slices else None
-            module.forward = functools.partial(_lora_feed_forward, module, dtype, quantized)
+            module.forward = functools.partial(_lora_feed_forward, module, *how)
         if _is_lora(module):
             if on_kernels and plain:
-                module.forward = functools.partial(_lora_linear, module, dtype, contender.slices)
-            elif module.base_layer in sizes.quantized:
+                module.forward = functools.partial(_lora_linear, module, *how)
+            elif id(module.base_layer) in quantized:
                 module.forward = functools.partial(_lora_in_4_bits, module, step)
 
 
@@ -92,32 +96,27 @@ def _is_gated(module: Any) -> bool:
     )
 
 
-def _adapter(layer: Any) -> tuple[Tensor, Tensor]:
-    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+def _projection(layer: Any, dtype: torch.dtype, quantized: Collection[int]) -> LoraProjection:
+    base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
+    weight = Unpacked(base.weight, dtype) if id(base) in quantized else base.weight
+    return LoraProjection(weight, base.bias, a.weight, b.weight, layer.scaling["default"])
 
 
-def _lora_linear(layer: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
-    source = source_of(x)
-    kept = source.x if slices and source is not None else None
-    return LoraLinear.apply(x, layer.base_layer.weight, *_adapter(layer), dtype, kept)
+def _lora_linear(
+    layer: Any, dtype: torch.dtype, quantized: Collection[int], slices: bool, x: Tensor
+) -> Tensor:
+    source = source_of(x) if slices else None
+    (y,) = run_lora_linears(x, [_projection(layer, dtype, quantized)], dtype, source)
+    return y
 
 
 def _lora_feed_forward(
-    module: Any,
-    dtype: torch.dtype,
-    quantized: Collection[int] | None,  # ids of layers, None where nothing runs in slices
-    x: Tensor,
+    module: Any, dtype: torch.dtype, quantized: Collection[int], slices: bool, x: Tensor
 ) -> Tensor:
-    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if quantized is not None and sliced_rows(x, down.base_layer.in_features, dtype) is not None:
-        bases = [each.base_layer for each in (gate, up, down)]
-        copied = [b.weight for b in bases if id(b) in quantized or b.weight.dtype != dtype]
-        adapters = [matrix for each in (gate, up, down) for matrix in _adapter(each)]
-        return in_slices(x, down.base_layer.weight, dtype, copied, adapters)
-    down_a, down_b = _adapter(down)
-    adapters = *_adapter(gate), *_adapter(up), down_a
-    a = LoraGate.apply(x, gate.base_layer.weight, up.base_layer.weight, dtype, *adapters)
-    return LoraDown.apply(a, down.base_layer.weight, down_b, dtype)
+    layers = module.gate_proj, module.up_proj, module.down_proj
+    gate, up, down = (_projection(each, dtype, quantized) for each in layers)
+    rows = sliced_rows(x, len(down.a[0]), dtype) if slices else None
+    return run_lora_mlp(x, gate, up, down, dtype, "silu", rows)
 
 
 def _lora_in_4_bits(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ H: hidden size, I: intermediate size, R: rank, T: tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.kernels.chunk_sizes import ROW_MULTIPLE
-from liger_patch.kernels.gated import gated_forward
-from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.segments import Segments
-from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, slice_tokens
+from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, longest_at_once
 from liger_patch.layers.long_rows import is_checkpointed
 
 PRODUCTS = (
@@ -35,7 +32,7 @@ PRODUCTS = (
 ATTENTION = functional.scaled_dot_product_attention  # PyTorch's own, whatever stands there later
 IN_FLOAT32 = (functional.cross_entropy, functional.nll_loss, functional.log_softmax)
 CHUNK = "chunk of logits"
-ROWS_OF_SUMS = 1024  # of the kernel behind LoraGate: one sum of dB for as many
+ROWS_OF_SUMS = 1024  # of the kernel behind a LoRA feed-forward layer: one sum of dB for as many
 
 
 class GpuOperations(TorchFunctionMode):
@@ -105,21 +102,9 @@ class GpuOperations(TorchFunctionMode):
         states = [self.as_operand(each) for each in (query, key, value)]
         return _Attention.apply(*states, None).transpose(1, 2)
 
-    def gated_mlp(
-        self,
-        x: Tensor,
-        *weights: Tensor | None,
-        activation: str,
-        slice_tokens: int | None = None,
-    ) -> Tensor:
-        """Compute our feed-forward layer, which casts its own operands."""
-        dtype = self.autocast or x.dtype
-        if slice_tokens is not None:
-            given = [each for each in weights if each is not None]
-            copied = [each for each in given if each.dtype != dtype]
-            return in_slices(x, given[-1], dtype, copied, given)
-        cast: Any = [None if each is None else each.to(dtype) for each in (x, *weights)]
-        return gated_mlp(*cast, activation=activation)
+    def autocast_dtype(self, *_: Any) -> torch.dtype | None:
+        """Return what a GPU answers within the region."""
+        return self.autocast
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -186,72 +171,49 @@ class ChunkedHead(torch.autograd.Function):
         return *gradients, None, None
 
 
-class LoraLinear(torch.autograd.Function):
-    """Our linear layer with an adapter: it keeps x and the thin product."""
+class Unpacked:
+    """A ``QuantizedWeight`` without values: each read makes its rows in a dtype."""
 
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        a: Tensor,
-        b: Tensor,
-        dtype: torch.dtype,
-        source: Tensor | None,  # what x is the norm of, and can be computed of again
-    ):
-        rows = x.to(dtype)
-        s = rows.new_empty(*rows.shape[:-1], len(a))
-        ctx.save_for_backward(rows if source is None else source, s, weight, a, b)
-        ctx.dtype, ctx.rows = x.dtype, None if source is None else (rows.shape, dtype)
-        return functional.linear(rows, weight.to(dtype))
+    row_multiple, requires_grad = 1, False
 
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        _, s, weight, a, b = ctx.saved_tensors
-        rows = None if ctx.rows is None else s.new_empty(ctx.rows[0], dtype=ctx.rows[1])
-        ds = torch.empty_like(s)
-        dx = torch.matmul(dy, weight.to(dy.dtype)).to(ctx.dtype)
-        del ds, rows
-        return dx, None, torch.empty_like(a), torch.empty_like(b), None, None
+    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
+        self.stored, self.dtype = stored, dtype
+        self.shape, self.device = stored.shape, stored.device
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.stored.new_empty(stop - start, self.shape[1], dtype=self.dtype)
+
+    def is_current(self) -> bool:
+        return True
 
 
-class LoraGate(torch.autograd.Function):
-    """Our feed-forward layer with adapters, in front of its last product: it keeps x, gate, up."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, gate_weight: Tensor, up_weight: Tensor, dtype, *adapters: Tensor):
-        rows = x.to(dtype)
-        gate, up = (functional.linear(rows, each.to(dtype)) for each in (gate_weight, up_weight))
-        s = rows.new_empty(*rows.shape[:-1], sum(len(each) for each in adapters[::2]))
-        ctx.save_for_backward(rows, gate, up, s, gate_weight, up_weight, *adapters)
-        ctx.dtype = x.dtype
-        return gated_forward(gate, up, "silu")
-
-    @staticmethod
-    def backward(ctx, da: Tensor):
-        _, gate, _, s, gate_weight, _, *adapters = ctx.saved_tensors
-        dgate, dup = da, torch.empty_like(gate)  # dgate takes the place of da
-        tokens, rank = gate.numel() // gate.shape[-1], len(adapters[0])
-        sums = (-(-tokens // ROWS_OF_SUMS), 3, gate.shape[-1], rank)
-        gate.new_empty(sums, dtype=torch.float32)
-        ds = torch.empty_like(s)
-        dx = torch.matmul(dgate, gate_weight.to(dgate.dtype))  # up's part is added in its place
-        del dup, ds
-        return dx.to(ctx.dtype), None, None, None, *(torch.empty_like(each) for each in adapters)
+def activate(gate: Tensor, up: Tensor, s: Tensor, parts: Any, down_a: Tensor, *_: Any) -> Any:
+    """Return what the kernel of ``lora/activation`` does."""
+    return torch.empty_like(gate), s.new_empty(len(s), len(down_a)), None
 
 
-class LoraDown(torch.autograd.Function):
-    """The last product of that layer: it keeps no tensor, so checkpointing leaves it out."""
+def activate_backward(
+    da: Tensor,
+    ds_down: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    s: Tensor,
+    parts: Any,
+    down_a: Tensor,
+    *how: Any,
+) -> Any:
+    """Return what its backward kernel does; dgate takes the place of da."""
+    *b_dtypes, a_dtype = how[-1]
+    dup = torch.empty_like(gate)
+    sums = -(-len(gate) // ROWS_OF_SUMS), 3, gate.shape[-1], len(down_a)
+    gate.new_empty(sums, dtype=torch.float32)
+    dbs = [torch.empty_like(p.b, dtype=d) for p, d in zip(parts, b_dtypes, strict=True)]
+    return da, dup, torch.empty_like(s), dbs, torch.empty_like(down_a, dtype=a_dtype)
 
-    @staticmethod
-    def forward(ctx, a: Tensor, weight: Tensor, adapter_b: Tensor, dtype: torch.dtype):
-        ctx.held = weight, adapter_b
-        return functional.linear(a, weight.to(dtype))
 
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        weight, adapter_b = ctx.held
-        return torch.matmul(dy, weight.to(dy.dtype)), None, torch.empty_like(adapter_b), None
+def first_slices(_: Tensor, tokens: int) -> list[tuple[int, int]]:
+    """Return two slices, which need as much as all: rows of any length allocate the same pieces."""
+    return [(0, tokens), (tokens, 2 * tokens)]
 
 
 def sliced_rows(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
@@ -262,80 +224,7 @@ def sliced_rows(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
         size: the intermediate size.
         dtype: of the products.
     """
-    rows = slice_tokens(x.numel() // x.shape[-1], size, dtype.itemsize)
-    return rows if rows is not None and is_checkpointed() else None
-
-
-def in_slices(
-    x: Tensor,
-    down_weight: Tensor,
-    dtype: torch.dtype,
-    copied: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-) -> Tensor:
-    """Run our feed-forward layer of x (..., H) in slices, with or without adapters.
-
-    Args:
-        down_weight: (O, I).
-        dtype: of the products.
-        copied: weights that are cast or dequantized, once in a pass.
-        parameters: whose gradients may be wanted.
-    """
-    out_features, size = down_weight.shape
-    token_bytes = GATED_TENSORS * size * dtype.itemsize
-    rows = SLICE_BYTES // token_bytes
-    rows -= rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0
-    held = max(1, rows) * token_bytes, dtype.itemsize * sum(each.numel() for each in copied)
-    link = SlicedKeep.apply(x, dtype, held, out_features, *parameters)
-    return SlicedRun.apply(link, held)
-
-
-def _pieces(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return [like.new_empty(size, dtype=torch.uint8) for size in sizes if size]
-
-
-class SlicedKeep(torch.autograd.Function):
-    """Our feed-forward layer in slices: it keeps x, and sums gradients in float32."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        dtype: torch.dtype,
-        held: tuple[int, int],  # bytes of a slice, and of copied weights
-        out_features: int,
-        *parameters: Tensor,
-    ):
-        ctx.save_for_backward(x.to(dtype), *parameters)
-        ctx.dtype, ctx.held = x.dtype, held
-        return x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, *parameters = ctx.saved_tensors
-        wants_x, _, _, _, *wanted = ctx.needs_input_grad
-        dx = torch.empty_like(x, dtype=ctx.dtype) if wants_x else None
-        pieces = _pieces(x, ctx.held)
-        pairs = list(zip(parameters, wanted, strict=True))
-        sums = [torch.empty_like(each, dtype=torch.float32) if w else None for each, w in pairs]
-        del pieces
-        gradients: list[Tensor | None] = []
-        for i, parameter in enumerate(parameters):
-            total, sums[i] = sums[i], None
-            gradients.append(None if total is None else total.to(parameter.dtype))
-        return dx, None, None, None, *gradients
-
-
-class SlicedRun(torch.autograd.Function):
-    """The result of that layer: it keeps no tensor, so checkpointing leaves it out."""
-
-    @staticmethod
-    def forward(ctx, link: Tensor, held: tuple[int, int]):
-        y = link.new_empty(link.shape)
-        pieces = _pieces(link, held)
-        del pieces
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        return dy, None
+    if x.numel() // x.shape[-1] <= longest_at_once(size, dtype.itemsize) or not is_checkpointed():
+        return None
+    rows = SLICE_BYTES // (GATED_TENSORS * size * dtype.itemsize)
+    return max(1, rows - (rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0))

@@ -16,8 +16,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_patch.estimate.contenders import Contender, chunk_bytes, set_layers
 from liger_patch.estimate.model import Sizes, TrainingStep, build
 from liger_patch.estimate.offload import MetaOffload, noting_input
-from liger_patch.estimate.operations import ChunkedHead, GpuOperations
+from liger_patch.estimate.operations import (
+    ChunkedHead,
+    GpuOperations,
+    activate,
+    activate_backward,
+    first_slices,
+)
 from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
+from liger_patch.kernels import gated_mlp
+from liger_patch.kernels.lora import mlp as lora_mlp
+from liger_patch.kernels.lora import sliced as lora_sliced
 from liger_patch.layers import deferred_mask, masked_attention, mlp
 from liger_patch.patch import offload as checkpoints
 
@@ -74,8 +83,13 @@ def trace_step(
         _note_places(inner, head, memory)
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
-        for name in ("gated_mlp", "tokens_of_slice"):
-            stack.enter_context(_stood_in(mlp, name, getattr(operations, name)))
+        stack.enter_context(_stood_in(mlp, "tokens_of_slice", operations.tokens_of_slice))
+        stack.enter_context(_stood_in(gated_mlp, "autocast_dtype", operations.autocast_dtype))
+        for module in (gated_mlp, lora_mlp):
+            stack.enter_context(_stood_in(module, "slices_of", first_slices))
+        for module in (lora_mlp, lora_sliced):
+            stack.enter_context(_stood_in(module, "activate", activate))
+            stack.enter_context(_stood_in(module, "activate_backward", activate_backward))
         # the only masks are those of sliding windows: rows are whole
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stack.enter_context(_stood_in(masked_attention, name, getattr(operations, name)))

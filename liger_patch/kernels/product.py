@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
+# torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA and without values only
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype_out")
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1.0) -> Tensor:
@@ -17,7 +19,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
         if is_plain:
             return torch.mm(a, b, out=out)
         return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    if writes_float32(a) and out.dtype == torch.float32:
+    if out.dtype == torch.float32 and (writes_float32(a) or a.is_meta and _HAS_OUT_DTYPE):
         if is_plain:
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
@@ -32,5 +34,4 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
 
 def writes_float32(a: Tensor) -> bool:
     """Return True if a product of such operands can be written in float32, unrounded."""
-    # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA devices only
-    return a.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype_out")
+    return a.is_cuda and torch.version.hip is None and _HAS_OUT_DTYPE

@@ -19,8 +19,7 @@ from liger_patch.estimate.model import build
 from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
-from liger_patch.kernels import sliced
-from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels import gated_mlp, sliced
 from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES
@@ -145,29 +144,29 @@ def test_slices_where_a_layer_is_computed_again_alone(config: LlamaConfig) -> No
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_sliced_layers_take_what_the_real_ones_do(slices: int, trains: bool) -> None:
-    """A token more of the row takes x, y, dy and dx more, whatever a slice takes."""
+def test_two_slices_take_what_all_do(
+    slices: int, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"device": "meta", "dtype": torch.bfloat16}
 
-    def peak(tokens: int, is_real: bool) -> int:
-        options: Any = {"device": "meta", "dtype": torch.bfloat16}
+    def peak(tokens: int) -> int:
         x = torch.empty(tokens, HIDDEN, **options, requires_grad=True)
         gate, up = (torch.empty(SIZE, HIDDEN, **options) for _ in range(2))
         down = torch.empty(HIDDEN, SIZE, **options)
         weights = [each.requires_grad_(trains) for each in (gate, up, down)]
         memory = MemoryTrace([x, *weights])
         with memory:
-            if is_real:
-                y = gated_mlp(x, *weights, slice_tokens=slices)
-            else:
-                y = operations.in_slices(x, down, torch.bfloat16, (), weights)
+            y = gated_mlp.gated_mlp(x, *weights, slice_tokens=slices)
             memory.start_backward()
             y.backward(torch.empty_like(y))
             memory.close_backward()
         return memory.finish([]).peak()[0]
 
     lengths = 4 * slices, 8 * slices
-    real, ours = ((peak(lengths[1], each) - peak(lengths[0], each)) for each in (True, False))
-    assert real == ours == 4 * slices * 3 * 2 * HIDDEN  # x is given
+    of_all = [peak(each) for each in lengths]
+    assert of_all[1] - of_all[0] == 4 * slices * 3 * 2 * HIDDEN  # y, dy and dx: x is given
+    monkeypatch.setattr(gated_mlp, "slices_of", operations.first_slices)
+    assert [peak(each) for each in lengths] == of_all
 
 
 def test_the_longest_row_fits_and_one_token_more_does_not(
