@@ -36,7 +36,7 @@ from liger_patch.layers import checks
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CHECK = "long_row_check.json"
 MEMORY, SECTION = Path(__file__).parents[2] / "docs" / "memory.md", "estimated_peaks"
-WITHIN = 0.03  # the worst, Gemma-3-4B with QLoRA and offloaded checkpoints, is off by 2.9 %
+WITHIN = 0.03
 MIB = 2**20
 SUPERVISED = 0.6  # of the labels of a benchmark
 WITH_MASKS = replace(OURS, layers=OURS.layers - {"attention"})
