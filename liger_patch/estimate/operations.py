@@ -1,7 +1,7 @@
 """Operations as they use memory on a GPU, for tensors that have sizes and no values.
 
-On the meta device PyTorch computes attention by way of all scores, and autocast does nothing. Each
-class here allocates and keeps what the GPU's own operation does.
+On the meta device PyTorch computes attention with a (T, T) tensor of scores, and autocast does
+nothing. What stands here allocates and keeps what the GPU's own operation does.
 
 H: hidden size, I: intermediate size, R: rank, T: tokens of a sequence.
 """

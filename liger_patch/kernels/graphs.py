@@ -207,5 +207,5 @@ def _is_watched(arguments: tuple[object, ...]) -> bool:
     """Return True if something records the operators that run, or runs them without values."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return torch._C._is_tracing()
-    # DTensor has rules for PyTorch's operations, of which the functions are made, and not for these
+    # DTensor dispatches PyTorch's operations and not ours, so let it see those
     return not any(hasattr(each, "device_mesh") for each in arguments)

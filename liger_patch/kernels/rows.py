@@ -19,7 +19,7 @@ def contiguous_features(tensor: Tensor) -> Tensor:
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied unless it is contiguous; None for None."""
+    """Return the tensor, copied unless it is contiguous; or None if there is none."""
     return None if tensor is None else tensor.contiguous()
 
 

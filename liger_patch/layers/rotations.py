@@ -229,13 +229,19 @@ def rotates_or_falls_back(
     number, dims = len(trials[0]), {(each[0].dim(), each[turned].dim()) for each in trials}
 
     def rotated(*arguments: Any, **options: Any) -> Any:
-        is_known = len(arguments) == number and (takes_options or not options)
-        is_known = is_known and not needs_own_code(*arguments)
-        # no gradient is computed for tables: MLCD trains an angle
-        is_known = is_known and not any(
-            isinstance(each, Tensor) and each.requires_grad for each in arguments[turned:]
-        )
-        is_known = is_known and (arguments[0].dim(), arguments[turned].dim()) in dims
-        return (rotate if is_known else own)(*arguments, **options)
+        if len(arguments) != number or (options and not takes_options):
+            return own(*arguments, **options)
+        if needs_own_code(*arguments) or _are_trained(arguments[turned:]):
+            return own(*arguments, **options)
+        if (arguments[0].dim(), arguments[turned].dim()) not in dims:
+            return own(*arguments, **options)
+        return rotate(*arguments, **options)
 
     return rotated
+
+
+def _are_trained(tables: tuple[Any, ...]) -> bool:
+    """Return whether a table wants a gradient, which the kernel does not compute: MLCD trains an
+    angle.
+    """
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tables)

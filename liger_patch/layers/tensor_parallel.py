@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     weight: Any  # DTensor (O, I)
     bias: Any  # DTensor (O,), or None
-    by_columns: bool  # of the result, which are rows of the weight
+    splits_outputs: bool  # this rank holds some rows of the weight
 
     @property
     def group(self) -> Any:
@@ -119,7 +119,7 @@ def _part(module: Any, x: Any) -> Part | None:
 def _product(x: Tensor, part: Part) -> Tensor:
     weight = part.weight.to_local()
     bias = None if part.bias is None else part.bias.to_local()
-    if part.by_columns:
+    if part.splits_outputs:
         return nn.functional.linear(_shared(x, part.group), weight, bias)
     y = _Sum.apply(nn.functional.linear(x, weight), part.group)
     return y if bias is None else y + bias.to(y.dtype)  # under autocast, that of the product

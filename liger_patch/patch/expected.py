@@ -43,8 +43,8 @@ def flat_targets(
 ) -> Tensor:
     """Return (B T,), the label that each token predicts.
 
-    For expected labels that nothing has written to, the result is the tensor that was counted,
-    itself and no view of it: ``compact_ahead`` has noted the count on it.
+    These are the targets that were counted before the model ran, if nothing has changed the labels
+    since; the operator finds the count by this very tensor.
     """
     if (
         expected is not None

@@ -156,7 +156,7 @@ def adapter_gradient_(
     dtype: torch.dtype | None,
     dropout: float,
 ) -> Tensor | None:
-    """Add to dx what comes through one adapter. Return its dA in a dtype, None for None."""
+    """Add to dx what comes through one adapter. Return its dA in a dtype, or None without one."""
     if dx is None and dtype is None:
         return None
     if isinstance(kept, int):
