@@ -131,7 +131,7 @@ def _ours(
     layer: nn.Module | None, weight: Any, labels: Tensor, x: Tensor, *adapter: Tensor
 ) -> Tensor:
     if layer is not None:
-        from liger_patch.integrations.bitsandbytes import quantized_weight
+        from liger_patch.readers.quantized_weights import quantized_weight
 
         weight = quantized_weight(layer, x.dtype)
     return linear_cross_entropy(x, weight, labels, low_rank=_adapter(x, adapter))

@@ -264,9 +264,9 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     """
     base = model
     if "peft" in sys.modules:
-        from liger_patch.integrations import peft
+        from liger_patch.readers import lora_adapters
 
-        base = peft.base_model(model)
+        base = lora_adapters.base_model(model)
     if not isinstance(base, PreTrainedModel):
         around = "" if base is model else f" around a {_short(base)}"
         advice = "load it first, with from_pretrained()"

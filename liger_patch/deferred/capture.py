@@ -189,13 +189,13 @@ def _quantized_layers(head: nn.Module) -> list[nn.Module]:
     """
     if "bitsandbytes" not in sys.modules:
         return []
-    from liger_patch.integrations.bitsandbytes import is_quantized
+    from liger_patch.readers.quantized_weights import is_quantized
 
     return [m for m in head.modules() if is_quantized(m) and "forward" not in vars(m)]
 
 
 def _quantized_forward(layer: nn.Module, head: Head) -> Callable[[Tensor], Tensor]:
-    from liger_patch.integrations.bitsandbytes import quantized_weight
+    from liger_patch.readers.quantized_weights import quantized_weight
 
     forward = layer.forward
 

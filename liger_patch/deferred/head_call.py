@@ -74,7 +74,7 @@ class Head:
         """
         if "peft" not in sys.modules:
             return ()
-        from liger_patch.integrations.peft import merged_adapters
+        from liger_patch.readers.lora_adapters import merged_adapters
 
         model: Any = self.model
         # a tied weight is the input embedding's too

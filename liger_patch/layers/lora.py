@@ -77,9 +77,9 @@ def is_lora_linear(module: nn.Module) -> bool:
     """
     if "peft" not in sys.modules:
         return False
-    from liger_patch.integrations import peft
+    from liger_patch.readers import lora_adapters
 
-    return is_on_kernels(module) or peft.runs_pefts_forward(module)
+    return is_on_kernels(module) or lora_adapters.runs_pefts_forward(module)
 
 
 def lora_class(module: nn.Module) -> Any:
@@ -128,7 +128,7 @@ def not_plain(model: nn.Module) -> Counter[str]:
     """
     if "peft" not in sys.modules:
         return Counter()
-    from liger_patch.integrations import peft
+    from liger_patch.readers import lora_adapters
 
     reasons: Counter[str] = Counter()
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()  # part of the loss
@@ -138,10 +138,10 @@ def not_plain(model: nn.Module) -> Counter[str]:
             last = _last_call.get(layer)
             plain = last if isinstance(last, str) else _plain(layer, last)
             reasons.update([plain] if isinstance(plain, str) else ())
-        elif "forward" in vars(layer) and peft.has_adapters(layer):
+        elif "forward" in vars(layer) and lora_adapters.has_adapters(layer):
             reasons["its forward was replaced"] += 1
-        elif peft.has_adapters(layer) and not is_lora_linear(layer):
-            reasons[peft.described(layer)] += 1
+        elif lora_adapters.has_adapters(layer) and not is_lora_linear(layer):
+            reasons[lora_adapters.described(layer)] += 1
     return reasons
 
 
@@ -276,10 +276,10 @@ def _own_dtypes(base: Any) -> Dtypes:
 
 def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     """Return the layer's projection for a call with these dtypes, or why the layer is not plain."""
-    from liger_patch.integrations import peft
+    from liger_patch.readers import lora_adapters
 
     base: Any = layer.base_layer
-    adapter = peft.plain_adapter(layer)
+    adapter = lora_adapters.plain_adapter(layer)
     if isinstance(adapter, str):
         return adapter
     a, b, dropout, scaling, rate = adapter
@@ -314,11 +314,11 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
 def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:
     """Return the weight of a quantized base, or why it is not read."""
     if "bitsandbytes" in sys.modules:
-        from liger_patch.integrations import bitsandbytes
+        from liger_patch.readers import quantized_weights
 
-        weight = bitsandbytes.quantized_weight(base, dtype)
+        weight = quantized_weights.quantized_weight(base, dtype)
         if weight is not None:
             return weight
-        if bitsandbytes.is_packed(base):
+        if quantized_weights.is_packed(base):
             return "bitsandbytes packed the base's weight for inference on a CPU"
     return f"the base is a {type(base).__name__}"

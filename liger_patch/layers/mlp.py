@@ -224,10 +224,10 @@ def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
     """
     if "bitsandbytes" not in sys.modules or has_hooks(module):
         return None
-    from liger_patch.integrations import bitsandbytes
+    from liger_patch.readers import quantized_weights
 
-    if not bitsandbytes.is_4bit(module) or getattr(module, "bias", None) is not None:
+    if not quantized_weights.is_4bit(module) or getattr(module, "bias", None) is not None:
         return None
     dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
-    weight = bitsandbytes.quantized_weight(module, dtype)
+    weight = quantized_weights.quantized_weight(module, dtype)
     return weight if weight is not None and weight.dtype == dtype else None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
 from liger_patch.patch.settings import PatchRecord
 
-DISABLED = "adapters are disabled"  # the reason that ``integrations.peft.plain_adapter`` gives
+DISABLED = "adapters are disabled"  # the reason that ``readers.lora_adapters`` gives
 
 
 def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:

@@ -25,7 +25,7 @@ peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 bnb = pytest.importorskip("bitsandbytes")
 
-from liger_patch.integrations import bitsandbytes  # noqa: E402
+from liger_patch.readers import quantized_weights  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "heads.md"
 ROWS = {row.model_type: row for row in registry.available()}
@@ -215,7 +215,7 @@ def in_float64(kind: Kind) -> Any:
     model = copy.deepcopy(build(kind, torch.bfloat16, ""))
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            weight = bitsandbytes.quantized_weight(child, torch.bfloat16)
+            weight = quantized_weights.quantized_weight(child, torch.bfloat16)
             if weight is not None:
                 plain = nn.Linear(child.in_features, child.out_features, bias=False)
                 plain.weight = nn.Parameter(weight.rows(0, child.out_features), requires_grad=False)

@@ -18,7 +18,7 @@ bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed"
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from liger_patch.integrations import bitsandbytes  # noqa: E402
+from liger_patch.readers import quantized_weights  # noqa: E402
 
 ROWS = {row.model_type: row for row in registry.available()}
 # peft 0.21 calls Transformers' gradient_checkpointing_enable, which 5.23 has renamed.
@@ -87,7 +87,7 @@ def dequantized(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
-                readable = bitsandbytes.quantized_weight(child, torch.bfloat16)
+                readable = quantized_weights.quantized_weight(child, torch.bfloat16)
                 assert readable is not None
                 weight = readable.rows(0, child.out_features)
                 plain = nn.Linear(child.in_features, child.out_features, bias=False)

@@ -14,7 +14,7 @@ from liger_patch import apply_patch, patch_status, registry
 
 peft = pytest.importorskip("peft")
 
-from liger_patch.integrations import peft as integration  # noqa: E402
+from liger_patch.readers import lora_adapters as integration  # noqa: E402
 
 # PEFT says so where an adapter touches a tied head, which is what is tested.
 # An older PEFT ties no adapters of tied layers, and says so.

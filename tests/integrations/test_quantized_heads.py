@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.integrations import bitsandbytes
 from liger_patch.kernels.head import products
+from liger_patch.readers import quantized_weights
 
 pytestmark = MARKS
 FALLBACK = "liger_patch computes ordinary logits"
@@ -145,7 +145,7 @@ def test_a_4_bit_head_that_cannot_be_read_falls_back(
     """As one that bitsandbytes has packed for inference."""
     model = with_quantized_head(checkpoint.model)
     expected = results(model, tiny_batch(model))
-    monkeypatch.setattr(bitsandbytes, "quantized_weight", lambda *_: None)
+    monkeypatch.setattr(quantized_weights, "quantized_weight", lambda *_: None)
     with pytest.warns(UserWarning, match="Linear4bit"):
         ours = results(apply_patch(model, layers=False), tiny_batch(model))
     assert patch_status(model).fused is False

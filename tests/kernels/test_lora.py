@@ -100,7 +100,7 @@ def test_quantized_bases(way: str, which: str, device: torch.device) -> None:
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
 def test_bases_of_bitsandbytes(kind: str, way: str, device: torch.device) -> None:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from liger_patch.integrations import bitsandbytes
+    from liger_patch.readers import quantized_weights
 
     hidden_size = 64
     x, (part,) = linears_inputs(device, way, (5, 7, hidden_size), "one")
@@ -111,7 +111,7 @@ def test_bases_of_bitsandbytes(kind: str, way: str, device: torch.device) -> Non
     else:
         layer = bnb.nn.Linear8bitLt(hidden_size, 48, bias=False, has_fp16_weights=False)
         layer.weight = bnb.nn.Int8Params(part.weight, requires_grad=False, has_fp16_weights=False)
-    weight = bitsandbytes.quantized_weight(layer.to(device), torch.bfloat16)
+    weight = quantized_weights.quantized_weight(layer.to(device), torch.bfloat16)
     assert weight is not None
     part = part._replace(weight=weight, a=part.a.to(device), b=part.b.to(device))
     check(lora_linears, eager_linears, x, [part], wanted=EVERYTHING, autocast=WAYS[way][2])

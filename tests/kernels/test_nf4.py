@@ -130,7 +130,7 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from liger_patch.integrations import bitsandbytes
+    from liger_patch.readers import quantized_weights
 
     v, h = shape
     layer = bnb.nn.Linear4bit(h, v, bias=False, compute_dtype=dtype)
@@ -154,9 +154,9 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("bitsandbytes has dequantized")
 
-    monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", refused)
-    monkeypatch.setattr(bitsandbytes.functional, "dequantize_blockwise", refused)
-    weight = bitsandbytes.quantized_weight(layer, dtype)
+    monkeypatch.setattr(quantized_weights.functional, "dequantize_4bit", refused)
+    monkeypatch.setattr(quantized_weights.functional, "dequantize_blockwise", refused)
+    weight = quantized_weights.quantized_weight(layer, dtype)
     assert weight is not None
     for start, stop in [(0, v), (1, 2), (3, v - 1), (v - 1, v)]:
         assert torch.equal(weight.rows(start, stop), expected[start:stop]), (start, stop)
@@ -164,11 +164,11 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
 
 def test_a_traced_call_sees_the_operators_of_bitsandbytes(device: torch.device) -> None:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from liger_patch.integrations import bitsandbytes
+    from liger_patch.readers import quantized_weights
 
     layer = bnb.nn.Linear4bit(72, 131, bias=False, compute_dtype=torch.float32)
     layer.weight = bnb.nn.Params4bit(torch.randn(131, 72), requires_grad=False, quant_type="nf4")
-    weight = bitsandbytes.quantized_weight(layer.to(device), torch.float32)
+    weight = quantized_weights.quantized_weight(layer.to(device), torch.float32)
     assert weight is not None
     x = torch.randn(3, 72, device=device)
     graph = make_fx(lambda x: x @ weight.rows(0, 131).t())(x)
