@@ -29,6 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from liger_patch.kernels.descriptors import TensorDescriptor
+
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 
 FOLDER = Path(liger_patch.__file__).parent / "kernels" / "triton"
@@ -166,7 +168,9 @@ def spilled_at_most(name: str, target: GPUTarget) -> int:
     return SPILLED_BYTES_OF.get(name, SPILLED_BYTES)
 
 
-QUICK = {} if INTERPRETED else {name: quick_case(name) for name in KERNELS}
+# an old Triton has no descriptors: then a kernel that needs them has no case
+SERVED = [] if INTERPRETED else [name for name in KERNELS if any(True for _ in KERNELS[name](FULL))]
+QUICK = {name: quick_case(name) for name in SERVED}
 MATRIX = [
     pytest.param(
         target,
@@ -201,7 +205,8 @@ def test_every_kernel_is_in_the_matrix(kernels):
     }
     assert kernels.keys() - helpers == KERNELS.keys()
     quick = [name for _, name, _ in (c.values for c in MATRIX if pytest.mark.slow not in c.marks)]
-    assert sorted(quick) == sorted(KERNELS)
+    assert sorted(quick) == sorted(SERVED)
+    assert TensorDescriptor is None or list(KERNELS) == SERVED
 
 
 @pytest.mark.parametrize(("target", "name", "case"), MATRIX)
