@@ -15,34 +15,37 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_SHARED_BYTES = 64 * 1024  # of a program: sm_75's and gfx942's
+# TRITON_INTERPRET is Triton's own switch: its interpreter runs on the CPU, for tests
+TRITON_DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
+PLAIN_TENSORS = (Tensor, Parameter)
 LOSS_ADVICE = "Use torch.nn.functional.cross_entropy on logits of your own for that."
 LAYER_ADVICE = "Use apply_patch(model, layers=False) for that."
 _BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
 
 
 def serves_triton(*tensors: Tensor | None) -> bool:
-    """Return True if the Triton kernels serve these tensors: their devices and floating dtypes."""
+    """Return True if the Triton kernels serve these tensors: their floating dtypes and their one
+    device. PyTorch's operations serve the others, or name what does not fit.
+    """
+    device = None
     for each in tensors:
         if each is None:
             continue
-        if each.dtype not in TRITON_DTYPES or not serves_triton_device(each):
+        if each.dtype not in TRITON_DTYPES or type(each) not in PLAIN_TENSORS:
             return False
-    return True
+        if device not in (None, each.device):
+            return False
+        device = each.device
+    return HAS_TRITON and device is not None and device.type in TRITON_DEVICES
 
 
 def serves_triton_device(tensor: Tensor) -> bool:
     """Return True if Triton runs where this tensor is: on a GPU (CUDA or ROCm).
 
-    A tensor of a subclass may have no memory of its own (DTensor), and is left to PyTorch. Under
-    TRITON_INTERPRET=1, Triton's own switch, CPU tensors are served too: by Triton's interpreter,
-    for tests.
+    A tensor of a subclass may have no memory of its own (DTensor), and is left to PyTorch.
     """
-    if not HAS_TRITON or type(tensor) not in (Tensor, Parameter):
-        return False
-    return tensor.is_cuda or (
-        tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    )
+    return HAS_TRITON and type(tensor) in PLAIN_TENSORS and tensor.device.type in TRITON_DEVICES
 
 
 @functools.cache
@@ -125,8 +128,9 @@ def check_backward(name: str, *upstream: Tensor | None, advice: str = LOSS_ADVIC
         )
     if torch.compiler.is_compiling():  # it batches nothing, and cannot trace dispatch keys
         return
-    if any(each is not None and torch._C._dispatch_keys(each).has(_BATCHED) for each in upstream):
-        raise RuntimeError(
-            f"{name} takes one upstream gradient at a time: is_grads_batched=True is not "
-            f"supported. {advice}"
-        )
+    for each in upstream:
+        if each is not None and torch._C._dispatch_keys(each).has(_BATCHED):
+            raise RuntimeError(
+                f"{name} takes one upstream gradient at a time: is_grads_batched=True is not "
+                f"supported. {advice}"
+            )

@@ -64,7 +64,9 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments: object) -> object:
-            if torch.compiler.is_compiling() or _is_watched(arguments):
+            if torch.compiler.is_compiling() or torch._C._is_tracing():
+                return getattr(torch.ops.liger_patch, name)(*arguments)
+            if torch._C._len_torch_dispatch_stack() > 0 and _sees_operators(arguments):
                 return getattr(torch.ops.liger_patch, name)(*arguments)
             return function(*arguments)
 
@@ -203,9 +205,9 @@ def is_watched_by_dynamo() -> bool:
         return True
 
 
-def _is_watched(arguments: tuple[object, ...]) -> bool:
-    """Return True if something records the operators that run, or runs them without values."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return torch._C._is_tracing()
+def _sees_operators(arguments: tuple[object, ...]) -> bool:
+    """Return True if a dispatch mode records operators of these arguments, or runs them without
+    values.
+    """
     # DTensor dispatches PyTorch's operations and not ours, so let it see those
     return not any(hasattr(each, "device_mesh") for each in arguments)

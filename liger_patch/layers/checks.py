@@ -6,7 +6,7 @@ import inspect
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from liger_patch.kernels.backend import PLAIN_TENSORS
 from liger_patch.kernels.graphs import is_exporting
 
 LAYER_NAMES = "_liger_patch_layers"  # attribute of the classes on kernels
@@ -46,11 +47,11 @@ def needs_own_code(*arguments: object) -> bool:
     """
     if torch._C._are_functorch_transforms_active():
         return True
-    if is_exporting() and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and is_exporting():
         return True
     for each in arguments:
-        # most arguments are of these two classes, and this test is the faster one
-        if type(each) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(each):
+        # most arguments are of these classes, and this test is the faster one
+        if type(each) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(each):
             return True
     return False
 
