@@ -49,7 +49,7 @@ def rms_norm_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return y and rstd (...)."""
     y, rstd = _forward_results(x, weight, eps, offset, dtype)
-    if _serves(x, weight):
+    if x.shape[-1] <= MAX_HIDDEN_SIZE and serves_triton(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         rows = in_order_of(y, x)
@@ -57,7 +57,8 @@ def rms_norm_forward(
     else:
         wide = x.to(rstd.dtype)
         rstd.copy_(torch.rsqrt(wide.square().mean(-1).add_(eps)))
-        y.copy_(_scaled(wide * rstd[..., None], weight, offset))
+        normed = wide * rstd[..., None]
+        y.copy_(normed if weight is None else normed * (offset + weight.to(rstd.dtype)))
     return y, rstd
 
 
@@ -75,7 +76,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight (H,), which is empty where it is not wanted."""
     dx, dweight = _backward_results(dy, x, weight, rstd, offset, wants_weight)
-    if _serves(x, weight):
+    if x.shape[-1] <= MAX_HIDDEN_SIZE and serves_triton(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         # hooks of saved tensors may have given x another order than that of the forward pass
@@ -87,7 +88,7 @@ def rms_norm_backward(
         wide, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd
         if dweight.numel():
             dweight.copy_((wide * normed).reshape(-1, x.shape[-1]).sum(0))
-        wide = _scaled(wide, weight, offset)
+        wide = wide if weight is None else wide * (offset + weight.to(rstd.dtype))
         mean = (wide * normed).mean(-1, keepdim=True)
         dx.copy_((wide - normed * mean) * rstd)
     return dx, dweight
@@ -179,12 +180,13 @@ def rms_norm(
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
     if not isinstance(offset, NUMBERS):
         raise ValueError(f"offset must be a number, got {offset!r}")
-    return _RmsNorm.apply(x, weight, constant(eps), constant(offset), dtype or x.dtype)
+    return run_rms_norm(x, weight, eps, offset, dtype or x.dtype)
 
 
-def _serves(x: Tensor, weight: Tensor | None) -> bool:
-    return serves_triton(x, weight) and x.shape[-1] <= MAX_HIDDEN_SIZE
-
-
-def _scaled(values: Tensor, weight: Tensor | None, offset: float) -> Tensor:
-    return values if weight is None else values * (offset + weight.to(values.dtype))
+def run_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
+) -> Tensor:
+    """Compute what ``rms_norm`` does, of arguments that fit."""
+    if torch.compiler.is_compiling():
+        eps, offset = constant(eps), constant(offset)
+    return _RmsNorm.apply(x, weight, eps, offset, dtype)

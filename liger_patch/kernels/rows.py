@@ -62,6 +62,8 @@ def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
     """Return (...) one value a row, in the order of dense rows (..., H)."""
+    if rows.is_contiguous() and values.is_contiguous():
+        return values
     *leading, size = rows.shape
     each = zip(leading, values.stride(), rows.stride(), strict=False)
     if all(count == 1 or ours * size == theirs for count, ours, theirs in each):
@@ -71,13 +73,9 @@ def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
 
 def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor in the order in memory of a dense result of its shape."""
-    if _has_order_of(result, tensor):
+    if tensor.stride() == result.stride():
+        return tensor
+    sizes = zip(tensor.shape, tensor.stride(), result.stride(), strict=True)
+    if all(size == 1 or ours == theirs for size, ours, theirs in sizes):
         return tensor
     return torch.empty_like(result, dtype=tensor.dtype).copy_(tensor)
-
-
-def _has_order_of(result: Tensor, tensor: Tensor) -> bool:
-    if tensor.stride() == result.stride():
-        return True
-    sizes = zip(tensor.shape, tensor.stride(), result.stride(), strict=True)
-    return all(size == 1 or ours == theirs for size, ours, theirs in sizes)

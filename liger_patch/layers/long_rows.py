@@ -58,15 +58,15 @@ def tokens_of_slice(x: Tensor, size: int) -> int | None:
 
 
 def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
-    """Note on a norm's result the input that it was computed from, if the result is large and
-    checkpointing computes the layer again: a layer behind the norm then keeps only that input.
+    """Note on a norm's result the input that it was computed from, if the result is large: a layer
+    behind the norm then keeps only that input. For layers that checkpointing computes again.
 
     Args:
         how: eps, offset and dtype of the norm.
     """
     if _is_in_graph() or y.dim() > 3:  # of queries or keys: nothing keeps these
         return
-    if y.nbytes > LONG_INPUT_BYTES and torch.is_grad_enabled() and is_checkpointed():
+    if y.nbytes > LONG_INPUT_BYTES:
         noted: Any = y
         source = NormInputs(x.detach(), weight, *how)
         noted._liger_patch_source = source, x._version, y._version

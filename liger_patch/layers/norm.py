@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.rms_norm import run_rms_norm
 from liger_patch.layers.checks import needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
-from liger_patch.layers.long_rows import note_source
+from liger_patch.layers.long_rows import is_checkpointed, note_source
 from liger_patch.layers.probing import configuration, results_match, with_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
@@ -142,17 +142,19 @@ def norm(original: Any) -> type[nn.Module]:
 
     def forward(self, x: Tensor) -> Tensor:
         weight, dtype = getattr(self, "weight", None), x.dtype
-        if needs_own_code(x, weight):
-            return original.forward(self, x)
         # __dict__: most have no with_scale, and nn.Module's own lookup would take longer
         if not scales or not self.__dict__.get("with_scale", True):
             weight = None  # where Transformers 5.0 has 1.0
+        is_known = weight is None or weight.shape == x.shape[-1:]
+        if not is_known or needs_own_code(x, weight):
+            return original.forward(self, x)
         if weight is not None and promotes:
             is_narrow = narrows and weight.dtype in (torch.float16, torch.bfloat16)
             dtype = weight.dtype if is_narrow else torch.promote_types(dtype, weight.dtype)
         epsilon = getattr(self, eps)
-        y = rms_norm(x, weight, epsilon, offset=offset, dtype=dtype)
-        note_source(y, x, weight, epsilon, offset, dtype)
+        y = run_rms_norm(x, weight, epsilon, offset, dtype)
+        if torch.is_grad_enabled() and is_checkpointed():
+            note_source(y, x, weight, epsilon, offset, dtype)
         return y
 
     return derived_class(original, norm, forward=forward, _liger_patch_layers=("rms_norm",))

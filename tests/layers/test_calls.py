@@ -151,7 +151,7 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
 
     model = apply_patch(make_model(model_type), layers=True)
     layer = model.model.layers[0]
-    for module, name in ((norm, "rms_norm"), (mlp, "gated")):
+    for module, name in ((norm, "run_rms_norm"), (mlp, "gated")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
     monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
     x = torch.randn(2, 9, model.config.hidden_size)

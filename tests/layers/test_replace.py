@@ -169,7 +169,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     else:
         revert_patch(model)
     kernels: list[tuple[Any, str]] = [
-        (norm, "rms_norm"),
+        (norm, "run_rms_norm"),
         (rotations, "needs_own_code"),
         (masked_attention, "attention"),
         (mlp, "gated"),
