@@ -176,7 +176,7 @@ def _choose_layers(
     """
     is_explicit = layers is not True
     before = frozenset(name for name, count in count_layers(model).items() if count)
-    replace_layers(model, names | before)
+    replace_layers(model, names | before, everywhere=is_explicit)
     counts = count_layers(model)
     optional = {"lora"}  # adapters may come later
     if len(names) > 1:

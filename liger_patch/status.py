@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from liger_patch import registry
 from liger_patch.apply import transformers_model
 from liger_patch.kernels.head.inputs import default_chunk_mib
+from liger_patch.layers import checks
 from liger_patch.layers.attention import with_masks
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
@@ -93,6 +94,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("last loss", verdict[record.fused]),
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
+            *_device_rows(target, record),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
@@ -127,6 +129,14 @@ def _architecture_status(record: PatchRecord) -> str:
     if record.distrusted is not None:
         return "differs" if record.differs else "not fusable"
     return "verified" if record.verified else "not tested"
+
+
+def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str], ...]:
+    """Return a row where layers wait for another device; see ``checks.is_left_to_model``."""
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    if record.layers is not True or device in checks.DEVICES:
+        return ()
+    return (("", f"on a {device}, calls run the model's own: it has no kernels"),)
 
 
 def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:

@@ -72,6 +72,12 @@ def small_batches_run_the_kernels_of_large_ones(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 0)
 
 
+@pytest.fixture(autouse=True)
+def layers_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: without kernels, only layers that are asked for by name run there."""
+    monkeypatch.setattr("liger_patch.layers.checks.DEVICES", ("cuda", "cpu", "meta"))
+
+
 @pytest.fixture(params=FORMS)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """A device for each form of the kernels: PyTorch operations, Triton's interpreter, Triton on a

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from liger_patch.kernels.graphs import is_compiled_here
-from liger_patch.layers.checks import layers_of
+from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
 from liger_patch.layers.other_globals import decorated_again, with_other_globals
@@ -104,8 +104,10 @@ def _forward_on_kernels(function: Any, values: dict[str, Any]) -> Any:
     def forward(*arguments: Any, **options: Any) -> Any:
         if is_compiled_here():  # Dynamo guards the globals that it has found
             return other(*arguments, **options)
+        attention, *others = arguments
+        if is_left_to_model(attention, others[0] if others else options.get("hidden_states")):
+            return function(*arguments, **options)
         look_up()
-        attention = arguments[0]
         with (
             computed_together(attention),
             sharing_inputs() if has_parallel_projection(attention, "q_proj") else nullcontext(),

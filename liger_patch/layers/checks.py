@@ -6,7 +6,7 @@ import inspect
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -15,10 +15,13 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_patch.kernels.backend import PLAIN_TENSORS
+from liger_patch.kernels.backend import HAS_TRITON, PLAIN_TENSORS, TRITON_DEVICES
 from liger_patch.kernels.graphs import is_exporting
 
 LAYER_NAMES = "_liger_patch_layers"  # attribute of the classes on kernels
+EVERYWHERE = "_liger_patch_everywhere"  # attribute of layers that apply_patch was asked for by name
+# devices with kernels; "meta" computes what they would
+DEVICES = ("meta", *(TRITON_DEVICES if HAS_TRITON else ()))
 PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -35,6 +38,21 @@ def names_of(cls: Any) -> frozenset[str]:
 def layers_of(module: object) -> tuple[str, ...]:
     """Return the names of the layers that a module is on kernels; an attention may be two."""
     return getattr(type(module), LAYER_NAMES, ())
+
+
+def is_left_to_model(layer: nn.Module, x: object) -> bool:
+    """Return whether a call of a layer on x (B, T, ...) runs the model's own code, because kernels
+    would not be faster.
+
+    They would not on a device that has none: there, only layers that ``apply_patch`` was asked for
+    by name run the same operations in PyTorch. Nor in a step of generation, which is the host's
+    work.
+    """
+    if not isinstance(x, Tensor):
+        return True
+    if x.device.type not in DEVICES and EVERYWHERE not in layer.__dict__:
+        return True
+    return not torch.is_grad_enabled() and x.dim() > 1 and x.shape[1] == 1
 
 
 def needs_own_code(*arguments: object) -> bool:

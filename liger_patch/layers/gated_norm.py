@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.gated_norm import gated_norm
-from liger_patch.layers.checks import needs_own_code
+from liger_patch.layers.checks import is_left_to_model, needs_own_code
 from liger_patch.layers.probing import results_match, with_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
@@ -102,6 +102,8 @@ def norm_with_gate(original: Any) -> type[nn.Module]:
         x, weight, own = hidden_states, self.weight, self.__dict__
         activation = ACTIVATIONS.get(own.get("activation", "silu"))
         if gate is None or activation is None or needs_own_code(x, gate, weight):
+            return original.forward(self, x, gate)
+        if is_left_to_model(self, x):
             return original.forward(self, x, gate)
         group_size = own.get(form.group_size, x.shape[-1] // own.get(form.groups, 1))
         return gated_norm(

@@ -24,13 +24,18 @@ from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.mlp import run_lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.rows import rows_of
-from liger_patch.layers.checks import PRODUCT, has_hooks, layers_of, needs_own_code
+from liger_patch.layers.checks import (
+    EVERYWHERE,
+    PRODUCT,
+    has_hooks,
+    is_left_to_model,
+    layers_of,
+    needs_own_code,
+)
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
 SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
-FEW_TOKENS = 32  # bitsandbytes 0.50 multiplies at least 4, on most GPUs more, without dequantizing
 AUTOCAST_ADVICE = "Train under autocast, as with TrainingArguments(bf16=True)"
 _running = threading.local()  # the Siblings of the attention that this thread runs
 
@@ -87,13 +92,19 @@ def lora_class(module: nn.Module) -> Any:
     return lora_linear(type(module))
 
 
-def replace_new_adapters(model: PreTrainedModel) -> None:
-    """Put the LoRA layers on kernels that PEFT has added since the model was patched."""
+def replace_new_adapters(model: PreTrainedModel, *, everywhere: bool) -> None:
+    """Put the LoRA layers on kernels that PEFT has added since the model was patched.
+
+    Args:
+        everywhere: whether also on devices without kernels.
+    """
     head = model.get_output_embeddings()  # whose adapter is part of the loss
     for module in list(model.modules()):
         is_new = is_lora_linear(module) and not is_on_kernels(module)
         if is_new and module is not head and "forward" not in vars(module):
             module.__class__ = lora_class(module)
+            if everywhere:
+                setattr(module, EVERYWHERE, True)
 
 
 @once_for_each_class
@@ -101,7 +112,7 @@ def lora_linear(original: Any) -> type[nn.Module]:
     """Derive a LoRA linear layer that is one function where its adapter is plain."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (args or kwargs or is_compiled_here()):
+        if not (args or kwargs or is_compiled_here() or is_left_to_model(self, x)):
             siblings = getattr(_running, "siblings", None)
             result = None if siblings is None else siblings.result(self, x)
             if result is not None:
@@ -241,9 +252,8 @@ def _plain_of(layers: Sequence[Any], x: Tensor, dtypes: Dtypes | str) -> list[Pl
     """
     found = []
     for layer in layers:
-        how = _generation(layer, x) or dtypes
-        _last_call[layer] = how
-        plain = how if isinstance(how, str) else _plain(layer, how)
+        _last_call[layer] = dtypes
+        plain = dtypes if isinstance(dtypes, str) else _plain(layer, dtypes)
         if not isinstance(plain, str):
             found.append(plain)
     return found if len(found) == len(layers) else None
@@ -253,15 +263,6 @@ def _results(x: Tensor, plain: Sequence[Plain]) -> list[Tensor]:
     """Return what projections give for x (..., H), each in the dtype that PEFT would return."""
     ys = run_lora_linears(x, [each.projection for each in plain], plain[0].product, source_of(x))
     return [y.to(each.dtype) for y, each in zip(ys, plain, strict=True)]
-
-
-def _generation(layer: Any, x: Tensor) -> str | None:
-    """Return the reason if PEFT's own forward generates faster from a quantized base."""
-    if layer.training or torch.is_grad_enabled() or type(layer.base_layer) is nn.Linear:
-        return None
-    # on a CPU, bitsandbytes would pack the weight, and train wrongly from then on
-    is_long = len(rows_of(x)) > FEW_TOKENS
-    return None if is_long or x.device.type == "cpu" else "generation from a quantized base"
 
 
 def _own_dtypes(base: Any) -> Dtypes:

@@ -14,13 +14,13 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here, is_watched_by_dynamo
-from liger_patch.layers.checks import layers_of
+from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.deferred_mask import deferred_sdpa_mask
 from liger_patch.layers.masked_attention import leaves_masks_out
 from liger_patch.layers.other_globals import (
@@ -79,7 +79,9 @@ def deferring_masks(original: Any) -> type[nn.Module]:
 
     @functools.wraps(own)
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        if not _leaves_masks_out():
+        inputs = *arguments, options.get("input_ids"), options.get("inputs_embeds")
+        x = next((each for each in inputs if isinstance(each, Tensor)), None)
+        if not _leaves_masks_out() or is_left_to_model(self, x):
             return own(self, *arguments, **options)
         look_up()
         before = getattr(_running, "may_defer", None)

@@ -22,6 +22,7 @@ from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
     PRODUCT,
     has_hooks,
+    is_left_to_model,
     names_of,
     needs_own_code,
     packs_saved_tensors,
@@ -134,6 +135,8 @@ def gated_layer(original: Any) -> type[nn.Module]:
     is_plain, projections = own.is_plain, (*own.projections, own.down)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_left_to_model(self, x):
+            return original.forward(self, x)
         if is_compiled_here() or not has_parallel_projection(self, projections[0]):
             return compute(self, x)
         with sharing_inputs():

@@ -6,7 +6,6 @@ version of Transformers may compute something else under the same name.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_patch.kernels.rms_norm import run_rms_norm
-from liger_patch.layers.checks import needs_own_code
+from liger_patch.layers.checks import is_left_to_model, needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.long_rows import is_checkpointed, note_source
-from liger_patch.layers.probing import configuration, results_match, with_weight
+from liger_patch.layers.probing import configuration, probe_of, results_match, with_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 
@@ -128,7 +127,7 @@ def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
     """Return a copy with a weight of few features, if the norm has a weight."""
     own = getattr(module, "weight", None)
     if own is None:
-        return copy.copy(module)
+        return probe_of(module)
     weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
     if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
         weight = torch.ones((), dtype=torch.float32)
@@ -141,6 +140,8 @@ def norm(original: Any) -> type[nn.Module]:
     eps, offset, promotes, narrows, scales = NORMS.get(original.__name__, LLAMA_NORM)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_left_to_model(self, x):
+            return original.forward(self, x)
         weight, dtype = getattr(self, "weight", None), x.dtype
         # __dict__: most have no with_scale, and nn.Module's own lookup would take longer
         if not scales or not self.__dict__.get("with_scale", True):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from liger_patch.layers.checks import EVERYWHERE
+
 PLAIN = bool, int, float, str, type(None), torch.dtype  # compared by value
 # the tensors, modules and hooks that each module holds
 CONTAINERS = vars(nn.Module()).keys() - {"training"}
@@ -41,10 +43,19 @@ def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
             return False
 
 
-def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
-    """Return a copy of a module with another weight. FSDP holds the weight as a plain attribute."""
+def probe_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, with parameters and buffers of its own, that runs on the kernels'
+    operations in PyTorch.
+    """
     probe = copy.copy(module)
     probe._parameters, probe._buffers = dict(module._parameters), dict(module._buffers)
+    setattr(probe, EVERYWHERE, True)
+    return probe
+
+
+def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
+    """Return a copy of a module with another weight. FSDP holds the weight as a plain attribute."""
+    probe = probe_of(module)
     del probe.weight
     probe.register_parameter("weight", nn.Parameter(weight))
     return probe

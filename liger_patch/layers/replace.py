@@ -25,7 +25,7 @@ from liger_patch.layers.attention import (
     attention_configuration,
     attention_on_kernels,
 )
-from liger_patch.layers.checks import LAYER_NAMES, layers_of
+from liger_patch.layers.checks import EVERYWHERE, LAYER_NAMES, layers_of
 from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
@@ -70,8 +70,14 @@ ENDINGS = {  # of the classes' names
 }
 
 
-def replace_layers(model: PreTrainedModel, names: frozenset[str]) -> None:
+def replace_layers(
+    model: PreTrainedModel, names: frozenset[str], *, everywhere: bool = False
+) -> None:
     """Put the layers of these names on kernels.
+
+    Args:
+        everywhere: whether also in calls on devices without kernels, where PyTorch's operations
+            compute the same. Such calls run the model's own code otherwise.
 
     All of Transformers' own classes whose names end as ENDINGS says are looked at, and the probes
     decide. All other layers stay as they are. So do layers whose forward a hook of accelerate
@@ -95,23 +101,29 @@ def replace_layers(model: PreTrainedModel, names: frozenset[str]) -> None:
             continue
         # decide anew: somebody may have replaced its class's forward
         _change_class(module, _original_class(module))
+        vars(module).pop(EVERYWHERE, None)
         key = wanted, CONFIGURATIONS[layers](module)
         if key not in replacements:
             replacements[key] = CLASSES[layers](module, wanted)
         if replacements[key] is not None:
             module.__class__ = replacements[key]
+            if everywhere:
+                setattr(module, EVERYWHERE, True)
     if "attention" in names:
-        _defer_masks(model)
+        _defer_masks(model, everywhere)
 
 
-def _defer_masks(model: nn.Module) -> None:
+def _defer_masks(model: nn.Module, everywhere: bool) -> None:
     for module in model.modules():
         if module is model or "forward" in vars(module) or layers_of(module):
             continue
         _change_class(module, _original_class(module))  # anew, as a layer's
+        vars(module).pop(EVERYWHERE, None)
         replacement = mask_deferring_class(module)
         if replacement is not None:
             module.__class__ = replacement
+            if everywhere:
+                setattr(module, EVERYWHERE, True)
 
 
 def _layers(module: nn.Module) -> tuple[str, ...]:
@@ -144,8 +156,11 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
         if left != layers_of(module):
             original = _original_class(module)
             _change_class(module, attention_on_kernels(left, original) if left else original)
+            if not left:
+                vars(module).pop(EVERYWHERE, None)
         elif "attention" in names and hasattr(type(module), DEFERS_MASKS):
             _change_class(module, _original_class(module))
+            vars(module).pop(EVERYWHERE, None)
 
 
 def _check_classes(model: nn.Module) -> None:

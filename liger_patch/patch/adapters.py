@@ -28,7 +28,7 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     ):
         record.adapters = configurations, dict(configurations)
         record.checked_dtypes = False
-        replace_new_adapters(model)
+        replace_new_adapters(model, everywhere=record.layers is not True)
 
 
 @contextmanager

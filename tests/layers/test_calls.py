@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,12 +13,19 @@ from tiny_models import tiny_batch, tiny_model
 from training_step import call, step, tell_apart
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, registry
-from liger_patch.layers import mlp, norm
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.layers import attention, checks, mlp, norm
 from liger_patch.layers.replace import count_layers
 from liger_patch.layers.rotations import ROTATIONS
 
 ROWS = {row.model_type: row for row in registry.available()}
+# what layers on kernels call, with an attention's context for its rotary embedding
+OPERATORS: list[tuple[Any, str]] = [
+    (norm, "run_rms_norm"),
+    (attention, "computed_together"),
+    (mlp, "gated"),
+    (mlp, "gated_mlp"),
+]
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:
@@ -41,7 +50,8 @@ def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
     model = apply_patch(make_model(), layers=True)
     loss = model(**tiny_batch(model)).loss
     logits = model(input_ids=tiny_batch(model)["input_ids"]).logits
-    with pytest.raises(RuntimeError, match="layers=False"):
+    is_said = pytest.warns(UserWarning, match="was called without labels")
+    with is_said, pytest.raises(RuntimeError, match="layers=False"):
         torch.autograd.grad(logits.sum(), list(model.parameters())[1], create_graph=True)
     assert loss.isfinite()
 
@@ -170,3 +180,57 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
         result, plain = result[0], plain[0]
     assert type(result) is TwoTensor
     torch.testing.assert_close(result.a, plain)
+
+
+@contextmanager
+def kernels_run(found: list[str]) -> Iterator[None]:
+    """Within this context the list gets the names of the operators of layers that run."""
+    with pytest.MonkeyPatch.context() as patches:
+        for module, name in OPERATORS:
+            own = getattr(module, name)
+
+            def run(*args: Any, own: Any = own, name: str = name, **options: Any) -> Any:
+                found.append(name)
+                return own(*args, **options)
+
+            patches.setattr(module, name, run)
+        yield
+
+
+def test_a_device_without_kernels_runs_the_models_own_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "DEVICES", ("cuda",))
+    model = make_model()
+    batch, run = tiny_batch(model), []
+    logits = model(**batch).logits
+    apply_patch(model)
+    with kernels_run(run):
+        assert torch.equal(model(**batch).logits, logits)
+        step(model, batch)
+        assert run == []
+        assert "on a cpu, calls run the model's own" in str(patch_status(model))
+        apply_patch(model, layers=["rms_norm", "gated"])
+        run.clear()  # the probes
+        step(model, batch)
+        assert {*run} == {"run_rms_norm", "gated_mlp"}
+        assert "calls run the model's own" not in str(patch_status(model))
+        apply_patch(model)
+        run.clear()
+        step(model, batch)
+        assert run == []
+
+
+def test_steps_of_generation_run_the_models_own_layers() -> None:
+    """They are the host's work. The prompt runs on kernels."""
+    model, run = apply_patch(make_model().eval()), []
+    prompt = tiny_batch(model)["input_ids"][:1, :4]
+    with kernels_run(run), torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+        assert {*run} == {"run_rms_norm", "computed_together", "gated"}
+        run.clear()
+        model(prompt[:, :1], past_key_values=cache)
+        assert run == []
+        with torch.enable_grad():  # a step of training
+            model(prompt[:, :1])
+        assert {*run} >= {"run_rms_norm", "computed_together"}
