@@ -13,7 +13,6 @@ have, on all devices. This one also tells it how many sequences.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 import transformers
 
 from liger_patch.apply import apply_patch, transformers_model
-from liger_patch.patch import flags
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
     NUM_SEQUENCES,
@@ -111,7 +109,7 @@ class Trainer(transformers.Trainer):
 
 class LigerPatchCallback(transformers.TrainerCallback):
     """Calls ``apply_patch(model, **options)`` when the Trainer is built, before the model is
-    wrapped for training. Warns after the first step if the model was not called with labels.
+    wrapped for training.
 
     Args:
         options: of ``apply_patch``.
@@ -125,7 +123,6 @@ class LigerPatchCallback(transformers.TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self._has_looked = False  # at the first step of a training
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(args, "use_liger_patch", False):
@@ -136,26 +133,11 @@ class LigerPatchCallback(transformers.TrainerCallback):
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._has_looked = False
         if not patch_status(_unwrapped(kwargs["model"])).patched:
             raise RuntimeError(
                 "LigerPatchCallback found a model that is not patched, too late to patch it, as "
                 "it may be wrapped. Give the callback to the Trainer as callbacks=[...]; if "
                 "model_init makes the model, call apply_patch within model_init"
-            )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._has_looked:
-            return
-        self._has_looked = True
-        if flags.return_logits() is True:
-            return
-        if patch_status(_unwrapped(kwargs["model"])).fused is None:
-            warnings.warn(
-                "liger_patch: the first step called the model without labels, so no loss is fused. "
-                "Instead of label_smoothing_factor, use LigerPatchCallback(label_smoothing=...); "
-                "for TRL's trainers, see liger_patch.integrations.trl",
-                stacklevel=2,
             )
 
 

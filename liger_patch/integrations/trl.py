@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import trl
@@ -25,6 +25,7 @@ from torch import nn
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
 from liger_patch.integrations.trl_head import (
     SUPPORTED,
+    Flag,
     LogProbsCall,
     check_loss_is_trls,
     is_flagged,
@@ -36,20 +37,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
-class SFTConfig(trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
-    """``trl.SFTConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``SFTTrainer`` of this module computes log-probabilities, entropy
-            and accuracy with the kernels of liger_patch.
+class SFTConfig(Flag, trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsage]
+    """``trl.SFTConfig`` with ``use_liger_patch``, whether ``SFTTrainer`` of this module computes
+    log-probabilities, entropy and accuracy with the kernels of liger_patch.
     """
-
-    use_liger_patch: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute log-probabilities, entropy and accuracy with liger_patch's kernels."
-        },
-    )
 
 
 class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]

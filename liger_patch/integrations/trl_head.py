@@ -7,9 +7,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,6 +37,7 @@ from liger_patch.patch.token_weights import LOSS_WEIGHTS
 from liger_patch.patch.used_tokens import used_tokens
 
 SUPPORTED = "trl 1.15 and 1.16"
+FLAG_READ = "_liger_patch_read"  # attribute of a configuration that a trainer here was given
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
 
 try:
@@ -47,6 +49,31 @@ except ImportError as error:
     ) from error
 
 
+@dataclass
+class Flag:
+    """The option that a configuration of TRL's has in this package.
+
+    Args:
+        use_liger_patch: whether the trainer of this package runs on its kernels.
+    """
+
+    use_liger_patch: bool = field(
+        default=False, metadata={"help": "Compute log-probabilities with liger_patch's kernels."}
+    )
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return TRL's number of steps; warn of a trainer that does not know the flag."""
+        if self.use_liger_patch and not vars(self).get(FLAG_READ):
+            warnings.warn(
+                f"liger_patch: {type(self).__name__}(use_liger_patch=True) was given to a trainer "
+                "that does not know the flag: take that of liger_patch.integrations.trl, "
+                "trl_trainers or trl_preferences",
+                stacklevel=2,
+            )
+        trls: Any = super()
+        return trls.get_warmup_steps(num_training_steps)
+
+
 def is_flagged(args: Any) -> bool:
     """Return ``use_liger_patch`` of a trainer's arguments; False for those that lack it.
 
@@ -56,6 +83,8 @@ def is_flagged(args: Any) -> bool:
     flag = getattr(args, "use_liger_patch", False)
     if not isinstance(flag, bool):
         raise ValueError(f"use_liger_patch must be True or False, got {flag!r}")
+    if isinstance(args, Flag):
+        vars(args)[FLAG_READ] = True
     return flag
 
 

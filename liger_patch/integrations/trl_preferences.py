@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from liger_patch.integrations.trl import (
     patched_on_error,
     revert_for_trl,
 )
-from liger_patch.integrations.trl_head import is_flagged
+from liger_patch.integrations.trl_head import Flag, is_flagged
 from liger_patch.patch import flags
 from liger_patch.patch.packing import IGNORE_INDEX
 
@@ -37,29 +37,15 @@ if TYPE_CHECKING:
 else:
     TransformersTrainer = object
 
-HELP = "Compute log-probabilities with liger_patch's kernels, without the logits."
+
+@dataclass
+class ORPOConfig(Flag, orpo.ORPOConfig):
+    """TRL's ``ORPOConfig`` with ``use_liger_patch``, for ``ORPOTrainer`` of this module."""
 
 
 @dataclass
-class ORPOConfig(orpo.ORPOConfig):
-    """TRL's ``ORPOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``ORPOTrainer`` of this module runs without logits.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
-
-
-@dataclass
-class CPOConfig(cpo.CPOConfig):
-    """TRL's ``CPOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``CPOTrainer`` of this module runs without logits.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+class CPOConfig(Flag, cpo.CPOConfig):
+    """TRL's ``CPOConfig`` with ``use_liger_patch``, for ``CPOTrainer`` of this module."""
 
 
 class _WithoutLogits(ABC, TransformersTrainer):

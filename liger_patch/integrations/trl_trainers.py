@@ -10,7 +10,7 @@ Losses and metrics stay TRL's.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trl.trainer.dpo_config import DPOConfig as TrlDPOConfig
@@ -23,54 +23,29 @@ from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
 from liger_patch.integrations.trl import apply_trl_patch, patched_on_error, revert_for_trl
-from liger_patch.integrations.trl_head import is_flagged
+from liger_patch.integrations.trl_head import Flag, is_flagged
 
-HELP = "Compute log-probabilities with liger_patch's kernels."
 MODELS = ("model", "ref_model")
 
 
 @dataclass
-class DPOConfig(TrlDPOConfig):
-    """TRL's ``DPOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``DPOTrainer`` of this module runs on the kernels of liger_patch.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+class DPOConfig(Flag, TrlDPOConfig):
+    """TRL's ``DPOConfig`` with ``use_liger_patch``, for ``DPOTrainer`` of this module."""
 
 
 @dataclass
-class KTOConfig(TrlKTOConfig):
-    """TRL's ``KTOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``KTOTrainer`` of this module runs on the kernels of liger_patch.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+class KTOConfig(Flag, TrlKTOConfig):
+    """TRL's ``KTOConfig`` with ``use_liger_patch``, for ``KTOTrainer`` of this module."""
 
 
 @dataclass
-class GRPOConfig(TrlGRPOConfig):
-    """TRL's ``GRPOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``GRPOTrainer`` of this module runs on the kernels of liger_patch.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+class GRPOConfig(Flag, TrlGRPOConfig):
+    """TRL's ``GRPOConfig`` with ``use_liger_patch``, for ``GRPOTrainer`` of this module."""
 
 
 @dataclass
-class RLOOConfig(TrlRLOOConfig):
-    """TRL's ``RLOOConfig`` with one option more.
-
-    Args:
-        use_liger_patch: whether ``RLOOTrainer`` of this module runs on the kernels of liger_patch.
-    """
-
-    use_liger_patch: bool = field(default=False, metadata={"help": HELP})
+class RLOOConfig(Flag, TrlRLOOConfig):
+    """TRL's ``RLOOConfig`` with ``use_liger_patch``, for ``RLOOTrainer`` of this module."""
 
 
 class _OnKernels:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss import loss_utils
 
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels.graphs import is_exporting, is_without_values
+from liger_patch.subclass import is_transformers
+
+# None where somebody has replaced them before this import
+FIXED_CROSS_ENTROPY = cast(Any, loss_utils).fixed_cross_entropy
+FIXED_CROSS_ENTROPY = FIXED_CROSS_ENTROPY if is_transformers(FIXED_CROSS_ENTROPY) else None
+CROSS_ENTROPY = nn.functional.cross_entropy
+CROSS_ENTROPY = CROSS_ENTROPY if CROSS_ENTROPY.__globals__ is vars(nn.functional) else None
 
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
     """Return why the logits are computed by the head itself; None where they are deferred."""
-    reason = why_transformed()
+    reason = why_transformed() or why_loss_is_other()
     if reason is not None:
         return reason
     if head is None:
@@ -31,6 +41,15 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
         return "torch.nn.DataParallel gathers the logits of every replica"
     if torch.is_grad_enabled() and _has_backward_hooks(head):
         return f"backward hooks of the head ({description(head)}) see the gradient of its logits"
+    return None
+
+
+def why_loss_is_other() -> str | None:
+    """Return which function behind Transformers' loss somebody has replaced; None for none."""
+    if loss_utils.fixed_cross_entropy is not FIXED_CROSS_ENTROPY:
+        return "transformers.loss.loss_utils.fixed_cross_entropy was replaced"
+    if nn.functional.cross_entropy is not CROSS_ENTROPY:
+        return "torch.nn.functional.cross_entropy was replaced"
     return None
 
 

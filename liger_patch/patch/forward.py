@@ -27,20 +27,31 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
-from liger_patch.patch.fallback import why_not_deferred, why_transformed
+from liger_patch.patch.fallback import why_loss_is_other, why_not_deferred, why_transformed
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
+    leaking_labels,
     sequence_starts,
     take_num_sequences,
-    within_sequences,
+    why_sequences_mix,
 )
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, take_weights
 from liger_patch.patch.untested import TrialRecord, compare_losses
-from liger_patch.patch.used_tokens import used_tokens
+from liger_patch.patch.used_tokens import has_other_layers, used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
+LOSS_OUTSIDE = (
+    "the model was called without labels, and its logits were used in a loss. Give it labels; "
+    "in Trainer, take apply_patch(label_smoothing=...) for label_smoothing_factor, and for TRL's "
+    "trainers see liger_patch.integrations.trl"
+)
+TRLS_HEAD = (
+    "TRL adds its own to a model that is patched already. Take the trainer of "
+    "liger_patch.integrations with use_liger_patch=True, or give TRL's an unpatched model and call "
+    "apply_trl_patch(trainer.model)"
+)
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -85,7 +96,10 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
         if named.get("labels") is None:
             with nullcontext() if is_traced() else UsedTokens():
-                return inner(*args, **kwargs)
+                outputs = inner(*args, **kwargs)
+            if self.training and torch.is_grad_enabled():
+                _note_loss_outside(record, outputs)
+            return outputs
         return _forward_with_loss(self, record, inner, args, kwargs, named, added)
 
     def with_checkpoints(self, record, args, kwargs):
@@ -115,7 +129,19 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     forward.__wrapped__ = patched_forward
 
-    attributes: dict[str, Any] = {"forward": forward, HANDS_OVER: gives_logits_to_loss(original)}
+    def __setattr__(self, name, value):
+        record = record_of(self)
+        function = getattr(value, "__func__", None)
+        options = getattr(function, "__kwdefaults__", None) or {}
+        if record is not None and name == "forward" and "fused_lm_head" in options:
+            record.fall_back(TRLS_HEAD, "leaves the head to TRL")
+        original.__setattr__(self, name, value)
+
+    attributes: dict[str, Any] = {
+        "forward": forward,
+        "__setattr__": __setattr__,
+        HANDS_OVER: gives_logits_to_loss(original),
+    }
     own = inspect.getattr_static(original, "loss_function", None)
     if isinstance(own, property):  # that of Transformers
         get_own: Any = own.fget
@@ -127,6 +153,24 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         attributes["loss_function"] = property(loss_function, own.fset)
     return derived_class(original, patched_class, **attributes)
+
+
+def _note_loss_outside(record: PatchRecord, outputs: Any) -> None:
+    """Have the backward pass through a call's real logits note that no loss was fused."""
+    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or not logits.requires_grad:
+        return
+    if torch.compiler.is_compiling() or why_transformed() is not None:
+        return
+    asked = flags.return_logits() is True
+
+    def note(_: Tensor) -> None:
+        if asked:
+            record.note_logits_asked()
+        elif record.other_call is None or record.fused:  # else TRL was told why
+            record.fall_back(LOSS_OUTSIDE)
+
+    logits.register_hook(note)
 
 
 def _keeps_checkpoints() -> bool:
@@ -164,7 +208,9 @@ def _forward_with_loss(
     if _is_to_be_compared(model, record, named["labels"]):
 
         def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(model, trial, inner, args, kwargs, {}, None, PatchArguments())
+            return _deferred_forward(
+                model, trial, inner, args, kwargs, {}, None, None, PatchArguments()
+            )
 
         compare_losses(model, record, inner, fused, args, kwargs)
     starts, labels = None, named["labels"]
@@ -174,17 +220,50 @@ def _forward_with_loss(
     if _needs_sequence_starts(record, labels, added) and not is_plain:
         starts = sequence_starts(labels.shape, named)
     ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
+    leaks = None
+    if starts is not None and not is_shifted:
+        leaks = leaking_labels(labels, starts, named.get("input_ids"))
+    if record.tested:
+        is_weighted = added.loss_weights is not None
+        _look_at_packing(model, record, None if is_weighted else leaks, ignore_index, named)
     # models that are not tested may not shift their labels: see causal_lm_loss
-    if starts is not None and record.tested and not is_shifted:
+    if leaks is not None and record.tested:
         # whatever loss the model computes, no token predicts the first of the next sequence
-        labels = within_sequences(labels, starts, ignore_index)
+        labels = labels.masked_fill(leaks, ignore_index)
         place = list(named).index("labels")  # positional arguments come first
         if place < len(args):
             args = (*args[:place], labels, *args[place + 1 :])
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    return _deferred_forward(model, record, inner, args, kwargs, named, starts, added)
+    return _deferred_forward(model, record, inner, args, kwargs, named, starts, leaks, added)
+
+
+def _look_at_packing(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    leaks: Tensor | None,  # (B, T) of leaking_labels; None where num_items_in_batch may differ
+    ignore_index: int,
+    named: Mapping[str, Any],
+) -> None:
+    """Warn of packed rows that the model or the caller does not take for what they are: at the
+    first training call with position ids alone, because the host waits for the device.
+    """
+    is_first = record.looks_at_packing and named.get("position_ids") is not None
+    if not is_first or not torch.is_grad_enabled() or is_traced():
+        return
+    record.looks_at_packing = False
+    config, labels = model.config.get_text_config(), named["labels"]
+    why = why_sequences_mix(config, has_other_layers(model), named, labels.shape)
+    if why is not None:
+        record.warn_once(why)
+    is_counted = named.get("num_items_in_batch") is not None and leaks is not None
+    if is_counted and (labels[leaks] != ignore_index).any():
+        record.warn_once(
+            "leaves out labels that num_items_in_batch counts: those of the first tokens of packed "
+            "sequences, which other sequences would predict. Set them to -100 in the data, as "
+            "DataCollatorWithFlattening does"
+        )
 
 
 def _deferred_forward(
@@ -195,14 +274,17 @@ def _deferred_forward(
     kwargs: dict[str, Any],
     named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
     starts: Tensor | None,  # (B, T)
+    leaks: Tensor | None,  # (B, T)
     added: PatchArguments,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
-        is_transformers_loss = model.loss_function is ForCausalLMLoss and why_transformed() is None
+        is_transformers_loss = model.loss_function is ForCausalLMLoss and not (
+            why_transformed() or why_loss_is_other()
+        )
         with ExitStack() as stack:
             forward_pass = defer_logits(stack, model, record)
-            forward_pass.starts = starts
+            forward_pass.starts, forward_pass.leaks = starts, leaks
             forward_pass.num_sequences = added.num_sequences
             forward_pass.loss_weights = added.loss_weights
             if is_transformers_loss:

@@ -25,7 +25,7 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
-from liger_patch.patch.packing import average_of_sequences, within_sequences
+from liger_patch.patch.packing import average_of_sequences
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
 from liger_patch.patch.verify import is_trusted
@@ -42,6 +42,7 @@ class ForwardPass:
         head: the output embedding.
         unfused: why the logits of this forward pass are not deferred, None where they are.
         starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
+        leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
         num_sequences: the number of sequences in the whole step; None to count those of this call.
         loss_weights: (B, T) weights of the labels; None where all tokens weigh the same.
         done: whether a method of this class has computed the loss.
@@ -58,6 +59,7 @@ class ForwardPass:
     head: nn.Module | None
     unfused: str | None = None
     starts: Tensor | None = None
+    leaks: Tensor | None = None
     num_sequences: Tensor | int | None = None
     loss_weights: Tensor | None = None
     done: bool = False
@@ -124,8 +126,9 @@ class ForwardPass:
             expected = tuple(logits.shape[:-1])
             got = tuple(given.shape) if is_tensor else f"a {type(given).__name__}"
             raise ValueError(f"{name} must be a tensor of shape {expected}, got {got}")
-        if not shifted and not self.record.tested and self._has_starts_of(labels):
-            given = labels = within_sequences(labels, self.starts, ignore_index)
+        leaks = None if shifted or self.record.tested else self.leaks
+        if leaks is not None and leaks.shape == labels.shape:
+            given = labels = labels.masked_fill(leaks.to(labels.device), ignore_index)
         flat = flat_targets(given, ignore_index, shifted=shifted, expected=self.expected)
         is_ordinary = self.record.is_ordinary and self.loss_weights is None
         if is_ordinary:
@@ -172,9 +175,6 @@ class ForwardPass:
             z_loss=self.record.settings.z_loss,
             token_weight=token_weight,
         )
-
-    def _has_starts_of(self, labels: Tensor) -> bool:
-        return self.starts is not None and self.starts.shape == labels.shape
 
     def _leave_to_transformers(self, kind: str) -> None:
         """Fall back for a tensor subclass, which only Transformers' own loss can take."""

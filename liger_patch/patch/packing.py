@@ -61,15 +61,58 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     return starts
 
 
-def within_sequences(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor:
-    """Return (B, T) labels without the first of each sequence behind another in its row: the last
-    token of that other sequence would predict it.
+def leaking_labels(labels: Tensor, starts: Tensor, input_ids: object) -> Tensor:
+    """Return (B, T) bool, True for labels that the last token of another sequence would predict:
+    those of the first token of each sequence behind another in its row.
+
+    A label that is not the token in its place is the user's own, as the ``separator_id`` of
+    Transformers' ``DataCollatorWithFlattening`` is: that last token is to predict it.
     """
-    if starts is None:
-        return labels
-    behind_another = starts.to(labels.device, copy=True)
-    behind_another[:, :1] = False
-    return labels.masked_fill(behind_another, ignore_index)
+    leaks = starts.to(labels.device, copy=True)
+    leaks[:, :1] = False
+    if isinstance(input_ids, Tensor) and input_ids.shape == labels.shape:
+        leaks &= labels == input_ids.to(labels.device)
+    return leaks
+
+
+def why_sequences_mix(
+    config: Any, is_recurrent: bool, arguments: Mapping[str, Any], shape: torch.Size
+) -> str | None:
+    """Return what lets the sequences of packed rows see one another in a call, and what to change;
+    None where they do not, or where position ids do not restart. It waits for the device.
+
+    Args:
+        config: that of the text model.
+        is_recurrent: whether layers carry a state from token to token.
+        arguments: those of the call, by their names.
+        shape: (B, T).
+    """
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    if not isinstance(positions, Tensor) or len(shape) != 2:
+        return None
+    padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    has_rows = positions.dim() == 3 and len(positions) == 3
+    if has_rows:  # all tokens of an image have one position
+        begins = _after_first(positions[0, :, 1:] < positions[0, :, :-1])
+        if padding is not None:  # whose positions say nothing
+            begins &= pad(padding[:, :-1], (1, 0)).to(begins.device).bool()
+    else:
+        begins = _restarts(positions, mask, shape)
+    attention = getattr(config, "_attn_implementation", None) or ""
+    use_cache = arguments.get("use_cache")
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    why = None
+    if has_rows:
+        why = "position ids have 3 rows: put those of the text before them, as a 4th row"
+    elif padding is not None:
+        why = "attention_mask (B, T) hides the restarts from Transformers: leave it out"
+    elif use_cache and "flash" not in attention:
+        why = "Transformers looks for restarts without a cache only: pass use_cache=False"
+    elif is_recurrent and arguments.get("seq_idx") is None:
+        why = "recurrent layers carry their state across them: do not pack rows for this model"
+    if why is None or begins is None or not begins[:, 1:].any():
+        return None
+    return f"packed sequences see one another: position ids restart, but {why}"
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
@@ -134,8 +177,11 @@ def count_sequences(batch: Mapping[str, Any]) -> Tensor:
     labels = batch["labels"]
     starts = sequence_starts(labels.shape, batch)
     targets = batch.get("shift_labels")
+    if targets is None and starts is not None:
+        leaks = leaking_labels(labels, starts, batch.get("input_ids"))
+        labels = labels.masked_fill(leaks, IGNORE_INDEX)
     if targets is None:
-        targets = next_labels(within_sequences(labels, starts, IGNORE_INDEX), IGNORE_INDEX)
+        targets = next_labels(labels, IGNORE_INDEX)
     return sequence_weights(starts, targets != IGNORE_INDEX)[1]
 
 

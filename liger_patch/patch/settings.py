@@ -115,6 +115,7 @@ class PatchRecord:
         offload: holds checkpoints on the host, None where they stay on the device.
         longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
             last; None before.
+        looks_at_packing: whether the next training call with position ids looks for packed rows.
         traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
 
@@ -136,6 +137,7 @@ class PatchRecord:
     checked_dtypes: bool = False
     offload: CheckpointOffload | None = None
     longest_row: str | None = None
+    looks_at_packing: bool = True
     traced_loss_function: Callable[..., Any] | None = None
 
     @property
@@ -169,14 +171,18 @@ class PatchRecord:
         """Note that LIGER_PATCH_RETURN_LOGITS=1 asks for real logits: no warning."""
         self.fused, self.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
 
-    def fall_back(self, reason: str) -> None:
-        """Warn once that a loss is not fused, and why; an error where fusing was demanded."""
+    def fall_back(self, reason: str, otherwise: str | None = None) -> None:
+        """Warn once that a loss is not fused, and why; an error where fusing was demanded.
+
+        Args:
+            otherwise: what happens instead, where that is not what the record says.
+        """
         if flags.return_logits() is False:
             raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
         self.fused, self.reason = False, reason
-        otherwise = "computes ordinary logits and an ordinary loss"
-        if self.other_call is not None:
+        if otherwise is None and self.other_call is not None:
             otherwise = self.other_call.otherwise
+        otherwise = otherwise or "computes ordinary logits and an ordinary loss"
         self.warn_once(f"{otherwise}: {reason}")
 
     def warn_once(self, message: str) -> None:

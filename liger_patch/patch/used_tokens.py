@@ -44,6 +44,13 @@ def used_tokens(
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if uses_others or has_own_mask or len(devices) > 1 or not record.tested:
         return None
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
     used = targets != ignore_index
-    return used.flip(-1).cummax(-1).values.flip(-1) if model._is_stateful or others else used
+    return used.flip(-1).cummax(-1).values.flip(-1) if has_other_layers(model) else used
+
+
+def has_other_layers(model: PreTrainedModel) -> bool:
+    """Return whether a model has layers that are not attention, whose tokens see earlier ones that
+    the mask does not show.
+    """
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return model._is_stateful or bool({*layer_types} - ATTENTION_LAYER_TYPES)

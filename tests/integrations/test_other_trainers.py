@@ -59,7 +59,7 @@ def test_a_callback_patches_before_training(tmp_path: Path) -> None:
 def test_a_callback_says_that_the_trainer_computes_the_loss_itself(
     asks_for_logits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each trainer that has it."""
+    """In each training."""
     if asks_for_logits:
         monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     callback = LigerPatchCallback()
@@ -69,7 +69,7 @@ def test_a_callback_says_that_the_trainer_computes_the_loss_itself(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.train()
-        said = ["called the model without labels" in str(each.message) for each in caught]
+        said = ["was called without labels" in str(each.message) for each in caught]
         assert any(said) != asks_for_logits
 
 

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from trainer_runs import assert_same_training, make_model, make_trainer
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from liger_patch import apply_patch
+from liger_patch import apply_patch, patch_status
 
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
+WITHOUT_LABELS = "liger_patch .* called without labels"
 
 
 def shifted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ def models_loss_and_metrics(model, inputs):
         models_loss_and_metrics,
     ],
 )
+@pytest.mark.filterwarnings(f"ignore:{WITHOUT_LABELS}:UserWarning")
 @pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
 def test_a_trainers_own_compute_loss_trains_as_eager(
     model_type: str, loss_of: Callable, tmp_path: Path
@@ -96,7 +98,20 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = N
 def test_losses_outside_the_model_train_as_eager(
     model_type: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_same_training(model_type, tmp_path, gradient_accumulation_steps=2, **options)
+    """And say so, once."""
+    with pytest.warns(UserWarning, match=WITHOUT_LABELS) as said:
+        model = assert_same_training(model_type, tmp_path, gradient_accumulation_steps=2, **options)
+    assert len([each for each in said if "liger_patch" in str(each.message)]) == 1
+    assert "without labels" in (patch_status(model).reason or "")
+
+
+def test_a_fused_loss_is_demanded_of_a_trainer_that_computes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    trainer = make_trainer(apply_patch(make_model()), tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(RuntimeError, match=r"apply_patch\(label_smoothing=...\)"):
+        trainer.train()
 
 
 class KeepsOutputs(Trainer):

@@ -10,12 +10,13 @@ import transformers
 from exactness import assert_no_worse
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
-from torch import nn
+from torch import Tensor, nn
 from training_step import call, patched, step, widened
+from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutput
 from untested_classes import LLAMA, NOTICE
 
-from liger_patch import patch_status
+from liger_patch import apply_patch, patch_status
 
 
 class OwnLoss(transformers.LlamaForCausalLM):
@@ -111,3 +112,57 @@ def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
         assert patch_status(own_loss).reason == "LIGER_PATCH_RETURN_LOGITS=1"
     with patched(own_loss, z_loss=0.1), pytest.raises(ValueError, match=r"z_loss=0\.1"):
         call(own_loss, batch)
+
+
+def test_a_loss_outside_the_model_is_said_in_its_backward_pass() -> None:
+    model = patched_llama()
+    batch = tiny_batch(model)
+    assert call(model, batch).loss.isfinite()
+    assert patch_status(model).fused
+    logits = model(input_ids=batch["input_ids"]).logits
+    assert patch_status(model).fused  # until they are used
+    with pytest.warns(UserWarning, match="called without labels.*apply_patch.label_smoothing"):
+        logits.mean().backward()
+    assert patch_status(model).fused is False
+    model(input_ids=batch["input_ids"]).logits.mean().backward()  # is said once
+    with torch.no_grad():
+        assert not model(input_ids=batch["input_ids"]).logits.requires_grad
+
+
+def test_a_loss_outside_the_model_is_an_error_where_a_fused_one_is_demanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    model = patched_llama()
+    logits = model(input_ids=tiny_batch(model)["input_ids"]).logits
+    with pytest.raises(RuntimeError, match="demands the fused loss, but the model was called"):
+        logits.mean().backward()
+
+
+def focal(source: Tensor, target: Tensor, *_: Any, **options: Any) -> Tensor:
+    log_p = source.log_softmax(-1).gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    return -(((1 - log_p.exp()) ** 2) * log_p)[target != -100].mean()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [(loss_utils, "fixed_cross_entropy"), (nn.functional, "cross_entropy")],
+    ids=["of Transformers", "of torch"],
+)
+def test_a_replaced_loss_is_the_users(
+    holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    ordinary = call(model, batch).loss
+    monkeypatch.setattr(holder, name, focal)
+    truth = step(model, batch)
+    assert truth["loss"] != ordinary
+    with patched(model, layers=False), pytest.warns(UserWarning, match=f"{name} was replaced"):
+        ours = step(model, batch)
+    for key, value in truth.items():
+        assert torch.equal(ours[key], value), key
+
+
+def patched_llama() -> Any:
+    return apply_patch(tiny_model(LLAMA), layers=False)

@@ -5,17 +5,20 @@ boundary, and both averages are those of the unpacked batch.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from exactness import assert_no_worse
 from packed_samples import (
     AVERAGES,
     IGNORED,
     MODEL_TYPES,
     PACKINGS,
+    ROWS,
     flattened,
     make_model,
     make_samples,
@@ -31,7 +34,8 @@ from torch import Tensor
 from training_step import Float64, call, joined, patched, step
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.patch.packing import count_sequences, sequence_starts
+from liger_patch.patch.forward import record_of
+from liger_patch.patch.packing import count_sequences, sequence_starts, why_sequences_mix
 
 # --- packed equals unpacked -----------------------------------------------------------------------
 
@@ -118,17 +122,89 @@ def test_labels_that_are_ignored_by_another_number(average: str) -> None:
 
 @pytest.mark.parametrize("average", AVERAGES)
 def test_a_mask_of_ones_hides_no_boundary(average: str) -> None:
-    """Transformers' attention looks across them then, but no token predicts across."""
+    """Transformers' attention looks across them then, which is said; no token predicts across."""
     model, samples = make_model(), make_samples(9, 4, 13, 6, prompts=False)
     batch = positions_only(samples)
     masked = batch | {"attention_mask": torch.ones_like(batch["labels"])}
     assert count_sequences(masked) == len(samples)
     with patched(model, loss_average=average):
-        left_in = call(model, masked).loss
+        with pytest.warns(UserWarning, match="see one another: .* leave it out"):
+            left_in = call(model, masked).loss
         masked["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
         torch.testing.assert_close(call(model, masked).loss, left_in)
-    with patched(model):
+    with patched(model), pytest.warns(UserWarning, match="see one another"):
         assert (call(model, masked).loss == left_in) == (average == "token")
+
+
+@pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
+@pytest.mark.parametrize("model_type", ["llama", "custom"])
+def test_a_separator_is_the_users_own_label(model_type: str) -> None:
+    """The last token of a sequence is to predict it, and Trainer has counted it."""
+    model, samples = make_model(), make_samples(9, 4, 13, 6, prompts=False)
+    collator = transformers.DataCollatorWithFlattening(separator_id=5)
+    batch = collator([{"input_ids": each["input_ids"]} for each in samples])
+    batch["num_items_in_batch"] = (batch["labels"][:, 1:] != IGNORED).sum()
+    truth = call(model, batch).loss
+    with patched(model):
+        record_of(model).tested = model_type == "llama"
+        record_of(model).compared = "nothing"
+        torch.testing.assert_close(call(model, batch).loss, truth)
+    assert count_sequences(batch) == len(samples)
+
+
+def test_counted_labels_that_are_left_out_are_said_once() -> None:
+    model, samples = make_model(), make_samples(9, 4, prompts=False)
+    batch = positions_only(samples)
+    batch["labels"] = batch["input_ids"].clone()
+    with patched(model):
+        with pytest.warns(UserWarning, match="leaves out labels that num_items_in_batch counts"):
+            call(model, batch, num_items_in_batch=12)
+        call(model, batch, num_items_in_batch=12)
+
+
+def moves_the_last(model: Any, batch: dict[str, Any], length: int, **options: Any) -> bool:
+    """Whether the last sequence's logits change with the tokens before it."""
+    changed = batch | {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, :-length] = batch["input_ids"][:, :-length].flip(-1)
+    with torch.no_grad():
+        ours, others = (model(**each, **options).logits[:, -length:] for each in (batch, changed))
+    return not torch.allclose(ours, others, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "advice"),
+    [
+        ("llama", {"use_cache": False}, ""),
+        ("llama", {}, "pass use_cache=False"),
+        ("llama", {"use_cache": False, "attention_mask": torch.ones(1, 13)}, "leave it out"),
+        ("qwen3_next", {"use_cache": False}, "recurrent layers"),
+    ],
+)
+def test_packed_rows_that_see_one_another_are_said_once(
+    model_type: str, options: dict[str, Any], advice: str
+) -> None:
+    """And only where the last sequence moves when another is changed."""
+    model, samples = tiny_model(ROWS[model_type]), make_samples(9, 4, prompts=False)
+    batch = positions_only(samples)
+    assert moves_the_last(model.eval(), batch, 4, **options) == bool(advice)
+    with patched(model), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**batch, **options)
+    said = [str(each.message) for each in said if "see one another" in str(each.message)]
+    assert [advice in each for each in said] == [True] * bool(advice)
+
+
+def test_positions_of_three_rows_want_those_of_the_text() -> None:
+    shape, text = torch.Size((1, 8)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    config = transformers.LlamaConfig(use_cache=False)
+    rows = {"position_ids": text.expand(3, 1, -1)}
+    assert "4th row" in (why_sequences_mix(config, False, rows, shape) or "")
+    assert why_sequences_mix(config, False, {"position_ids": text.expand(4, 1, -1)}, shape) is None
+    image = torch.tensor([[1, 1, 0, 1, 1, 1, 2, 3]])  # behind padding, whose positions are 1
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    rows = {"position_ids": image.expand(3, 1, -1), "attention_mask": mask}
+    assert why_sequences_mix(config, False, rows, shape) is None
 
 
 @pytest.mark.parametrize("average", AVERAGES)
@@ -162,6 +238,7 @@ def test_a_sum_of_sequences_means() -> None:
 
 @pytest.mark.parametrize("row", every_row(), ids=model_type)
 @pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
+@pytest.mark.filterwarnings("ignore:liger_patch packed .* recurrent layers:UserWarning")
 def test_no_model_predicts_across_a_boundary(row: registry.Architecture) -> None:
     """Models that compute their own loss are among them."""
     model, samples = tiny_model(row).eval(), make_samples(9, 4, prompts=False)

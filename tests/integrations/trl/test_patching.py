@@ -273,7 +273,25 @@ def test_a_callback_beside_the_flag_is_named(tmp_path: Path) -> None:
     options = {"callbacks": [LigerPatchCallback()]}
     with pytest.raises(ValueError, match="LigerPatchCallback and use_liger_patch=True both patch"):
         sft_trainer(make_model(), tmp_path, patch=True, options=options)
-    sft_trainer(make_model(), tmp_path, patch=False, options=options)
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+        sft_trainer(make_model(), tmp_path, patch=False, options=options)
+
+
+def test_trls_trainer_says_that_it_does_not_know_the_flag(tmp_path: Path) -> None:
+    import trl
+
+    from liger_patch.integrations.trl import SFTConfig
+
+    sft_trainer(make_model(), tmp_path, patch=True, max_steps=1).train()
+    arguments = {**DEFAULTS, "max_steps": 1, "use_liger_patch": True}
+    trainer = trl.SFTTrainer(
+        make_model(),
+        args=SFTConfig(str(tmp_path), **arguments),
+        train_dataset=prompts_and_completions(),
+        processing_class=tiny_tokenizer(),
+    )
+    with pytest.warns(UserWarning, match="a trainer that does not know the flag"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("wrong", ["x", 1, None])
@@ -287,7 +305,9 @@ def test_same_gradient_is_true_or_false(wrong: Any) -> None:
 @pytest.mark.parametrize("make", [patched_model, model_of_another_trainer])
 def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
     model = make()
-    with_head(model)
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+        with_head(model)
+    assert patch_status(model).fused is False
     with pytest.raises(ValueError, match=r"patched before TRL added its head.*revert_patch"):
         apply_trl_patch(model)
     # as the message says
@@ -302,7 +322,8 @@ def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any])
 
 
 def test_a_reverted_model_can_be_patched_without_another_trainer() -> None:
-    model = with_head(apply_patch(widened(make_model())))
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+        model = with_head(apply_patch(widened(make_model())))
     revert_patch(model)
     batch = tiny_batch(model)
     trls = call(model, batch)
