@@ -55,6 +55,11 @@ def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any
     )
 
 
+def own_name(cls: type) -> str:
+    """Return the name of a class, or of that which FSDP2's class of a unit was made from."""
+    return cls.__name__.removeprefix("FSDP")
+
+
 def is_transformers(function: Any) -> bool:
     """Return whether a function, and each one that decorators have wrapped in it, is defined in
     Transformers: one that somebody has replaced is not.

@@ -23,6 +23,7 @@ EVERYWHERE = "_liger_patch_everywhere"  # attribute of layers that apply_patch w
 # devices with kernels; "meta" computes what they would
 DEVICES = ("meta", *(TRITON_DEVICES if HAS_TRITON else ()))
 PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
+ZERO3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"  # modules of its hooks, some decorated
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -86,7 +87,10 @@ def packs_saved_tensors() -> bool:
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Return whether a call of one of the modules does more than its class's forward."""
+    """Return whether a call of one of the modules does more than its class's forward.
+
+    ZeRO-3 hooks every module to gather its parameters: that is nothing where it has none.
+    """
     if (
         _global_forward_hooks
         or _global_forward_pre_hooks
@@ -95,12 +99,12 @@ def has_hooks(*modules: nn.Module) -> bool:
     ):
         return True
     for module in modules:
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
-        ):
+        if module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__:
             return True
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+            names = [f"{getattr(each, '__module__', '')}" for each in hooks]
+            gather = all(name.startswith(ZERO3) for name in names)
+            if not gather or next(module.parameters(), None) is not None:
+                return True
     return False

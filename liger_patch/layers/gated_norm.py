@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.layers.checks import is_left_to_model, needs_own_code
 from liger_patch.layers.probing import results_match, with_weight
-from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
 
 
 class GatedNorm(NamedTuple):
@@ -58,7 +58,7 @@ def gated_norm_class(module: Any) -> Any:
     It is None where the norm computes something else than GATED_NORMS says, and where its code is
     not Transformers' own.
     """
-    form = GATED_NORMS.get(type(module).__name__)
+    form = GATED_NORMS.get(own_name(type(module)))
     if form is None or not is_transformers(type(module).forward):
         return None
     if getattr(module, "activation", "silu") not in ACTIVATIONS:
@@ -96,7 +96,7 @@ def _with_few_features(module: Any, form: GatedNorm, features: int, dtype: torch
 @once_for_each_class
 def norm_with_gate(original: Any) -> type[nn.Module]:
     """Derive the class of a norm with a gate whose forward is one call of the kernel."""
-    form = GATED_NORMS[original.__name__]
+    form = GATED_NORMS[own_name(original)]
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, weight, own = hidden_states, self.weight, self.__dict__

@@ -166,12 +166,11 @@ def lora_feed_forward(
     x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str
 ) -> Tensor | None:
     """Compute a feed-forward layer of x (..., H) as one function; None unless its projections are
-    plain LoRA layers on kernels, without hooks. None for ``torch.compile`` too.
+    plain LoRA layers on kernels. None for ``torch.compile`` too. Hooks on them would not run.
     """
     if is_compiled_here():
         return None
-    are_on_kernels = is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)
-    if not are_on_kernels or has_hooks(gate, up, down):
+    if not (is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)):
         return None
     dtypes = _dtypes_of(x)
     gates = _plain_of((gate, up), x, dtypes)

@@ -6,9 +6,8 @@ another version of Transformers may compute something else under the same names.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from liger_patch.layers.checks import (
 from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
-from liger_patch.layers.probing import configuration, results_match
+from liger_patch.layers.probing import configuration, probe_of, results_match
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
@@ -90,7 +89,7 @@ def _with_few_features(module: Any, gate: Gate) -> Any:
     first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
     shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
     shapes[gate.down] = PROBED_HIDDEN, PROBED_SIZE
-    probe = copy.copy(module)
+    probe = probe_of(module)
     probe.training = False
     children: dict[str, Any] = {n: m if m is None else _bare(m) for n, m in module._modules.items()}
     probe._modules = children
@@ -112,7 +111,7 @@ class _Product:
 
 def _bare(module: nn.Module) -> nn.Module:
     """Return a copy whose call is its class's forward, in evaluation."""
-    bare = copy.copy(module)
+    bare = probe_of(module)
     cls: Any = type(module)
     bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
     bare.training = False
@@ -147,15 +146,16 @@ def gated_layer(original: Any) -> type[nn.Module]:
         kind = _activation(act)
         if kind is None or has_hooks(act) or needs_own_code(x):
             return original.forward(self, x)
-        if is_plain(self):
-            if len(projections) == 3:
-                gate, up, down = (getattr(self, name) for name in projections)
-                y = lora_feed_forward(x, gate, up, down, kind)
+        modules = [getattr(self, name) for name in projections]
+        # hooks are asked for before weights are read: under ZeRO-3, reading gathers them
+        if not has_hooks(*modules) and is_plain(self):
+            if len(modules) == 3:
+                y = lora_feed_forward(x, *modules, activation=kind)
                 if y is not None:
                     return y
-            tokens = tokens_of_slice(x, getattr(getattr(self, own.down), "in_features", 0))
+            tokens = tokens_of_slice(x, getattr(modules[-1], "in_features", 0))
             if tokens is not None:
-                weights = _plain_weights(self, projections, x)
+                weights = _plain_weights(modules, x)
                 if weights is not None:
                     y = gated_mlp(x, *weights, activation=kind, slice_tokens=tokens)
                     is_quantized = any(
@@ -164,7 +164,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
                     # bitsandbytes casts what a product gives to the dtype of its input
                     return y.to(torch.promote_types(x.dtype, y.dtype)) if is_quantized else y
             elif _keeps_tensors():
-                weights = _plain_weights(self, projections)
+                weights = _plain_weights(modules)
                 if weights is not None:
                     return gated_mlp(x, *weights, activation=kind)
         gate, up = own.products(self, x)
@@ -194,14 +194,14 @@ def _keeps_tensors() -> bool:
 
 
 def _plain_weights(
-    layer: Any, projections: tuple[str, ...], x: Tensor | None = None
+    modules: Sequence[nn.Module], x: Tensor | None = None
 ) -> tuple[Any, Any, Any] | None:
     """Return the weights of gate, up and down if the layer only multiplies by them, else None.
 
     Args:
+        modules: the projections, without hooks.
         x: the input, if weights in 4 bits are allowed; None if they are not.
     """
-    modules = [getattr(layer, name) for name in projections]
     weights = [_plain_weight(module) for module in modules]
     if x is not None:
         pairs = zip(modules, weights, strict=True)
@@ -217,15 +217,14 @@ def _plain_weight(module: nn.Module) -> Any:
     if type(module) is not nn.Linear or (nn.Linear.forward, nn.functional.linear) != PRODUCT:
         return None
     weight = module.weight
-    is_plain = type(weight) in (nn.Parameter, Tensor) and module.bias is None
-    return weight if is_plain and not has_hooks(module) else None
+    return weight if type(weight) in (nn.Parameter, Tensor) and module.bias is None else None
 
 
 def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
     """Return the weight of a bitsandbytes layer in 4 bits, if its forward multiplies x by the
     dequantized weight and does nothing else; else None.
     """
-    if "bitsandbytes" not in sys.modules or has_hooks(module):
+    if "bitsandbytes" not in sys.modules:
         return None
     from liger_patch.readers import quantized_weights
 

@@ -17,7 +17,7 @@ from liger_patch.layers.checks import is_left_to_model, needs_own_code
 from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
 from liger_patch.layers.long_rows import is_checkpointed, note_source
 from liger_patch.layers.probing import configuration, probe_of, results_match, with_weight
-from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
 
 
 class Norm(NamedTuple):
@@ -93,7 +93,7 @@ def norm_class(module: Any) -> Any:
     It is None where the norm works on groups of features, where it computes something else than
     NORMS says, and where its code is not Transformers' own.
     """
-    if type(module).__name__ in GATED_NORMS:
+    if own_name(type(module)) in GATED_NORMS:
         return gated_norm_class(module)
     norms_groups = getattr(module, "group_size", None) is not None
     if norms_groups or not is_transformers(type(module).forward):
@@ -137,7 +137,7 @@ def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
 @once_for_each_class
 def norm(original: Any) -> type[nn.Module]:
     """Derive the class of a norm whose forward is one call of the kernel."""
-    eps, offset, promotes, narrows, scales = NORMS.get(original.__name__, LLAMA_NORM)
+    eps, offset, promotes, narrows, scales = NORMS.get(own_name(original), LLAMA_NORM)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_left_to_model(self, x):

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_patch.kernels.rotary import rotary
 from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.probing import probing, results_match
-from liger_patch.subclass import is_transformers
+from liger_patch.subclass import is_transformers, own_name
 
 
 def _rotate_by_sections(
@@ -155,8 +155,8 @@ def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
     """
     names = sorted(names_of(cls) & ROTATIONS.keys())
     rotations = {name: ROTATIONS[name] for name in names}
-    if len(names) == 1 and cls.__name__ in ATTENTIONS:
-        rotations = {names[0]: ATTENTIONS[cls.__name__]}
+    if len(names) == 1 and own_name(cls) in ATTENTIONS:
+        rotations = {names[0]: ATTENTIONS[own_name(cls)]}
     for name, rotate in rotations.items():
         own = inspect.unwrap(cls.forward).__globals__.get(name)
         if own is None or not is_transformers(own) or not _agree(own, name, rotate):

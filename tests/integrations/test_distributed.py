@@ -171,9 +171,9 @@ def test_deepspeeds_engine(tmp_path: Path) -> None:
         tmp_path,
         "zero1 --late step",
         "zero3 --lora --evaluate --late step",
-        "zero3 --tied --labels uneven --alone",
+        "zero3 --tied --layers --labels uneven --alone",
         "zero3 --model two_losses",
-        "zero3_plain --late backward",
+        "zero3_plain --layers --late backward",
     )
 
 

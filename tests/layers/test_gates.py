@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from liger_patch import apply_patch, registry
 from liger_patch.layers import mlp
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.replace import count_layers
 
 ROWS = {row.model_type: row for row in registry.available()}
@@ -61,6 +62,40 @@ def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> No
         apply_patch(model, layers=True)
     model(**tiny_batch(model))
     assert calls == [1]
+
+
+class Partitioned(dict):
+    """The parameters of a module under ZeRO-3, whose hooks gather them for the module's forward."""
+
+    is_gathered = False
+
+    def __getitem__(self, name: str) -> Any:
+        assert self.is_gathered, f"{name} would be gathered once more"
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "t5gemma"])
+def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-3 hooks every module."""
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        parameters: Any = module._parameters
+        parameters.is_gathered = not parameters.is_gathered
+
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model, batch = make_model(model_type), tiny_batch(make_model(model_type))
+    truth = model(**batch).loss
+    layers = [m for m in apply_patch(model).modules() if "gated" in layers_of(m)]
+    for module in (each for layer in layers for each in layer.modules()):
+        vars(module)["_parameters"] = Partitioned(module._parameters)
+        module.register_forward_pre_hook(hook)
+        module.register_forward_hook(hook)
+    calls, gated = [], mlp.gated
+    monkeypatch.setattr(mlp, "gated", lambda *a, **o: calls.append(1) or gated(*a, **o))
+    torch.testing.assert_close(model(**batch).loss, truth)
+    assert len(calls) == len(layers) > 0
 
 
 def swapped(self: Any, x: Tensor) -> Tensor:

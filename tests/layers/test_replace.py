@@ -15,11 +15,12 @@ import torch
 import transformers
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from training_step import step
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import masked_attention, mlp, norm, rotations
+from liger_patch.layers import masked_attention, mlp, norm, replace, rotations
 from liger_patch.layers.replace import LAYERS, count_layers
 from liger_patch.layers.tensor_parallel import is_parallel_linear
 
@@ -107,6 +108,21 @@ def test_layers_that_are_all_hooked_are_left_alone() -> None:
     with pytest.raises(ValueError, match="has no gated and no rms_norm and no rotary layer"):
         apply_patch(model, layers=["gated", "rms_norm", "rotary"])
     assert not any(count_layers(apply_patch(model)).values())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "qwen3_next", "t5gemma"])
+def test_units_of_fsdp2_are_replaced_as_the_classes_within(model_type: str) -> None:
+    """``fully_shard`` makes a class for each unit: of the last norm too, in Transformers' plan."""
+    expected = count_layers(apply_patch(make_model(model_type)))
+    model = make_model(model_type)
+    for module in model.modules():
+        if replace._layers(module):
+            cls = type(module)
+            module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    assert count_layers(apply_patch(model)) == expected
+    torch.testing.assert_close(model(**batch).loss, truth)
 
 
 def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
