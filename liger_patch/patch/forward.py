@@ -37,7 +37,7 @@ from liger_patch.patch.packing import (
     why_sequences_mix,
 )
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.token_weights import LOSS_WEIGHTS, take_weights
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights, take_weights
 from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.used_tokens import has_other_layers, used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
@@ -286,7 +286,10 @@ def _deferred_forward(
             forward_pass = defer_logits(stack, model, record)
             forward_pass.starts, forward_pass.leaks = starts, leaks
             forward_pass.num_sequences = added.num_sequences
-            forward_pass.loss_weights = added.loss_weights
+            if added.loss_weights is not None:
+                shifted = named.get("shift_labels") is not None
+                labels = named["shift_labels" if shifted else "labels"]
+                forward_pass.loss_weights = LabelWeights(added.loss_weights, labels, shifted)
             if is_transformers_loss:
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):

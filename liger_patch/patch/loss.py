@@ -27,7 +27,7 @@ from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
 from liger_patch.patch.packing import average_of_sequences
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.token_weights import LOSS_WEIGHTS, weights_of_targets
+from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights
 from liger_patch.patch.verify import is_trusted
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
@@ -44,7 +44,7 @@ class ForwardPass:
         starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
         leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
         num_sequences: the number of sequences in the whole step; None to count those of this call.
-        loss_weights: (B, T) weights of the labels; None where all tokens weigh the same.
+        loss_weights: those of the labels; None where all tokens weigh the same.
         done: whether a method of this class has computed the loss.
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
@@ -61,7 +61,7 @@ class ForwardPass:
     starts: Tensor | None = None
     leaks: Tensor | None = None
     num_sequences: Tensor | int | None = None
-    loss_weights: Tensor | None = None
+    loss_weights: LabelWeights | None = None
     done: bool = False
     is_causal: bool = False
     running: bool = True
@@ -151,8 +151,8 @@ class ForwardPass:
             )
         token_weight = None
         if self.loss_weights is not None:
-            of_labels = self.loss_weights.to(logits.device)
-            token_weight = weights_of_targets(of_labels, given, shifted=shifted).reshape(-1)
+            token_weight = self.loss_weights.of_targets(given, ignore_index, shifted=shifted)
+            token_weight = token_weight.to(logits.device).reshape(-1)
         if self.record.settings.loss_average == "sequence":
             supervised = flat.view(given.shape).to(logits.device) != ignore_index
             token_weight, num_items_in_batch = average_of_sequences(

@@ -8,8 +8,10 @@ import pytest
 import torch
 from packed_samples import IGNORED, flattened, make_model, padded
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from training_step import call, gradients, patched
+from untested_classes import NOTICE, Tomorrow
+from untested_classes import make_model as make_own_model
 from weighted_samples import truth_of, weighted_samples, weights_of
 
 from liger_patch import apply_patch, patch_status
@@ -81,6 +83,54 @@ def test_weights_beside_shift_labels_are_theirs() -> None:
     with patched(model):
         loss = call(model, {**batch, "shift_labels": targets}, loss_weights=weights).loss
     torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
+class ShiftsLabels(Tomorrow):
+    """Makes ``shift_labels`` of its labels: those behind each token."""
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Any:
+        targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return self.loss_function(logits, labels, self.config.vocab_size, shift_labels=targets)
+
+
+class TakesLabelsAsTheyAre(Tomorrow):
+    """Predicts its labels in their own places, as the decoder of an encoder-decoder model does."""
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Any:
+        return self.loss_function(logits, None, self.config.vocab_size, shift_labels=labels)
+
+
+class SkipsToken(Tomorrow):
+    """Predicts the label behind the next one, as a layer of multi-token prediction does."""
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Any:
+        return super().loss_of(logits, pad(labels[:, 1:], (0, 1), value=IGNORED))
+
+
+@pytest.mark.parametrize("cls", [ShiftsLabels, TakesLabelsAsTheyAre])
+@pytest.mark.parametrize("same", [False, True], ids=["", "one label"])
+def test_weights_follow_labels_of_which_a_model_makes_shift_labels(cls: Any, same: bool) -> None:
+    model, batch = make_own_model(cls).double(), padded(weighted_samples(9, 4, 13))
+    weights = weights_beside(batch)
+    if same:
+        batch["labels"][batch["labels"] != IGNORED] = 5
+    labels, there = batch["labels"], weights
+    if cls is ShiftsLabels:
+        labels, there = (pad(x[:, 1:], (0, 1), value=IGNORED) for x in (labels, weights))
+    logits = call(model, {k: v for k, v in batch.items() if k != "labels"}).logits
+    losses = cross_entropy(logits.mT, labels, reduction="none")  # 0 where they are ignored
+    expected = (there * losses).sum() / there[labels != IGNORED].sum()
+    truth = {"loss": expected.detach(), **gradients(model, expected)}
+    apply_patch(model, layers=False)
+    with pytest.warns(UserWarning, match=NOTICE):
+        loss = call(model, batch, loss_weights=weights).loss
+    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
+def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error() -> None:
+    model, batch = apply_patch(make_own_model(SkipsToken)), padded(weighted_samples(9, 4))
+    with pytest.raises(ValueError, match="loss_weights cannot follow labels that the model's own"):
+        call(model, batch, loss_weights=weights_beside(batch))
 
 
 def test_weights_of_one_change_nothing() -> None:
