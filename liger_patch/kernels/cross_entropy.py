@@ -84,10 +84,10 @@ def cross_entropy(
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits.
 
     Differences from ``torch.nn.functional.cross_entropy``, whose mean is nan in these cases: it is
-    0, with zero gradients, of an empty batch, of one whose labels are all ignored, and where all
-    supervised labels have class weight 0. The mean of the z-loss is divided as that of the cross
-    entropy is: by the sum of the class weights of the labels, where there are any (Liger-Kernel
-    divides by the number of tokens).
+    0, with zero gradients, of an empty batch, of one whose labels are all ignored, and where the
+    weights of all labels add up to 0, also with label smoothing and z-loss. The mean of the z-loss
+    is divided as that of the cross entropy is: by the sum of the class weights of the labels, where
+    there are any (Liger-Kernel divides by the number of tokens).
 
     Raises:
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the

@@ -50,11 +50,11 @@ def cross_entropy(
         return losses.new_zeros(len(supervised)).masked_scatter(supervised, losses)
     if reduction == "sum":
         return losses.sum()
-    denominator = (token_weight * class_weight[labels]).sum()
+    denominator, in_place_of_0 = (token_weight * class_weight[labels]).sum(), torch.inf
     if num_items_in_batch is not None:
         denominator = torch.as_tensor(num_items_in_batch, dtype=losses.dtype, device=losses.device)
-        denominator = denominator.reshape(())
-    return losses.sum() / torch.where(denominator == 0, 1, denominator)
+        denominator, in_place_of_0 = denominator.reshape(()), 1.0
+    return losses.sum() / denominator.masked_fill(denominator == 0, in_place_of_0)
 
 
 def linear_cross_entropy(

@@ -146,11 +146,12 @@ def eager_cross_entropy(
         return losses.sum()
     if num_items_in_batch is not None:
         denominator = torch.as_tensor(num_items_in_batch, device=losses.device)
-    elif class_weight is not None:
+        return losses.sum() / torch.where(denominator == 0, 1, denominator)
+    if class_weight is not None:
         denominator = (weights * class_weight[torch.where(supervised, labels, 0)]).sum()
     else:
         denominator = weights.sum()
-    return losses.sum() / torch.where(denominator == 0, 1, denominator)
+    return losses.sum() / torch.where(denominator == 0, torch.inf, denominator)
 
 
 def loss_and_gradients(

@@ -59,6 +59,21 @@ def test_weights_that_add_up_to_nothing_give_zero(weights, device):
     assert all_zero(check_linear(inputs, labels, **zeros, num_items_in_batch=0))
 
 
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.3}, {"z_loss": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_a_mean_over_labels_whose_classes_weigh_nothing_is_zero(dtype, options, device):
+    """PyTorch's is nan. Their losses are not 0: they are those of the other classes."""
+    class_weight = torch.rand(131, device=device)
+    class_weight[:66] = 0
+    options = {"class_weight": class_weight, **options}
+    inputs, labels = linear_inputs(dtype, device, bias=True)
+    logits, _ = logits_inputs(dtype, device)
+    labels = torch.where(labels == -100, labels, labels // 2)
+    assert all_zero(check_linear(inputs, labels, **options))
+    assert all_zero(check_logits(logits, labels, **options))
+    assert check_linear(inputs, labels, **options, num_items_in_batch=3)["loss"] > 0
+
+
 @pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
 def test_a_number_of_items_of_0_counts_as_1(items, device):
     inputs, labels = linear_inputs(torch.float32, device, 5)

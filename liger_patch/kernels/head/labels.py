@@ -145,7 +145,7 @@ def token_factors(
     """Return (N,) the factor of each supervised token's loss in the result: its weight, over the
     mean's denominator. It may be expanded from one number where all are the same.
 
-    A denominator of 0 counts as 1: without a supervised token, loss and gradients are 0.
+    A number of items of 0 counts as 1. Where weights add up to 0, every factor is 0.
     """
     labels = labels.to(torch.int64)
     device, factors, denominator = labels.device, None, None
@@ -178,8 +178,9 @@ def token_factors(
             if factors is not None
             else labels.new_ones((), dtype=dtype).expand(labels.shape)
         )
-    # torch.where would copy its 1.0 to the device and wait for the device to take it
-    inverse = denominator.masked_fill(denominator == 0, 1.0).reciprocal()
+    in_place_of_0 = math.inf if num_items_in_batch is None else 1.0
+    # torch.where would copy it to the device and wait for the device to take it
+    inverse = denominator.masked_fill(denominator == 0, in_place_of_0).reciprocal()
     return inverse.expand(labels.shape) if factors is None else factors * inverse
 
 
