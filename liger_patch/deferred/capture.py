@@ -24,6 +24,7 @@ from liger_patch.deferred.tensor_parallel import (
     distributed_inputs,
     local_tensor,
 )
+from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -54,9 +55,7 @@ class _DeferLinear(TorchFunctionMode):
                     call = distributed_call(*self._held(*inputs), self.head)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
-                    inputs = self._held(hidden_states, weight, bias)
-                    call = HeadCall.of(*inputs, self.head)
-                    return DeferredLogits.of_head(call)
+                    return self._deferred(self._held(hidden_states, weight, bias))
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
             if isinstance(logits, DeferredLogits):  # PEFT clones what a quantized layer returns
@@ -67,6 +66,15 @@ class _DeferLinear(TorchFunctionMode):
         if self.hold is None:
             return hidden_states, weight, bias
         return self.hold(hidden_states, weight, bias)
+
+    def _deferred(self, inputs: Inputs) -> DeferredLogits:
+        if not self.head.owner.widens:
+            return DeferredLogits.of_head(HeadCall.of(*inputs, self.head))
+        x, weight, bias = inputs
+        wide = wider(autocast_dtype(x.device.type) or weight.dtype)
+        bias = None if bias is None else bias.to(wide)
+        with without_autocast(x.device.type):
+            return DeferredLogits.of_head(HeadCall.of(x.to(wide), weight.to(wide), bias, self.head))
 
     def _gives_logits(self, weight: Tensor) -> bool:
         module = self.head.module

@@ -40,6 +40,11 @@ class Owner(Protocol):
         """MiB of logits that the user allows to be held at once; None for the default."""
         ...
 
+    @property
+    def widens(self) -> bool:
+        """Return whether the head computes in a wider dtype: see ``wider``."""
+        ...
+
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient."""
         ...

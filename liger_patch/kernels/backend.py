@@ -70,6 +70,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a truth for results in ``dtype``: that of float64 is float64."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+
+
 def autocast_dtype(device_type: str, operand: torch.dtype | None = None) -> torch.dtype | None:
     """Return the dtype that autocast computes products in now, None where it is off, and for
     operands of float64, which it does not cast.

@@ -37,14 +37,19 @@ def cross_entropy(
 
     supervised = labels != options.ignore_index
     logits, labels, token_weight = logits[supervised], labels[supervised], token_weight[supervised]
-    z = _apply_softcap(logits, options.logit_scale, options.softcap)
+    z = scaled_and_capped(logits, options.logit_scale, options.softcap)
     lse = torch.logsumexp(z, dim=-1)
-    nll = class_weight[labels] * (lse - z.gather(-1, labels[:, None])[:, 0])
-    losses = (1 - options.label_smoothing) * nll
+    z_labels = z.gather(-1, labels[:, None])[:, 0]
+    others = z.scatter(-1, labels[:, None], torch.finfo(z.dtype).min)
+    gaps = torch.logsumexp(others, dim=-1) - z_labels
+    nll = torch.logaddexp(gaps, torch.zeros_like(gaps))  # lse - z_labels, which cancels near p = 1
+    losses = (1 - options.label_smoothing) * class_weight[labels] * nll
     if options.label_smoothing:  # otherwise a logit of -inf would give 0 * inf
         smooth = (class_weight * (lse[:, None] - z)).sum(-1) / vocab_size
         losses = losses + options.label_smoothing * smooth
-    losses = token_weight * (losses + options.z_loss * lse**2)
+    if options.z_loss:  # otherwise a lse whose square overflows would give 0 * inf
+        losses = losses + options.z_loss * lse**2
+    losses = token_weight * losses
 
     if reduction == "none":
         return losses.new_zeros(len(supervised)).masked_scatter(supervised, losses)
@@ -71,7 +76,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy`` of ``linear(hidden_states, weight, bias) + linear(*low_rank)``."""
     return cross_entropy(
-        _logits(hidden_states, weight, bias, low_rank),
+        head_logits(hidden_states, weight, bias, low_rank),
         labels,
         reduction=reduction,
         token_weight=token_weight,
@@ -92,7 +97,7 @@ def log_probs(
     """Compute all that ``LogProbs`` names, of ready-made logits and in their dtype."""
     supervised = labels != ignore_index
     labels = labels[supervised]
-    z = _apply_softcap(logits[supervised], logit_scale, softcap) / temperature
+    z = scaled_and_capped(logits[supervised], logit_scale, softcap) / temperature
     lse = torch.logsumexp(z, dim=-1)
     log_p = z - lse[:, None]
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)  # 0 * -inf is nan
@@ -124,7 +129,7 @@ def linear_log_probs(
 ) -> LogProbs:
     """Compute ``log_probs(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
     return log_probs(
-        _logits(hidden_states, weight, bias, low_rank),
+        head_logits(hidden_states, weight, bias, low_rank),
         labels,
         ignore_index=ignore_index,
         softcap=softcap,
@@ -163,16 +168,18 @@ def segment_attention(
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def _logits(
+def head_logits(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     low_rank: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
+    """Compute the logits of a head, with an adapter's product or without."""
     logits = torch.nn.functional.linear(hidden_states, weight, bias)
     return logits if low_rank is None else logits + torch.nn.functional.linear(*low_rank)
 
 
-def _apply_softcap(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    """Return what the softmax is taken of."""
     z = logit_scale * logits
     return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -15,17 +15,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
+from liger_patch.deferred.record import real
 from liger_patch.kernels.graphs import is_traced
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
+from liger_patch.patch.compare import TrialRecord, compare_losses
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
 from liger_patch.patch.fallback import why_loss_is_other, why_not_deferred, why_transformed
 from liger_patch.patch.loss import ForwardPass
@@ -38,7 +40,6 @@ from liger_patch.patch.packing import (
 )
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights, take_weights
-from liger_patch.patch.untested import TrialRecord, compare_losses
 from liger_patch.patch.used_tokens import has_other_layers, used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
@@ -207,12 +208,12 @@ def _forward_with_loss(
         )
     if _is_to_be_compared(model, record, named["labels"]):
 
-        def fused(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _deferred_forward(
                 model, trial, inner, args, kwargs, {}, None, None, PatchArguments()
             )
 
-        compare_losses(model, record, inner, fused, args, kwargs)
+        compare_losses(model, record, forward, args, kwargs)
     starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
@@ -279,6 +280,7 @@ def _deferred_forward(
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
+        runs_own = isinstance(record, TrialRecord) and not record.defers
         is_transformers_loss = model.loss_function is ForCausalLMLoss and not (
             why_transformed() or why_loss_is_other()
         )
@@ -290,7 +292,9 @@ def _deferred_forward(
                 shifted = named.get("shift_labels") is not None
                 labels = named["shift_labels" if shifted else "labels"]
                 forward_pass.loss_weights = LabelWeights(added.loss_weights, labels, shifted)
-            if is_transformers_loss:
+            if runs_own and forward_pass.head is not None:
+                _read_logits(stack, forward_pass.head)
+            elif is_transformers_loss:
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
                 if not (is_traced() or forward_pass.unfused or flags.return_logits()):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
@@ -374,6 +378,12 @@ def defer_logits(stack: ExitStack, model: PreTrainedModel, record: PatchRecord) 
     if head is not None and not (flags.return_logits() is True or unfused):
         defer_head(stack, model, head, forward_pass)
     return forward_pass
+
+
+def _read_logits(stack: ExitStack, head: nn.Module) -> None:
+    """Make a head that returns deferred logits return real ones, until the stack is closed."""
+    forward = head.forward
+    replace_attribute(stack, head, "forward", lambda *args, **how: real(forward(*args, **how)))
 
 
 def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: ForwardPass) -> None:

@@ -23,12 +23,12 @@ from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
+from liger_patch.patch.compare import TrialRecord, is_trusted
 from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
 from liger_patch.patch.packing import average_of_sequences
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights
-from liger_patch.patch.verify import is_trusted
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
 
@@ -75,6 +75,11 @@ class ForwardPass:
     def chunk_mib(self) -> float | None:
         """MiB of logits held at once; None for the default."""
         return self.record.chunk_mib
+
+    @property
+    def widens(self) -> bool:
+        """Return whether the head computes in a wider dtype."""
+        return isinstance(self.record, TrialRecord)
 
     @property
     def head_name(self) -> str:
@@ -227,7 +232,7 @@ class ForwardPass:
                 "loss can follow"
             )
             return None
-        if not is_trusted(self.record, parts, labels, **options):
+        if not is_trusted(self.record, logits, parts, labels, **options):
             self.record.fall_back(self.record.distrusted or "")
             return None
         return parts
@@ -270,7 +275,7 @@ class ForwardPass:
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
-            if not is_trusted(self.record, parts, target, **options):
+            if not is_trusted(self.record, input, parts, target, **options):
                 return NotImplemented
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True

@@ -93,7 +93,7 @@ class PatchRecord:
         warned: the warnings that were given.
         tested: whether the architecture has a row in the registry, and its class Transformers' own
             forward. Any other is compared with the ordinary path at its first calls, by
-            ``patch.untested``, and its labels are masked in Transformers' loss only.
+            ``patch.compare``, and its labels are masked in Transformers' loss only.
         architecture: the model's class and model type, for messages.
         compared: for an architecture without a row, what its first calls compare, in words; None
             before the first call with labels.

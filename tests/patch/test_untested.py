@@ -19,7 +19,7 @@ from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers.replace import count_layers
-from liger_patch.patch import untested, verify
+from liger_patch.patch import compare
 from liger_patch.registry import Architecture
 
 pytestmark = pytest.mark.usefixtures("no_rows")
@@ -204,6 +204,40 @@ def test_a_loss_off_by_little_is_found_in_any_dtype(dtype: torch.dtype, scale: f
     assert found == [(1, True), (1, False)]
 
 
+class Narrow(Unshifted):
+    """Casts its logits to bf16, and caps them there."""
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        return super().loss_of(5.0 * torch.tanh(logits.bfloat16() / 5.0), labels)
+
+
+class WeighsClasses(Tomorrow):
+    """Has class weights in its own dtype, which ``cross_entropy`` takes beside no wider logits."""
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        weight = torch.ones(logits.shape[-1], dtype=self.dtype)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cls", [Unshifted, Narrow, WeighsClasses])
+def test_an_own_loss_of_16_bits_may_be_less_exact_than_the_fused_one(
+    cls: Any, dtype: torch.dtype, scale: float
+) -> None:
+    """Its labels are learnt: rounded to 16 bits, their losses are 0."""
+    model = make_model(cls).to(dtype)
+    model.lm_head.weight.data *= scale
+    batch = tiny_batch(model, length=9)
+    with torch.no_grad():
+        batch["labels"] = model(batch["input_ids"]).logits.argmax(-1)
+    _, said = training_step(apply_patch(model, layers=False), batch)
+    assert len(said) == 1
+    assert NOTICE.split(" .* ")[1] in said[0]
+    assert ("raises RuntimeError with logits in a wider dtype" in said[0]) == (cls is WeighsClasses)
+    assert patch_status(model).architecture == "verified"
+
+
 def test_a_loss_that_changes_from_call_to_call_is_not_fused() -> None:
     model = apply_patch(make_model(Changes))
     with pytest.warns(UserWarning, match="its own loss changes from call to call"):
@@ -302,7 +336,7 @@ def test_a_model_without_a_head_is_left_alone_with_the_reason() -> None:
 
 
 def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "disagreement", lambda *_, **__: "found a difference on purpose")
+    monkeypatch.setattr(compare, "disagreement", lambda *_, **__: "found a difference on purpose")
     model = apply_patch(make_model())
     with pytest.warns(UserWarning, match="the first training step found a difference on purpose"):
         call(model, tiny_batch(model))
@@ -361,7 +395,7 @@ def make_model_without_norms() -> Any:
 
 def test_a_class_with_a_row_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ARCHITECTURES", (LLAMA,))
-    monkeypatch.setattr(untested, "_loss_of", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(compare, "_loss_of", lambda *_: pytest.fail("compared"))
     model = apply_patch(tiny_model(LLAMA))
     call(model, tiny_batch(model))
     assert patch_status(model).architecture == "tested"

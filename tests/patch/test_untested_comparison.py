@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import forward, untested, verify
+from liger_patch.patch import compare, forward
 
 pytestmark = pytest.mark.usefixtures("no_rows")
 
@@ -129,10 +129,10 @@ def test_where_losses_cannot_be_compared_the_slice_is(
         raise torch.OutOfMemoryError
 
     if why == "group":
-        monkeypatch.setattr(untested, "in_process_group", lambda: True)
-        monkeypatch.setattr(untested.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(compare, "in_process_group", lambda: True)
+        monkeypatch.setattr(compare.distributed, "get_world_size", lambda: 2)
     else:
-        monkeypatch.setattr(untested, "_loss_of", out_of_memory)
+        monkeypatch.setattr(compare, "_loss_of", out_of_memory)
     model = apply_patch(make_model())
     batch = tiny_batch(model)
     with pytest.warns(UserWarning, match=f"It compared loss and .*, but not its own loss.*{why}"):
@@ -157,9 +157,9 @@ class TestCompiled:
     @pytest.mark.slow
     def test_the_comparison_breaks_the_graph_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        compare = forward.compare_losses
+        compare_losses = forward.compare_losses
         monkeypatch.setattr(
-            forward, "compare_losses", lambda *each: (calls.append(1), compare(*each))
+            forward, "compare_losses", lambda *each: (calls.append(1), compare_losses(*each))
         )
         model, eager = tiny_model(LLAMA), tiny_model(LLAMA)
         for each in (model, eager):
@@ -206,7 +206,7 @@ def test_a_comparison_of_gradients_that_does_not_fit_stops_nothing(
     def does_not_fit(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(verify, "disagreement", does_not_fit)
+    monkeypatch.setattr(compare, "disagreement", does_not_fit)
     model = apply_patch(tiny_model(LLAMA))
     with pytest.warns(UserWarning, match="but no gradients, as memory was short: they agree"):
         call(model, tiny_batch(model)).loss.backward()

@@ -15,9 +15,10 @@ from torch import Tensor
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
-from liger_patch.patch import verify as verify_module
+from liger_patch.patch import compare
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
@@ -34,13 +35,13 @@ def verify(monkeypatch: pytest.MonkeyPatch) -> None:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each comparison found."""
     found = []
-    disagreement = verify_module.disagreement
+    disagreement = compare.disagreement
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         found.append(disagreement(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(verify_module, "disagreement", recorded)
+    monkeypatch.setattr(compare, "disagreement", recorded)
     return found
 
 
@@ -182,6 +183,58 @@ def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
         call(model, batch)
 
 
+def learnt(
+    dtype: torch.dtype, scale: float, softcap: float | None, tokens: int = 20
+) -> tuple[Parts, Tensor]:
+    """A head whose labels are likely: with a large scale, all others are next to impossible."""
+    labels, weight = torch.randint(131, (tokens,)), torch.randn(131, 16)
+    states = scale * (weight[labels] + 0.3 * torch.randn(tokens, 16))
+    return Parts(states.to(dtype), weight.to(dtype), None, None, 1.0, softcap, None), labels
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("softcap", "options"), [(None, {}), (None, {"label_smoothing": 0.1}), (5.0, {}), (30.0, {})]
+)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_no_difference(
+    dtype: torch.dtype, scale: float, softcap: float | None, options: Any, tokens: int
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        parts, labels = learnt(dtype, scale, softcap, tokens)
+        assert compare.disagreement(parts, labels, **options) is None
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "labels": lambda labels, **options: {"labels": labels.roll(1), **options},
+    "weights": lambda labels, **options: {
+        "labels": labels,
+        "token_weight": 1 + torch.arange(20) % 2 / 2,
+        **options,
+    },
+    "scale": lambda labels, **options: {"labels": labels, **options, "logit_scale": 1.2},
+    "softcap": lambda labels, **options: {"labels": labels, **options, "softcap": 8.0},
+    "smoothing": lambda labels, **options: {"labels": labels, **options, "label_smoothing": 0.2},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_wrong_arguments_are_found(
+    dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear_cross_entropy = compare.linear_cross_entropy
+
+    def broken(states: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return linear_cross_entropy(states, weight, **WRONG[wrong](labels=labels, **options))
+
+    monkeypatch.setattr(compare, "linear_cross_entropy", broken)
+    parts, labels = learnt(dtype, 0.1, 5.0)
+    assert "found a difference" in str(compare.disagreement(parts, labels))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_leaves_the_comparison_to_the_next(
     value: float, monkeypatch: pytest.MonkeyPatch
@@ -205,13 +258,13 @@ def test_the_kernels_of_the_batch_are_compared(
 ) -> None:
     """Hopper has others for small batches, as the slice that is compared is one."""
     asked = []
-    linear_cross_entropy = verify_module.linear_cross_entropy
+    linear_cross_entropy = compare.linear_cross_entropy
 
     def recorded(*args: Any, **options: Any) -> Tensor:
         asked.append((len(args[0]), options["hopper_kernels"]))
         return linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr(verify_module, "linear_cross_entropy", recorded)
+    monkeypatch.setattr(compare, "linear_cross_entropy", recorded)
     monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 512)
     model = apply_patch(tiny_model(LLAMA))
     ids = torch.randint(VOCAB_SIZE, (2, length))
