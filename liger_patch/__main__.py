@@ -9,6 +9,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from liger_patch import __version__
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit without the usage, which takes more lines than the error."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m liger_patch")
+    parser = _Parser(prog="python -m liger_patch")
+    parser.add_argument("--version", action="version", version=f"liger_patch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "doctor", help="test this machine in seconds, and print what a bug report needs"
@@ -83,6 +93,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     reason = options.plot and _why_no_picture(options.plot)
     if reason:
         parser.error(f"argument --plot: expected {reason}, got {options.plot}")
+    print(f"estimating {options.model}: seconds, for a large model a minute", file=sys.stderr)
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 

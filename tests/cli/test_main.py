@@ -17,6 +17,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.cli import report
 from liger_patch.estimate import estimate as estimates
@@ -44,7 +45,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_table_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(folder), "--length", "64"]) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert told == f"estimating {folder}: seconds, for a large model a minute\n"
     assert all(name in printed for name in NAMES)
     assert "has no test" not in printed
     assert all(f"\n{card} GiB" in printed for card in (16, 24, 40, 48, 80, 141))
@@ -126,6 +128,14 @@ def test_what_does_not_fit_is_named(
         main(["estimate", "model", *arguments])
     printed = capsys.readouterr().err.replace("'4'", "4")  # Python 3.12 quotes choices no more
     assert message in printed
+    assert printed.startswith("python -m liger_patch estimate: error: ")  # and no usage
+    assert len(printed.splitlines()) == 1
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"liger_patch {liger_patch.__version__}\n"
 
 
 def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
