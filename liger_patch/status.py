@@ -19,11 +19,6 @@ from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.settings import LossSettings, PatchRecord
 
-NOT_ESTIMATED = (
-    "not estimated yet: liger_patch.memory.longest_row(model) does, in seconds; with gib=... where "
-    "the model is not on one GPU"
-)
-
 
 @dataclass(frozen=True)
 class PatchStatus:
@@ -55,7 +50,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     """Return what is fused for this model, what falls back to ordinary logits, and why.
 
     Adapters that came after ``apply_patch`` are put on kernels first, as the next call would. The
-    longest row that fits is what ``liger_patch.memory.longest_row`` has estimated last.
+    longest row that fits is what ``liger_patch.memory.longest_row`` has estimated last, if it has.
 
     Raises:
         TypeError: not a Transformers model.
@@ -99,7 +94,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
-            ("longest row", record.longest_row or NOT_ESTIMATED),
+            *([("longest row", record.longest_row)] if record.longest_row else ()),
             (
                 "LIGER_PATCH_RETURN_LOGITS",
                 {None: "unset", True: "1", False: "0"}[flags.return_logits()],
@@ -143,6 +138,6 @@ def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
     return (
         ("label smoothing", f"{settings.label_smoothing:g}"),
         ("z-loss", f"{settings.z_loss:g}"),
-        ("reduction", f"{settings.reduction} without num_items_in_batch"),
+        ("reduction", f"{settings.reduction}, or sum / num_items_in_batch where the call has that"),
         ("loss average", settings.loss_average),
     )

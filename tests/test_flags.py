@@ -136,7 +136,7 @@ def indexing_hook(model: Any) -> None:
 READ = r"the logits of the head \(\S+\) were read by \S+ before the loss"
 FALLBACKS = {
     own_module: r"the head \(\S*\bProjection\) computes its logits itself",
-    own_forward: READ,
+    own_forward: r"the head \(\S*\bRectified\) reads its logits itself, by relu before the loss",
     tensor_subclass: r"the head \(\S*\bLinear with .* Subclass\) returns logits of type Subclass",
     reading_hook: READ,
     normalising_hook: READ,

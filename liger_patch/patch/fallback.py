@@ -72,7 +72,12 @@ def class_name(head: nn.Module | None) -> str:
 
 
 def description(head: nn.Module | None) -> str:
-    """Return the head's class, and the kind of its weight where that is no plain tensor."""
+    """Return the head's class, with what PEFT's adapters on it do beside LoRA, or the kind of its
+    weight where that is no plain tensor.
+    """
+    variants = {type(each).__name__ for each in getattr(head, "lora_variant", {}).values()}
+    if variants:
+        return f"{class_name(head)} with {' and '.join(sorted(variants))}"
     weight = None if head is None else dict(head.named_parameters(recurse=False)).get("weight")
     if weight is None or type(weight) in (torch.Tensor, nn.Parameter):
         return class_name(head)

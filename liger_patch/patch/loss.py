@@ -90,12 +90,19 @@ class ForwardPass:
     def why_not_recorded(self) -> str:
         """What keeps a loss that the model computes itself from being fused, for messages."""
         if self.read_by is not None:
-            return f"the logits of the head ({self.head_name}) were read by {self.read_by}"
+            return self._how_read
         if self.head_defers is None:
             return f"the head ({self.head_name}) was not called"
         if self.head_defers:
             return f"the logits of the head ({self.head_name}) have no part in it"
         return f"the head ({self.head_name}) returns no product that can be recorded"
+
+    @property
+    def _how_read(self) -> str:
+        """By whom the logits were read, for messages."""
+        if self.head_defers is False:
+            return f"the head ({self.head_name}) reads its logits itself, by {self.read_by}"
+        return f"the logits of the head ({self.head_name}) were read by {self.read_by}"
 
     def note_read(self, operation: str) -> None:
         """Note that the named operation needs the values of the logits, or their gradient. A loss
@@ -217,10 +224,7 @@ class ForwardPass:
             self.record.fall_back(self.unfused)
             return None
         if self.read_by is not None:
-            self.record.fall_back(
-                f"the logits of the head ({self.head_name}) were read by {self.read_by} before the "
-                "loss"
-            )
+            self.record.fall_back(f"{self._how_read} before the loss")
             return None
         if not isinstance(logits, DeferredLogits):
             self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
