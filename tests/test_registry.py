@@ -50,6 +50,12 @@ def test_find_wants_both_the_model_type_and_the_class(model_type: Any, class_nam
         registry.find(stand_in(model_type, class_name))
 
 
+def test_the_row_of_a_base_class_is_named_first() -> None:
+    llama = type("LlamaForCausalLM", (), {})
+    with pytest.raises(ValueError, match=r"rows are llama: LlamaForCausalLM; \w+: \w+; \w+: \w+\."):
+        registry.find(stand_in("my_model", "MyForCausalLM", llama))
+
+
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_strict_wants_a_row_and_names_the_most_similar_ones(
     by: str, monkeypatch: pytest.MonkeyPatch
