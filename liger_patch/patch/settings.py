@@ -47,6 +47,13 @@ class LossSettings:
             raise ValueError(
                 f'loss_average must be "token" or "sequence", got {self.loss_average!r}'
             )
+        for name in (
+            "label_smoothing",
+            "z_loss",
+            "chunk_mib",
+        ):  # a Fraction has no format before 3.12
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def changes_loss(self) -> bool:

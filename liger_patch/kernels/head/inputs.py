@@ -9,7 +9,7 @@ scale. Those of several adapters stand side by side, in columns.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
@@ -210,7 +210,7 @@ def checked_chunk_bytes(chunk_mib: float | None, *, trains_weight: bool) -> int:
     None.
     """
     is_number = isinstance(chunk_mib, Real) and not isinstance(chunk_mib, bool)
-    if chunk_mib is not None and not (is_number and 0 < chunk_mib < math.inf):
+    if chunk_mib is not None and not (is_number and 0 < chunk_mib <= sys.float_info.max):
         raise ValueError(f"chunk_mib must be a finite number of MiB > 0 or None, got {chunk_mib!r}")
     return int(min(chunk_mib or default_chunk_mib(trains_weight), MAX_CHUNK_MIB) * MIB)
 
