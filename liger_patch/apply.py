@@ -99,6 +99,7 @@ def apply_patch(
     """
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
+    flags.warn_of_unknown()
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
     names = checked_layers(layers, checkpoint_offload, checkpoint_every)
     asked = layers if isinstance(layers, bool) else names
@@ -271,7 +272,10 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
         around = "" if base is model else f" around a {_short(base)}"
         advice = "load it first, with from_pretrained()"
         if isinstance(base, nn.Module):
-            advice = "patch it before torch.compile, DistributedDataParallel or another wrapper"
+            advice = (
+                "of torch.compile's, DistributedDataParallel's or another wrapper, give the model "
+                "within, and patch that before it is wrapped"
+            )
         raise TypeError(
             "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
             f"{_short(model)}{around}: {advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -31,9 +32,10 @@ def test_what_is_not_a_transformers_model_is_a_type_error(function: Any) -> None
         function(nn.Linear(2, 2))
 
 
-def test_a_wrapped_model_is_a_type_error_that_says_when_to_patch(model: Any) -> None:
-    with pytest.raises(TypeError, match="patch it before"):
-        apply_patch(nn.DataParallel(model))
+@pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])
+def test_a_wrapped_model_is_a_type_error_that_says_what_to_give(function: Any, model: Any) -> None:
+    with pytest.raises(TypeError, match="give the model within, and patch that before"):
+        function(nn.DataParallel(model))
 
 
 @pytest.mark.parametrize("already_patched", [False, True])
@@ -214,6 +216,14 @@ def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:
     call(model, tiny_batch(model))
     assert status_table(model) == before | {"last loss": "fused"}
     assert patch_status(model).fused is True
+
+
+def test_options_may_be_fractions(model: Any) -> None:
+    apply_patch(model, chunk_mib=Fraction(1, 4), label_smoothing=Fraction(1, 8), z_loss=Fraction(1))
+    call(model, tiny_batch(model))
+    rows = status_table(model)
+    assert rows["logits held"] == "0.25 MiB a chunk"
+    assert (rows["label smoothing"], rows["z-loss"]) == ("0.125", "1")
 
 
 def test_the_status_after_a_fallback_gives_the_reason(

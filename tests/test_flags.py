@@ -56,6 +56,17 @@ def test_an_unknown_value_is_an_error_that_names_the_flag(
     assert patch_status(model).fused
 
 
+def test_an_unknown_variable_warns_once_and_names_the_closest(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGIT", "1")
+    with pytest.warns(UserWarning, match=r"no LIGER_PATCH_RETURN_LOGIT: is LIGER_PATCH_RETURN_LOG"):
+        apply_patch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_patch(model)
+
+
 def test_return_logits_is_read_at_every_forward(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,10 @@
 LIGER_PATCH_VERL when verl loads its plugins.
 """
 
+import functools
 import os
+import warnings
+from difflib import get_close_matches
 from typing import Any
 
 # of os.environ: torch.compile compiles anew where what it read from a dict has changed
@@ -19,6 +22,19 @@ _KEYS = {
         "LIGER_PATCH_VERL",
     )
 }
+
+
+def warn_of_unknown() -> None:
+    """Warn, once each, of environment variables that begin as ours and are none of them."""
+    for name in os.environ:
+        if name.startswith("LIGER_PATCH_") and name not in _KEYS:
+            _warn_of(name)
+
+
+@functools.cache
+def _warn_of(name: str) -> None:
+    (closest,) = get_close_matches(name, _KEYS, 1, cutoff=0.0)
+    warnings.warn(f"liger_patch reads no {name}: is {closest} meant?", stacklevel=4)
 
 
 def return_logits() -> bool | None:
