@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,16 +28,16 @@ from liger_patch.kernels.backend import HAS_TRITON, serves_triton_device
 from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
 from liger_patch.patch import flags
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "trl",
-    "deepspeed",
-)
+PACKAGES = {  # with the newest version that is tested: that of constraints.txt
+    "torch": "2.13.0",
+    "triton": "3.7.1",
+    "transformers": "5.23.0",
+    "peft": "0.21.2",
+    "accelerate": "1.15.0",
+    "bitsandbytes": "0.50.2",
+    "trl": "1.16.0",
+    "deepspeed": "0.19.8",
+}
 VARIABLES = (  # and those of liger_patch
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_ALLOC_CONF",
@@ -52,8 +53,8 @@ def doctor() -> int:
     """Print the report, and return the exit status: 0 where all tests pass, else 1."""
     print(f"liger_patch  {liger_patch.__version__}")
     print(f"python       {platform.python_version()}, {platform.system()} {platform.machine()}")
-    for package in PACKAGES:
-        print(f"{package:<12} {_version(package)}")
+    for package, tested in PACKAGES.items():
+        print(f"{package:<12} {_version(package, tested)}")
     for name, value in _variables():
         print(f"{name}={value}")
     passed = True
@@ -83,11 +84,14 @@ def _fused_loss_allowed() -> Iterator[None]:
             os.environ[flags.RETURN_LOGITS] = before
 
 
-def _version(package: str) -> str:
+def _version(package: str, tested: str) -> str:
+    """Return the installed version, and whether it is newer than the one that is tested."""
     try:
-        return metadata.version(package)
+        found = metadata.version(package)
     except metadata.PackageNotFoundError:
         return "-"
+    is_newer = Version(found).release > Version(tested).release
+    return f"{found}, newer than the tested {tested}" if is_newer else found
 
 
 def _variables() -> Iterator[tuple[str, str]]:

@@ -30,6 +30,20 @@ def test_this_machine_passes(
     assert printed.endswith("all tests passed\n")
 
 
+def test_versions_that_are_newer_than_the_tested_ones_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"torch": "2.13.0+cpu", "triton": "3.10.0", "trl": "1.16.0.dev0"}
+    monkeypatch.setattr(metadata, "version", installed.__getitem__)
+    assert doctor._version("torch", "2.13.0") == "2.13.0+cpu"
+    assert doctor._version("triton", "3.9.1") == "3.10.0, newer than the tested 3.9.1"
+    assert doctor._version("trl", "1.16.0") == "1.16.0.dev0"
+    pins = Path(__file__).parents[2] / "constraints.txt"
+    assert {f"{name}=={version}" for name, version in doctor.PACKAGES.items()} <= {
+        *pins.read_text(encoding="utf-8").splitlines()
+    }
+
+
 def test_wrong_gradients_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
