@@ -106,7 +106,13 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         most_attended,
         most_positions,
     )
-    from liger_patch.estimate.model import TrainingStep, build, load_config, model_class_name
+    from liger_patch.estimate.model import (
+        TrainingStep,
+        build,
+        load_config,
+        model_class_name,
+        of_checkpoint,
+    )
     from liger_patch.registry import is_tested
 
     dtype = getattr(torch, options.dtype)
@@ -130,6 +136,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     )
     try:
         config = load_config(options.model)
+        step = of_checkpoint(config, step)
         is_slow = loops_over_tokens(config, step)
         if is_slow and options.length > report.QUICK_LENGTH:
             print(report.slow(model_class_name(config), options.length), file=sys.stderr)

@@ -47,7 +47,7 @@ def longest_row(
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one, patched or not. All weights
-            train, or LoRA adapters of one rank, without dropout, on all linear layers but the head.
+            train, or LoRA adapters of one rank on linear layers, but not on the head.
         batch: sequences of a step.
         gib: GiB of the GPU's memory; None for what this process has and what is free there. Where
             the process holds other models too, give what is left beside them.
@@ -89,8 +89,8 @@ def longest_row(
     trained, parameters = _counts(target)
     if (trained, parameters) != (sizes.trained, sizes.parameters):
         raise ValueError(
-            "model must train all weights, or LoRA adapters of one rank on all linear layers but "
-            f"the head: {sizes.trained:,} trained numbers of {sizes.parameters:,}, got "
+            "model must train all weights, or LoRA adapters of one rank on linear layers, but not "
+            f"on the head: {sizes.trained:,} trained numbers of {sizes.parameters:,}, got "
             f"{trained:,} of {parameters:,}"
         )
     rows = {}
@@ -140,12 +140,11 @@ def _step(
     """Return the step that a model's weights and options describe, of the usual length."""
     adapters = [each for each in model.modules() if hasattr(each, "lora_A")]
     down = [weight for each in adapters for weight in each.lora_A.parameters()]
-    in_4_bits = [each for each in model.modules() if _is_4_bit(each)]
+    quantized = [each for each in model.modules() if _bits(each)]
     dropouts = [part.p for each in adapters for part in each.modules() if type(part) is nn.Dropout]
-    if any(dropouts):
-        raise ValueError(f"model must have adapters without dropout, got {max(dropouts):g}")
+    head = model.get_output_embeddings()
     own = {id(weight) for each in adapters for weight in _trained_of(each)}
-    packed = {id(each.weight) for each in in_4_bits}
+    packed = {id(each.weight) for each in quantized}
     dtypes = {p.dtype for p in model.parameters() if id(p) not in own | packed}
     of_adapters = {weight.dtype for weight in down} or {torch.float32}
     if len(dtypes) > 1 or len(of_adapters) > 1:
@@ -161,8 +160,14 @@ def _step(
         autocast=products if autocast else None,
         lora_rank=len(down[0]) if down else None,
         adapter_dtype=adapter_dtype,
-        bits=4 if in_4_bits else None,
-        double_quant=any(each.weight.compress_statistics for each in in_4_bits),
+        lora_targets=tuple(
+            name
+            for name, each in model.named_modules()
+            if hasattr(each, "lora_A") and each is not head
+        ),
+        lora_dropout=max(dropouts, default=0.0),
+        bits=max(map(_bits, quantized), default=None),
+        double_quant=any(getattr(e.weight, "compress_statistics", False) for e in quantized),
         checkpointing=any(
             getattr(each, "gradient_checkpointing", False) for each in model.modules()
         ),
@@ -187,15 +192,17 @@ def _trained_of(layer: Any) -> list[nn.Parameter]:
     return [each for name, each in layer.named_parameters() if not name.startswith("base_layer.")]
 
 
-def _is_4_bit(layer: nn.Module) -> bool:
-    return any(each.__name__ == "Linear4bit" for each in type(layer).__mro__)
+def _bits(layer: nn.Module) -> int:
+    """Return the bits in which bitsandbytes holds the weight of a layer, 0 for any other layer."""
+    names = {each.__name__ for each in type(layer).__mro__}
+    return 4 if "Linear4bit" in names else 8 if "Linear8bitLt" in names else 0
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
     """Return how many numbers train, and how many there are: those in 4 bits one by one."""
     packed: dict[int, int] = {}
     for each in model.modules():
-        if _is_4_bit(each):
+        if _bits(each):
             layer: Any = each
             packed[id(layer.weight)] = layer.in_features * layer.out_features
     sizes = [(packed.get(id(p), p.numel()), p.requires_grad) for p in model.parameters()]

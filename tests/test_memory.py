@@ -120,6 +120,27 @@ def test_weights_in_4_bits() -> None:
     assert longest_row(model, gib=16) == expected
 
 
+@pytest.mark.parametrize(
+    ("adapters", "options"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, {}),
+        ({"target_modules": ["down_proj"], "layers_to_transform": [1]}, {}),
+        ({"target_modules": "all-linear", "lora_dropout": 0.25}, {"lora_dropout": 0.25}),
+    ],
+)
+def test_adapters_on_some_layers_and_with_dropout(
+    adapters: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model = apply_patch(with_adapters(**adapters).bfloat16())
+    targets = tuple(
+        n for n, each in model.get_base_model().named_modules() if hasattr(each, "lora_A")
+    )
+    assert 0 < len(targets) < 15
+    expected = estimated(OURS, lora_rank=4, lora_targets=targets, **options)
+    assert longest_row(model, gib=16) == expected
+    assert expected != estimated(OURS, lora_rank=4) or options  # dropout keeps nothing on kernels
+
+
 def frozen_in_part() -> Any:
     model = model_of()
     model.lm_head.requires_grad_(False)
@@ -138,11 +159,11 @@ def with_adapters(**options: Any) -> Any:
     [
         (
             frozen_in_part,
-            "model must train all weights, or LoRA adapters of one rank on all linear",
+            "model must train all weights, or LoRA adapters of one rank on linear",
         ),
-        (lambda: with_adapters(target_modules=["q_proj"]), "of one rank on all linear layers"),
-        (lambda: with_adapters(use_dora=True), "of one rank on all linear layers"),
-        (lambda: with_adapters(lora_dropout=0.25), "adapters without dropout, got 0.25"),
+        (lambda: with_adapters(target_modules=["q_proj", "lm_head"]), "but not on the head: "),
+        (lambda: with_adapters(rank_pattern={"q_proj": 2}), "of one rank on linear layers"),
+        (lambda: with_adapters(use_dora=True), "of one rank on linear layers"),
         (
             lambda: LlamaForSequenceClassification(copy.deepcopy(CONFIG)),
             "model must be a LlamaForCausalLM, got",

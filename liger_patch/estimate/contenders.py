@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_patch.estimate.model import Sizes, TrainingStep
+from liger_patch.estimate.model import QuantizedLinear, TrainingStep
 from liger_patch.estimate.operations import Unpacked, sliced_rows
 from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summed_chunk_rows
 from liger_patch.kernels.head.chunked import ALIGNED_V
@@ -66,23 +65,22 @@ def chunk_bytes(weight: Tensor, step: TrainingStep) -> int:
     return max(chunk + wide // 2, wide) if widens else chunk
 
 
-def set_layers(model: Any, step: TrainingStep, contender: Contender, sizes: Sizes) -> None:
+def set_layers(model: Any, step: TrainingStep, contender: Contender) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
         replace_layers(model, contender.layers - {"lora"})
     on_kernels = "lora" in contender.layers and step.lora_rank
     dtype = step.autocast or step.dtype
     plain = step.autocast is not None or step.adapter_dtype == step.dtype
-    quantized = set(map(id, sizes.quantized))
-    how = dtype, quantized, contender.slices
+    how = dtype, contender.slices
     for module in list(model.modules()):
         if on_kernels and plain and _is_gated(module):
             module.forward = functools.partial(_lora_feed_forward, module, *how)
         if _is_lora(module):
             if on_kernels and plain:
                 module.forward = functools.partial(_lora_linear, module, *how)
-            elif id(module.base_layer) in quantized:
-                module.forward = functools.partial(_lora_in_4_bits, module, step)
+            elif isinstance(module.base_layer, QuantizedLinear):
+                module.forward = functools.partial(_lora_on_quantized, module, step)
 
 
 def _is_lora(module: nn.Module) -> bool:
@@ -96,34 +94,33 @@ def _is_gated(module: Any) -> bool:
     )
 
 
-def _projection(layer: Any, dtype: torch.dtype, quantized: Collection[int]) -> LoraProjection:
+def _projection(layer: Any, dtype: torch.dtype) -> LoraProjection:
+    """Return a layer's projection without dropout, which the kernels compute of a seed."""
     base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-    weight = Unpacked(base.weight, dtype) if id(base) in quantized else base.weight
+    weight = Unpacked(base.weight, dtype) if isinstance(base, QuantizedLinear) else base.weight
     return LoraProjection(weight, base.bias, a.weight, b.weight, layer.scaling["default"])
 
 
-def _lora_linear(
-    layer: Any, dtype: torch.dtype, quantized: Collection[int], slices: bool, x: Tensor
-) -> Tensor:
+def _lora_linear(layer: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
     source = source_of(x) if slices else None
-    (y,) = run_lora_linears(x, [_projection(layer, dtype, quantized)], dtype, source)
+    (y,) = run_lora_linears(x, [_projection(layer, dtype)], dtype, source)
     return y
 
 
-def _lora_feed_forward(
-    module: Any, dtype: torch.dtype, quantized: Collection[int], slices: bool, x: Tensor
-) -> Tensor:
+def _lora_feed_forward(module: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
     layers = module.gate_proj, module.up_proj, module.down_proj
-    gate, up, down = (_projection(each, dtype, quantized) for each in layers)
+    gate, up, down = (_projection(each, dtype) for each in layers)
     rows = sliced_rows(x, len(down.a[0]), dtype) if slices else None
     return run_lora_mlp(x, gate, up, down, dtype, "silu", rows)
 
 
-def _lora_in_4_bits(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:
+def _lora_on_quantized(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:
     """Run PEFT's forward of a bitsandbytes layer: without a cast of x under autocast."""
-    result = layer.base_layer(x).clone()
+    result = layer.base_layer(x)
+    if step.bits == 4:
+        result = result.clone()
     a, b = layer.lora_A["default"], layer.lora_B["default"]
     if step.autocast is None:
         x = x.to(a.weight.dtype)
-    added = b(a(x)) * 2.0
+    added = b(a(layer.lora_dropout["default"](x))) * 2.0
     return result + (added.to(result.dtype) if step.autocast is None else added)

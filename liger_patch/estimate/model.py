@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from liger_patch.registry import available
 
@@ -38,7 +38,10 @@ class TrainingStep:
         autocast: the dtype of products (``Trainer(bf16=True)``), None for no autocast.
         lora_rank: of adapters on all linear layers but the head; None trains every weight.
         adapter_dtype: of these adapters.
-        bits: 16 or 32 as ``dtype`` says, or 4 for linear layers in nf4.
+        lora_targets: the names of the layers that have them, None for all linear layers but the
+            head.
+        lora_dropout: in [0, 1); what adapters keep depends on whether it is 0.
+        bits: 16 or 32 as ``dtype`` says, or what bitsandbytes holds linear layers in: 4 (nf4) or 8.
         double_quant: whether the scales of 4-bit weights are quantized too.
         checkpointing: whether layers are computed again in the backward pass.
         checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
@@ -56,6 +59,8 @@ class TrainingStep:
     autocast: torch.dtype | None = torch.bfloat16
     lora_rank: int | None = None
     adapter_dtype: torch.dtype = torch.float32
+    lora_targets: tuple[str, ...] | None = None
+    lora_dropout: float = 0.0
     bits: int | None = None
     double_quant: bool = False
     checkpointing: bool = False
@@ -90,13 +95,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that exist beside what a step allocates, and the layers that are in 4 bits."""
+    """Numbers of parameters and of trained ones, and bytes of weights and optimizer states."""
 
     parameters: int
     weights: int
     trained: int
     optimizer: int
-    quantized: Sequence[nn.Linear]
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer that bitsandbytes holds in 4 or 8 bits; here its weight has 16 or 32."""
 
 
 def load_config(model: str) -> Any:
@@ -117,6 +125,35 @@ def load_config(model: str) -> Any:
         raise ValueError(_no_config(model, reason)) from error
     _model_class(config)
     return config
+
+
+def of_checkpoint(config: Any, step: TrainingStep) -> TrainingStep:
+    """Return the step with the bits in which a quantized checkpoint's weights are held.
+
+    Raises:
+        ValueError: another library than bitsandbytes holds them, or no adapters train.
+    """
+    given = _quantization(config)
+    if not given:
+        return step
+    bits = 4 if given.get("load_in_4bit") else 8 if given.get("load_in_8bit") else None
+    if bits is None:
+        raise ValueError(
+            "model must be one that is not quantized, or by bitsandbytes, got "
+            f"{given.get('quant_method')!r}: without quantization_config in its config.json, it is "
+            f"estimated in {dtype_name(step.dtype)}"
+        )
+    if step.lora_rank is None:
+        raise ValueError(
+            f"model is held in {bits} bits, which do not train: expected --lora-rank too"
+        )
+    double_quant = bits == 4 and bool(given.get("bnb_4bit_use_double_quant"))
+    return replace(step, bits=bits, double_quant=double_quant)
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    given = getattr(config, "quantization_config", None) or {}
+    return given if isinstance(given, dict) else given.to_dict()
 
 
 def _no_config(model: str, reason: str) -> str:
@@ -176,14 +213,11 @@ def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
         make = model_class.from_config if is_auto else model_class._from_config
         model = make(config, dtype=step.dtype, attn_implementation=step.attention)
         model.tie_weights()  # Transformers 5.0 has not yet
-        if step.bits == 4:
-            _make_linear(model)
-        head = model.get_output_embeddings()
-        linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
+        if step.bits:
+            _quantize(model, _quantization(config).get("llm_int8_skip_modules") or [])
         if step.lora_rank is not None:
             model = _with_adapters(model, step)
-    quantized = linear if step.bits == 4 else []
-    return model.train(), _sizes(model, step, quantized)
+    return model.train(), _sizes(model, step)
 
 
 def without_adapters(config: Any, step: TrainingStep) -> Any:
@@ -192,20 +226,32 @@ def without_adapters(config: Any, step: TrainingStep) -> Any:
     return model
 
 
-def _make_linear(model: nn.Module) -> None:
-    """Replace the transposed linear layers of GPT-2, as bitsandbytes' quantizer does."""
+def _quantize(model: Any, skipped: list[str]) -> None:
+    """Mark the linear layers, also the transposed ones of GPT-2, that Transformers gives to
+    bitsandbytes.
+    """
+    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
+        if module is head or not should_convert_module(name, skipped):
+            continue
         if isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape
-            linear = nn.Linear(inputs, outputs, dtype=module.weight.dtype)
-            model.set_submodule(name, linear)
+            module = nn.Linear(inputs, outputs, dtype=module.weight.dtype)
+            model.set_submodule(name, module)
+        if type(module) is nn.Linear:
+            module.__class__ = QuantizedLinear
 
 
 def _with_adapters(model: Any, step: TrainingStep) -> Any:
     from peft import LoraConfig, get_peft_model
 
     assert step.lora_rank is not None
-    lora = LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=step.lora_rank,
+        target_modules=list(step.lora_targets or ()) or "all-linear",
+        lora_dropout=step.lora_dropout,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for each in model.parameters():
         if each.requires_grad:
@@ -213,18 +259,23 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
     return model
 
 
-def _sizes(model: Any, step: TrainingStep, quantized: Sequence[nn.Linear]) -> Sizes:
-    in_4_bits = {id(each.weight) for each in quantized}
-    bytes_in_4_bits = DOUBLE_QUANTIZED if step.double_quant else BITS_4
+def _sizes(model: Any, step: TrainingStep) -> Sizes:
+    quantized = {id(each.weight) for each in model.modules() if isinstance(each, QuantizedLinear)}
+    in_4_bits = DOUBLE_QUANTIZED if step.double_quant else BITS_4
     wide, narrow = OPTIMIZERS[step.optimizer]
     weights = trained = states = 0.0
     parameters = list(model.parameters())
     for each in parameters:
         size = each.numel()
-        weights += size * (bytes_in_4_bits if id(each) in in_4_bits else each.dtype.itemsize)
+        if id(each) not in quantized:
+            weights += size * each.dtype.itemsize
+        elif step.bits == 4:
+            weights += size * in_4_bits
+        else:  # with a float32 scale for each row
+            weights += size + 4 * len(each)
         if each.requires_grad:
             trained += size
             states += size * (wide if each.dtype == torch.float32 else narrow)
     weights += sum(each.numel() * each.dtype.itemsize for each in model.buffers())
     count = sum(each.numel() for each in parameters)
-    return Sizes(count, round(weights), round(trained), round(states), quantized)
+    return Sizes(count, round(weights), round(trained), round(states))

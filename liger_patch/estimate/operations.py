@@ -54,6 +54,8 @@ class GpuOperations(TorchFunctionMode):
             q, k, v = (self.as_operand(each) for each in args[:3])
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             return _Attention.apply(q, k, v, mask)
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
         if self.autocast is not None and func in PRODUCTS:
             args = tuple(self.as_operand(each) for each in args)
             kwargs = {name: self.as_operand(each) for name, each in kwargs.items()}
@@ -113,6 +115,11 @@ class GpuOperations(TorchFunctionMode):
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Return what CUDA's kernel does, which keeps a byte of each number."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 class _Attention(torch.autograd.Function):

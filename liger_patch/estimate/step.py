@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.estimate.contenders import Contender, chunk_bytes, set_layers
-from liger_patch.estimate.model import Sizes, TrainingStep, build
+from liger_patch.estimate.model import QuantizedLinear, Sizes, TrainingStep, build
 from liger_patch.estimate.offload import MetaOffload, noting_input
 from liger_patch.estimate.operations import (
     ChunkedHead,
     GpuOperations,
+    Unpacked,
     activate,
     activate_backward,
     first_slices,
@@ -52,7 +53,7 @@ def trace_step(
     """
     model, sizes = build(config, step)
     held = [*model.parameters(), *model.buffers()]
-    quantized = [each.weight for each in sizes.quantized]
+    quantized = [each.weight for each in model.modules() if isinstance(each, QuantizedLinear)]
     operations = GpuOperations(step.autocast, contender.slices)
     offload = None
     if step.checkpoint_offload and contender.head == "chunks":
@@ -62,7 +63,7 @@ def trace_step(
     with torch.device("meta"):
         ids = torch.empty(step.batch, step.length, dtype=torch.long)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    set_layers(inner, step, contender, sizes)
+    set_layers(inner, step, contender)
     with _ONE_AT_A_TIME, ExitStack() as stack:
         if step.checkpointing:
             options = {
@@ -84,6 +85,8 @@ def trace_step(
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
         stack.enter_context(_stood_in(mlp, "tokens_of_slice", operations.tokens_of_slice))
+        weight_4bit = functools.partial(_weight_4bit, step)
+        stack.enter_context(_stood_in(mlp, "_weight_4bit", weight_4bit))
         stack.enter_context(_stood_in(gated_mlp, "autocast_dtype", operations.autocast_dtype))
         for module in (gated_mlp, lora_mlp):
             stack.enter_context(_stood_in(module, "slices_of", first_slices))
@@ -148,6 +151,13 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     if device_type == "meta":
         return nullcontext()
     return AUTOCAST(device_type, *arguments, **options)
+
+
+def _weight_4bit(step: TrainingStep, layer: nn.Module, _: Tensor) -> Any:
+    """Return the weight of a layer without adapters as feed-forward layers in slices read it."""
+    if not isinstance(layer, QuantizedLinear) or step.bits != 4 or layer.bias is not None:
+        return None
+    return Unpacked(layer.weight, step.autocast or step.dtype)
 
 
 def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class MemoryTrace(TorchDispatchMode):
 
     Args:
         held: tensors that exist before, and are not counted.
-        unpacked: weights that are held in 4 bits: each product makes a 16-bit copy for itself.
+        unpacked: weights that are held in 4 or 8 bits: each product makes a 16-bit copy for itself.
     """
 
     def __init__(self, held: Sequence[Tensor], unpacked: Collection[Tensor] = ()) -> None:

@@ -321,6 +321,24 @@ def test_the_class_that_is_estimated_is_named(
     assert f"{tmp_path} as LlamaForCausalLM: " in capsys.readouterr().out
 
 
+def test_a_quantized_checkpoint_has_its_bits_or_an_error_with_its_method(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    given = ["estimate", str(folder), "--length", "64"]
+    for quantization, message in (
+        ({"quant_method": "awq", "bits": 4}, "quantized, or by bitsandbytes, got 'awq': without"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "held in 4 bits, which do not tr"),
+    ):
+        path.write_text(json.dumps(config | {"quantization_config": quantization}), "utf-8")
+        with pytest.raises(SystemExit, match="2"):
+            main(given)
+        assert message in capsys.readouterr().err
+    assert main([*given, "--lora-rank", "4"]) == 0
+    assert ", LoRA of rank 4, 4 bits, " in capsys.readouterr().out
+
+
 def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", str(tmp_path)])

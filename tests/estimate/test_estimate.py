@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ from transformers import (
 
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
-from liger_patch.estimate.model import TrainingStep, build
+from liger_patch.estimate.model import QuantizedLinear, TrainingStep, build, of_checkpoint
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
+from liger_patch.kernels.sliced import longest_at_once
 from liger_patch.layers import mlp
 from liger_patch.patch.layer_input import PIECE_BYTES
 
@@ -39,6 +41,10 @@ def config() -> LlamaConfig:
 def parts(config: Any, step: TrainingStep, contender: Any) -> dict[str, int]:
     trace, sizes = trace_step(config, step, contender)
     return estimates.parts_at_peak(trace, sizes, step)
+
+
+def quantized(model: Any) -> list[QuantizedLinear]:
+    return [each for each in model.modules() if isinstance(each, QuantizedLinear)]
 
 
 def test_a_trace_counts_what_lives() -> None:
@@ -71,7 +77,7 @@ def test_weights_and_states_are_the_models_own(config: LlamaConfig) -> None:
 def test_4_bits_leave_the_head_and_the_embeddings(config: LlamaConfig) -> None:
     step = replace(STEP, lora_rank=4, bits=4)
     model, sizes = build(config, step)
-    linear = sum(each.weight.numel() for each in sizes.quantized)
+    linear = sum(each.weight.numel() for each in quantized(model))
     assert linear == LAYERS * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * SIZE)
     others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
     buffers = model.buffers()  # with Transformers 5.0, masks
@@ -84,7 +90,7 @@ def test_4_bits_count_the_transposed_layers_of_gpt_2() -> None:
     config = GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY)
     step = replace(STEP, lora_rank=4, bits=4)
     model, sizes = build(config, step)
-    linear = sum(each.weight.numel() for each in sizes.quantized)
+    linear = sum(each.weight.numel() for each in quantized(model))
     assert linear == LAYERS * 12 * HIDDEN * HIDDEN  # c_attn 3, c_proj 1, feed-forward 4 and 4
     others = [each for n, each in model.named_parameters() if not n.endswith("base_layer.weight")]
     buffers = model.buffers()  # with Transformers 5.0, masks
@@ -93,6 +99,67 @@ def test_4_bits_count_the_transposed_layers_of_gpt_2() -> None:
     in_16_bits = build(config, replace(step, bits=None))[1]
     assert in_16_bits.weights - sizes.weights == pytest.approx((2 - 0.5625) * linear, abs=1024)
     assert len(estimates.estimate(config, step)) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"],
+        },
+        {"load_in_8bit": True},
+    ],
+)
+def test_a_quantized_checkpoint_takes_what_its_loaded_model_does(
+    options: dict[str, Any], config: LlamaConfig, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    how = transformers.BitsAndBytesConfig(**options)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=how, dtype=torch.bfloat16
+    )
+    held = 0
+    for each in [*model.parameters(), *model.buffers()]:
+        state, scales = getattr(each, "quant_state", None), [getattr(each, "SCB", None)]
+        if state is not None:
+            scales = [state.absmax, state.state2.absmax if state.nested else None]
+        held += sum(t.numel() * t.itemsize for t in (each, *scales) if t is not None)
+    step = of_checkpoint(model.config, replace(STEP, lora_rank=4))
+    _, sizes = build(model.config, step)
+    assert sizes.weights - 4 * sizes.trained == pytest.approx(held, abs=64)
+    eager, ours = (parts(model.config, step, each) for each in (EAGER, OURS))
+    assert eager["weights"] == ours["weights"] == sizes.weights
+    with pytest.raises(
+        ValueError, match=r"held in \d bits, which do not train: expected --lora-ra"
+    ):
+        of_checkpoint(model.config, STEP)
+
+
+def test_feed_forward_layers_in_4_bits_without_adapters_run_in_slices(config: LlamaConfig) -> None:
+    """Those in 8 bits do not, as docs/layers.md says."""
+    length = 2 * longest_at_once(SIZE, 2)
+    step = replace(STEP, lora_rank=4, checkpointing=True, length=length)
+    step = replace(step, lora_targets=("model.layers.0.self_attn.q_proj",))
+    works = {
+        bits: parts(config, replace(step, bits=bits), OURS)["layer at work"] for bits in (4, 8)
+    }
+    assert works[4] < 0.8 * works[8]
+
+
+def test_dropout_of_adapters_is_kept_in_eager_alone(config: LlamaConfig) -> None:
+    step = replace(STEP, lora_rank=4, adapter_dtype=torch.bfloat16)
+    added = {}
+    for contender in (EAGER, OURS):
+        steps = step, replace(step, lora_dropout=0.1)
+        plain, dropping = (parts(config, each, contender)["kept by the layers"] for each in steps)
+        added[contender.name] = dropping - plain
+    masks = LAYERS * TOKENS * (6 * HIDDEN + SIZE)  # a byte for each number that an adapter reads
+    assert added["eager"] > masks
+    assert added["liger_patch"] == 0
 
 
 def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
