@@ -1,4 +1,4 @@
-"""DPO with TRL's trainer: the model shall prefer a function's own docstring to that of another.
+"""DPO on the kernels of liger_patch: the model shall prefer docstrings to the same in capitals.
 
 Model and tokenizer are made from scratch and nothing is downloaded; runs on the CPU in less than a
 minute, or in bf16 on a GPU.
@@ -6,7 +6,8 @@ minute, or in bf16 on a GPU.
     python examples/dpo.py
     python examples/dpo.py --hidden_size 512 --max_steps 200 --per_device_train_batch_size 16
 
-Takes the arguments below and all of TRL's DPOConfig. Needs the extra trl.
+Takes the arguments below and all of TRL's DPOConfig; --use_liger_patch false trains on TRL's own
+loss. Needs the extra trl.
 """
 
 import copy
@@ -14,17 +15,18 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
-from docstrings import chat_tokenizer, conversations
+from docstrings import Conversation, chat_tokenizer, conversations
 from small_model import small_model
 from transformers import set_seed
-from trl import DPOConfig, DPOTrainer, TrlParser
+from trl import TrlParser
 
 from liger_patch import patch_status
-from liger_patch.integrations.trl import apply_trl_patch
+from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
 
 ON_GPU = torch.cuda.is_available()
 DEFAULTS = {
     "output_dir": "outputs/dpo",
+    "use_liger_patch": True,
     "max_steps": 30,
     "max_length": 128,
     "per_device_train_batch_size": 8,
@@ -64,10 +66,9 @@ def main() -> None:
         length=args.max_length or 4096,
         eos_token_id=tokenizer.eos_token_id,
     )
-    others = data[1:] + data[:1]
     pairs = [
-        {"prompt": own["prompt"], "chosen": own["completion"], "rejected": other["completion"]}
-        for own, other in zip(data, others, strict=True)
+        {"prompt": each["prompt"], "chosen": each["completion"], "rejected": in_capitals(each)}
+        for each in data
     ]
     trainer = DPOTrainer(
         model,
@@ -76,10 +77,12 @@ def main() -> None:
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
     )
-    apply_trl_patch(trainer.model)
-    apply_trl_patch(trainer.ref_model)
     trainer.train()
     print(patch_status(trainer.model))
+
+
+def in_capitals(conversation: Conversation) -> list[dict[str, str]]:
+    return [each | {"content": each["content"].upper()} for each in conversation["completion"]]
 
 
 if __name__ == "__main__":
