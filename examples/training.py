@@ -4,7 +4,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from multiprocessing.synchronize import Semaphore
 
 import torch
 from corpus import Corpus
@@ -16,6 +16,7 @@ from transformers.trainer_callback import ProgressCallback
 from liger_patch import apply_patch, patch_status
 
 UNTIMED_STEPS = 2  # the first steps also allocate memory and compile kernels
+turns: list[Semaphore] = []  # this process's own, and that of the process whose turn is next
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,18 @@ class Run:
     grad_norm: list[float]  # of each step, before clipping
     evaluation_loss: float
     tokens_per_second: float  # of the median step
+    step_seconds: list[float]  # of all steps but the first
     peak_memory_mib: float  # over the weights: gradients, optimizer, activations, logits
     ordinary_because: str | None  # why the last loss was not fused; None where it was
 
 
+def take_turns(own: Semaphore, following: Semaphore) -> None:
+    """Lets processes train one step each in turn: what slows the machine then slows all alike."""
+    turns[:] = own, following
+
+
 def train(settings: Settings, corpus: Corpus, variant: str) -> Run:
-    """Trains one model. `variant` is
+    """Trains one model, after `take_turns`. `variant` is
 
     - "unpatched": Transformers as it is;
     - "patched": the same weights and the same batches, after apply_patch;
@@ -101,11 +108,12 @@ def train(settings: Settings, corpus: Corpus, variant: str) -> Run:
             callbacks=[clock],
         )
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(bar)
+        if variant != "unpatched":  # whose steps are those of the bar of "patched"
+            trainer.add_callback(bar)
         memory = PeakMemory(settings.device)
         trainer.train()
         peak_memory_mib = memory.over_start_mib()
-        trainer.remove_callback(bar)
+        trainer.remove_callback(LossBar)
         evaluation_loss = trainer.evaluate()["eval_loss"]
 
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -114,26 +122,29 @@ def train(settings: Settings, corpus: Corpus, variant: str) -> Run:
         loss=[entry["loss"] for entry in logged],
         grad_norm=[entry["grad_norm"] for entry in logged],
         evaluation_loss=evaluation_loss,
-        tokens_per_second=settings.tokens_per_step / clock.seconds_per_step(),
+        tokens_per_second=settings.tokens_per_step / statistics.median(clock.seconds),
+        step_seconds=clock.seconds,
         peak_memory_mib=peak_memory_mib,
         ordinary_because=patch_status(model).reason if variant == "patched" else "not patched",
     )
 
 
 class StepClock(TrainerCallback):
-    """The time at which each step's loss is logged, which waits for the device."""
+    """The seconds of each step, from its turn to its logged loss, which waits for the device."""
 
     def __init__(self):
-        self.times: list[float] = []
+        self.start = 0.0
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        turns[0].acquire()
+        self.start = time.perf_counter()
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
-            self.times.append(time.perf_counter())
-
-    def seconds_per_step(self) -> float:
-        """The median: other programs on the machine slow some steps."""
-        times = self.times[UNTIMED_STEPS - 1 :]
-        return statistics.median(end - start for start, end in pairwise(times))
+            if state.global_step > UNTIMED_STEPS:
+                self.seconds.append(time.perf_counter() - self.start)
+            turns[1].release()
 
 
 class LossBar(ProgressCallback):
