@@ -20,6 +20,13 @@ QUICK := -m "not gpu and not interpreter and not slow and not all_models"
 QUICK_TRITON := -m "interpreter and not slow"
 # Runs the same code whatever the versions: CONTRIBUTING.md names it.
 LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli estimate test_examples.py test_packaging.py)
+# One step of the rows of Llama, Gemma and Qwen with their kinds of layers, Trainer, TRL and PEFT,
+# the largest case of each kernel compiled, and some interpreted.
+TORCH ?= torch
+SMOKE := $(addprefix tests/,test_every_architecture.py test_images_and_sound.py \
+	layers/test_decorated_forwards.py layers/test_lora_exactness.py integrations/test_trainer.py \
+	integrations/trl/test_sft.py kernels/test_compile_matrix.py)
+SMOKE_TRITON := $(addprefix tests/kernels/test_,linear_cross_entropy.py rms_norm.py rotary.py gated.py)
 
 .PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci test-newest check
 .PHONY: release-check bench docs clean
@@ -52,11 +59,12 @@ test-oldest-ci: $(OLDEST_INSTALLED) ## run what may differ on them: no benchmark
 	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
 
 # Whatever is the newest at each run: no file says that an environment is up to date.
-test-newest: ## run the quick tests on the newest versions of everything
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,trl]'
-	$(PARALLEL) $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(ARGS)
-	$(PARALLEL) TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(ARGS)
+test-newest: ## run five minutes of tests on the newest versions (TORCH=torch==2.13.0 keeps that)
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install $(TORCH)
+	$(NEWEST)/bin/python -m pip install -e '.[test,trl]'
+	$(PARALLEL) $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK) $(SMOKE) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(QUICK_TRITON) $(SMOKE_TRITON) $(ARGS)
 
 check: setup ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

@@ -31,7 +31,7 @@ from liger_patch.patch import flags
 PACKAGES = {  # with the newest version that is tested: that of constraints.txt
     "torch": "2.13.0",
     "triton": "3.7.1",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "peft": "0.21.2",
     "accelerate": "1.15.0",
     "bitsandbytes": "0.50.2",

@@ -32,6 +32,8 @@ OTHERS = (  # whose TRL head, and whose layers of each kind, tests know
     "smollm3",
     "starcoder2",
 )
+# Transformers 5.24: its forward reads an attribute that its text model's outputs lack
+RAISE_IN_EAGER = ("llama4",)
 
 
 def model_type(row: Architecture) -> str:
