@@ -51,16 +51,18 @@ def _flattened(start: int, end: int, tensor: Tensor) -> Tensor:
 
 
 def _scale(a: Any, b: Any) -> Tensor:
-    deferred, number = (a, b) if isinstance(a, Recordable) else (b, a)
-    if not _is_number(number) or not isinstance(deferred, Recordable):
+    deferred, factor = (a, b) if isinstance(a, Recordable) else (b, a)
+    number = _number(factor)
+    if number is None or not isinstance(deferred, Recordable):
         return NotImplemented
     return deferred.then(Step("scale", _times, (number,), float(number)))
 
 
 def _divide(a: Any, b: Any) -> Tensor:
-    if not isinstance(a, Recordable) or not _is_number(b) or b == 0:
+    number = _number(b)
+    if not isinstance(a, Recordable) or not number:
         return NotImplemented
-    return a.then(Step("scale", _divided_by, (b,), 1.0 / b))
+    return a.then(Step("scale", _divided_by, (number,), 1.0 / number))
 
 
 def _add(*summands: Any) -> Tensor:
@@ -76,8 +78,14 @@ def _add(*summands: Any) -> Tensor:
     return a.then(Step("add", torch.add, other=b), dtype=dtype)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _number(value: Any) -> Any:
+    """Return a number, also that of a tensor without dimensions, as PEFT scales by in adapters that
+    it has prepared for hotswaps; None for anything else.
+    """
+    if type(value) is Tensor and value.dim() == 0 and value.is_floating_point():
+        return None if value.requires_grad or value.is_meta else value.item()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None
 
 
 def _tanh(logits: Recordable) -> Tensor:

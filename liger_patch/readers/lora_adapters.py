@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 LORA_FORWARDS = ("Linear.forward", "Linear4bit.forward", "Linear8bitLt.forward")
@@ -97,4 +97,7 @@ def plain_adapter(layer: Any) -> Adapter | str:
         return f"dropout is a {type(dropout).__name__}"
     if rate >= 1.0:
         return "lora_dropout=1"
-    return Adapter(a, b, dropout, layer.scaling[name], rate)
+    scaling = layer.scaling[name]
+    if isinstance(scaling, Tensor):  # on a GPU mostly, where reading it at each call would wait
+        return "its scaling is a tensor (prepare_model_for_compiled_hotswap)"
+    return Adapter(a, b, dropout, scaling, rate)

@@ -311,6 +311,7 @@ FUSED_SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": lambda head, x: head.base(x) + head.adapter(x),
     "reversed": lambda head, x: head.adapter(x) + head.base(x),
     "scaled": lambda head, x: 0.5 * (head.base(x) + head.adapter(x) * -2.0),
+    "scaled by a tensor": lambda head, x: head.base(x) + head.adapter(x) * torch.tensor(0.3),
     "nested": lambda head, x: head.adapter(x) + (head.adapter(x) * 0.3 + head.base(x)),
     "of the head twice": lambda head, x: head.base(x) + head.base(x / 2),
 }
@@ -321,6 +322,7 @@ OTHER_SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "written to, first": lambda head, x: doubled_before(head, x, first=True),
     "written to, second": lambda head, x: doubled_before(head, x, first=False),
     "capped adapter": lambda head, x: head.base(x) + head.adapter(x).tanh(),
+    "trained scale": lambda head, x: head.base(x) + head.adapter(x) * head.a.mean(),
     "alpha": lambda head, x: torch.add(head.base(x), head.adapter(x), alpha=2),
     "in place": lambda head, x: head.base(x).add_(head.adapter(x)),
 }

@@ -15,6 +15,7 @@ from lora_models import (
     ROWS,
     Calls,
     Groups,
+    adapted,
     assert_same,
     batch_of,
     copies,
@@ -22,9 +23,13 @@ from lora_models import (
     peft,
     training_step,
 )
+from peft.optimizers import create_lorafa_optimizer
+from peft.utils import hotswap
 from tiny_models import tiny_model
+from training_step import call
 
-from liger_patch import apply_patch, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
 
 pytestmark = MARKS
@@ -71,6 +76,16 @@ def renewed(model: Any) -> None:
             parameter.data = parameter.data * 1.5
 
 
+def hotswapped(model: Any, **options: Any) -> None:
+    """Swap in an adapter of another scale, by default of another rank too."""
+    other = adapted(base=tiny_model(ROWS["llama"]).double(), **{"r": 2, "lora_alpha": 7, **options})
+    weights = {name: value for name, value in other.state_dict().items() if "lora_" in name}
+    swap = hotswap.hotswap_adapter_from_state_dict
+    swap(model, weights, "default", other.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)  # a larger one comes without
+
+
 SECOND: Groups = [("q_proj",), ("up_proj",)]
 PLAIN_STATES: dict[str, tuple[Callable[[Any], object], Groups]] = {
     "second adapter, not active": (second, LAYER),
@@ -80,6 +95,8 @@ PLAIN_STATES: dict[str, tuple[Callable[[Any], object], Groups]] = {
     "merged and unmerged": (unmerged, LAYER),
     "scaled": (scaled, LAYER),
     "new memory": (renewed, LAYER),
+    "swapped for one of a smaller rank": (hotswapped, LAYER),
+    "swapped for one of a larger rank": (lambda model: hotswapped(model, r=6), LAYER),
     "evaluation and training": (lambda model: model.eval().train(), LAYER),
 }
 
@@ -97,6 +114,34 @@ def test_adapters_are_asked_for_at_every_call(state: str, calls: Calls) -> None:
     ran, by_peft = calls.taken(model)
     assert ran == groups * 2
     assert len(by_peft) == (2 * 5 if groups == SECOND else 0)  # those without an active adapter
+
+
+def test_swaps_of_a_model_that_is_prepared_for_them() -> None:
+    """Layers run PEFT's own forward, and the adapter of the head is part of a fused loss."""
+    eager, model, batch = copies(target_modules=[*ALL, "lm_head"])
+    for each in (eager, model):
+        hotswap.prepare_model_for_compiled_hotswap(each, target_rank=6)
+    assert_same(model, eager, batch)
+    for each in (eager, model):
+        hotswapped(each, r=6, target_modules=[*ALL, "lm_head"])
+    assert_same(model, eager, batch)
+    assert patch_status(model).fused
+    assert list(not_plain(model).values()) == [14]
+
+
+def test_the_optimizer_of_lora_fa() -> None:
+    """Which freezes A, and gives B's gradient another form."""
+    eager, model, batch = copies()
+    optimizer = create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=0.1)
+    before = training_step(eager, batch)["loss"]
+    for _ in range(2):
+        call(model, batch).loss.backward()
+        optimizer.step()
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            theirs.data.copy_(ours)
+            theirs.requires_grad_(ours.requires_grad)
+        assert_same(model, eager, batch)
+    assert training_step(model, batch)["loss"] < before
 
 
 @pytest.mark.parametrize("name", ["disable_adapter", "adapter_names"])

@@ -24,6 +24,7 @@ from lora_models import (
     replaced,
     training_step,
 )
+from peft.utils import hotswap
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -110,6 +111,9 @@ NOT_PLAIN = {  # by why not
     ),
     "parametrization of A": Case(of("q_proj", parametrized), "another class", ("q_proj",)),
     "class of a base": Case(of("q_proj", of_another_class), "the base is a Doubled", ("q_proj",)),
+    "scaling for hotswaps": Case(
+        hotswap.prepare_model_for_compiled_hotswap, "its scaling is a tensor", layers=2
+    ),
 }
 
 
