@@ -268,8 +268,8 @@ def _own_dtypes(base: Any) -> Dtypes:
     """Return the dtypes of a layer that was not called yet, as if autocast had the dtype of its
     products.
     """
-    dtype = base.weight.dtype
-    if not dtype.is_floating_point:
+    dtype = getattr(getattr(base, "weight", None), "dtype", None)
+    if dtype is None or not dtype.is_floating_point:
         dtype = getattr(base, "compute_dtype", None) or torch.bfloat16
     return Dtypes(dtype, dtype, casts=True)
 
@@ -287,8 +287,12 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     if has_hooks(base, a, b, dropout):
         return "hooks within the layer"
     x_dtype, dtype, casts = dtypes or _own_dtypes(base)
-    weight, bias, result_dtype = base.weight, base.bias, dtype
-    if type(base) is not nn.Linear:
+    result_dtype = dtype
+    if type(base) is nn.Linear:
+        if (nn.Linear.forward, nn.functional.linear) != PRODUCT:
+            return "another function than torch's linear"
+        weight = base.weight
+    else:
         weight = _quantized_weight(base, dtype)
         if isinstance(weight, str):
             return weight
@@ -298,9 +302,7 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
             return OfDtypes(reason, advice)
         # bitsandbytes casts what a product gives to the dtype of its input
         result_dtype = torch.promote_types(x_dtype, dtype)
-    elif (nn.Linear.forward, nn.functional.linear) != PRODUCT:
-        return "another function than torch's linear"
-    projection = LoraProjection(weight, bias, a.weight, b.weight, scaling, rate)
+    projection = LoraProjection(weight, base.bias, a.weight, b.weight, scaling, rate)
     for each in projection[:4]:
         if not isinstance(each, Tensor):  # no bias, or a quantized weight
             continue

@@ -275,6 +275,36 @@ def test_weights_that_are_stored_transposed_run_as_peft_has_them(calls: Calls) -
     assert not_plain(model) == {"fan_in_fan_out=True": 14}
 
 
+class PackedLinear(nn.Module):
+    """A quantized layer of another library: it has no ``weight``, and no ``bias``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        scale = layer.weight.detach().abs().max() / 127
+        self.register_buffer("qweight", (layer.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.qweight * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_bases_without_a_weight() -> None:
+    base = tiny_model(ROWS["llama"])
+    for name, layer in list(base.named_modules()):
+        if isinstance(layer, nn.Linear):
+            base.set_submodule(name, PackedLinear(layer))
+    config = peft.LoraConfig(target_modules=[*ALL, "lm_head"], init_lora_weights=False)
+    config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
+    torch.manual_seed(1)
+    eager: Any = peft.get_peft_model(base, config).double()
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    assert not_plain(model) == {"the base is a PackedLinear": 14}
+    assert_same(model, eager, batch)
+    assert not_plain(model) == {"the base is a PackedLinear": 14}
+
+
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
