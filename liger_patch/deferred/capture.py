@@ -25,6 +25,7 @@ from liger_patch.deferred.tensor_parallel import (
     local_tensor,
 )
 from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
+from liger_patch.kernels.graphs import runs_eagerly
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -128,12 +129,12 @@ def defer_head(stack: ExitStack, model: nn.Module, module: nn.Module, owner: Own
     """
     head = Head(model, module, owner)
     hold = None
-    # in a graph no weight is freed: ``why_weight_cannot_be_kept`` falls back there
-    if in_process_group() and not torch.compiler.is_compiling():
+    if in_process_group():
         hold = stack.enter_context(keeping_weight(model, module))
     for layer in _quantized_layers(module):
         _replace_forward(stack, layer, _quantized_forward(layer, head))
-    if nn.functional.linear.__module__.startswith("deepspeed"):
+    linear: Any = nn.functional.linear
+    if linear is not LINEAR and linear.__module__.startswith("deepspeed"):
         for layer in _linear_layers(module):
             _replace_forward(stack, layer, functools.partial(_linear_forward, layer))
     # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
@@ -156,17 +157,19 @@ def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[...,
     """Replace the forward of this one module for calls of this thread, until the stack is
     closed.
     """
-    original = module.forward
-    thread = None if torch.compiler.is_compiling() else threading.get_ident()
+    forwards = {threading.get_ident(): forward}
+    of_thread = functools.partial(_forward_of_thread, forwards, module.forward)
+    replace_attribute(stack, module, "forward", of_thread)
 
-    def forward_of_thread(*args, **kwargs):
-        # Dynamo cannot trace threads
-        has_threads = thread is not None and not torch.compiler.is_compiling()
-        if has_threads and threading.get_ident() != thread:
-            return original(*args, **kwargs)
-        return forward(*args, **kwargs)
 
-    replace_attribute(stack, module, "forward", forward_of_thread)
+@runs_eagerly  # with all that is within: torch.compile breaks the graph once
+def _forward_of_thread(
+    forwards: dict[int, Callable[..., Any]],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return forwards.get(threading.get_ident(), original)(*args, **kwargs)
 
 
 def replace_attribute(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:

@@ -113,7 +113,6 @@ class HeadCall(NamedTuple):
     owner: Owner
 
     @classmethod
-    @runs_eagerly
     def of(
         cls,
         hidden_states: Tensor,

@@ -25,6 +25,7 @@ from liger_patch.deferred.fsdp import (
 )
 from liger_patch.deferred.stored import note_stored
 from liger_patch.deferred.zero3 import calling_hooks_later, has_known_hooks, held_inputs
+from liger_patch.kernels.graphs import is_in_compiled_call
 
 # from hidden states, weight and bias of a product to inputs that stay when the weight is freed
 Inputs = tuple[Tensor, Tensor, Tensor | None]
@@ -51,7 +52,7 @@ def why_weight_cannot_be_kept(model: nn.Module, head: nn.Module) -> str | None:
         return f"{engine} {freed}, in a way that liger_patch does not know"
     if any(type(m).__module__.startswith("bitsandbytes") for m in head.modules()):
         return f"{engine} {freed}, and the head is quantized"
-    if torch.compiler.is_compiling():
+    if is_in_compiled_call():
         return f"{engine} {freed}, and torch.compile traces the whole forward pass"
     return None
 
@@ -99,13 +100,10 @@ def _modules_that_end_before_loss(model: nn.Module, head: nn.Module) -> list[nn.
     """Return the modules with parameters of the head: those between the model and it, itself, and
     those within. An engine may free the parameters after the forward of each.
     """
-    if torch.compiler.is_dynamo_compiling():  # would guard on the heads of all models in _names
-        between = _modules_to(_name_of(head, model), model)
-    else:
-        between = _modules_to(_names.get(head, ""), model)
-        if not between or between[-1] is not head:  # the walk over all modules takes milliseconds
-            _names[head] = _name_of(head, model)
-            between = _modules_to(_names[head], model)
+    between = _modules_to(_names.get(head, ""), model)
+    if not between or between[-1] is not head:  # the walk over all modules takes milliseconds
+        _names[head] = _name_of(head, model)
+        between = _modules_to(_names[head], model)
     return [*between[:-1], *head.modules()]
 
 

@@ -3,6 +3,7 @@ and ``make_fx``; and calls without values, under ``FakeTensorMode``.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -25,6 +26,7 @@ _TRACING_MODES = (
 )
 _defined: dict[str, str] = {}  # names of operators -> files
 _differentiable: set[str] = set()  # names of operators
+_thread = threading.local()  # whether it runs ``between_graphs``
 
 
 def constant(number: float) -> float:
@@ -42,6 +44,39 @@ def constants(*options: Any) -> tuple[Any, ...]:
 def runs_eagerly(function: Function) -> Function:
     """Decorate a function that torch.compile calls as it is, between two graphs of its own."""
     return cast(Function, torch.compiler.disable(function))
+
+
+@torch.compiler.disable(recursive=False)
+def between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function within a call of a compiled one, so that torch.compile breaks the graph here,
+    once, and compiles nothing of it but what the last argument decorates.
+
+    Args:
+        function: takes the arguments, and then a decorator of what is to be compiled.
+    """
+    eval_frame = cast(Any, torch._C)._dynamo.eval_frame  # private, the same from torch 2.6 on
+    callback, _thread.is_between_graphs = eval_frame.set_eval_frame(None), True
+
+    def compiled(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            eval_frame.set_eval_frame(callback)
+            try:
+                return inner(*args, **options)
+            finally:
+                eval_frame.set_eval_frame(None)
+
+        return call
+
+    try:
+        return function(*arguments, compiled)
+    finally:
+        _thread.is_between_graphs = False
+        eval_frame.set_eval_frame(callback)
+
+
+def is_in_compiled_call() -> bool:
+    """Return True where torch.compile traces, and within ``between_graphs``."""
+    return torch.compiler.is_compiling() or getattr(_thread, "is_between_graphs", False)
 
 
 def operator(

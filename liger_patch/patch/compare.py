@@ -38,7 +38,6 @@ from liger_patch.deferred.tensor_parallel import (
 )
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import wider
-from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.odds_inputs import is_worth_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -294,7 +293,6 @@ def _largest(tensors: list[Tensor], weight: Any) -> list[float]:
     return largest.tolist()
 
 
-@runs_eagerly
 def compare_losses(
     model: PreTrainedModel,
     record: PatchRecord,

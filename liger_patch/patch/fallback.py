@@ -12,7 +12,7 @@ from transformers.loss import loss_utils
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.tensor_parallel import is_dtensor
-from liger_patch.kernels.graphs import is_exporting, is_without_values
+from liger_patch.kernels.graphs import is_exporting, is_in_compiled_call, is_without_values
 from liger_patch.subclass import is_transformers
 
 # None where somebody has replaced them before this import
@@ -31,7 +31,7 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
         return "get_output_embeddings() returns None"
     if isinstance(head, torch.jit.ScriptModule):
         return "torch.jit has compiled the head"
-    if torch.compiler.is_compiling() and is_dtensor(getattr(head, "weight", None)):
+    if is_in_compiled_call() and is_dtensor(getattr(head, "weight", None)):
         return "torch.compile traces a head whose weight is a DTensor"
     if in_process_group():
         reason = why_weight_cannot_be_kept(model, head)

@@ -23,7 +23,7 @@ from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.record import real
-from liger_patch.kernels.graphs import is_traced
+from liger_patch.kernels.graphs import between_graphs, is_exporting, is_traced
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
@@ -82,26 +82,29 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     signature = inspect.signature(original.forward)
     names = tuple(signature.parameters)[1:]
 
-    def call(self, record, args, kwargs):
+    def named_arguments(args, kwargs):
+        return {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
+
+    def call(self, record, args, kwargs, compiled=_as_it_is):
         inner: Callable[..., Any] = functools.partial(original.forward, self)
         replaced = None if record is None or record.passes_through else record.replaced_forward
         if replaced is not None:
             inner = replaced
         other_call = None if record is None else record.other_call
         if other_call is not None and other_call.is_meant(kwargs):
-            return other_call(self, inner, args, kwargs)
+            return other_call(self, compiled(inner), args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
         number = take_num_sequences(kwargs, record.settings.loss_average)
         added = PatchArguments(number, take_weights(kwargs))
-        named = {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
+        named = named_arguments(args, kwargs)
         if named.get("labels") is None:
             with nullcontext() if is_traced() else UsedTokens():
                 outputs = inner(*args, **kwargs)
             if self.training and torch.is_grad_enabled():
                 _note_loss_outside(record, outputs)
             return outputs
-        return _forward_with_loss(self, record, inner, args, kwargs, named, added)
+        return _forward_with_loss(self, record, inner, args, kwargs, named, added, compiled)
 
     def with_checkpoints(self, record, args, kwargs):
         if record.offload is None or not _keeps_checkpoints():
@@ -126,6 +129,10 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # method to a function and binds that again: one must be there, and it must be the patched one
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            record = record_of(self)
+            if record is not None and named_arguments(args, kwargs).get("labels") is not None:
+                return between_graphs(call, self, record, args, kwargs)
         return patched_forward(self, *args, **kwargs)
 
     forward.__wrapped__ = patched_forward
@@ -143,16 +150,6 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__setattr__": __setattr__,
         HANDS_OVER: gives_logits_to_loss(original),
     }
-    own = inspect.getattr_static(original, "loss_function", None)
-    if isinstance(own, property):  # that of Transformers
-        get_own: Any = own.fget
-
-        def loss_function(self) -> Any:
-            record = record_of(self)
-            traced = None if record is None else record.traced_loss_function
-            return get_own(self) if traced is None else traced
-
-        attributes["loss_function"] = property(loss_function, own.fset)
     return derived_class(original, patched_class, **attributes)
 
 
@@ -172,6 +169,10 @@ def _note_loss_outside(record: PatchRecord, outputs: Any) -> None:
             record.fall_back(LOSS_OUTSIDE)
 
     logits.register_hook(note)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _keeps_checkpoints() -> bool:
@@ -199,8 +200,14 @@ def _forward_with_loss(
     kwargs: dict[str, Any],
     named: dict[str, Any],
     added: PatchArguments,
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Any:
-    """Run the model's forward with deferred logits; ``named``: all arguments by their names."""
+    """Run the model's forward with deferred logits.
+
+    Args:
+        named: all arguments by their names.
+        compiled: see ``between_graphs``.
+    """
     if added.loss_weights is not None and record.settings.loss_average != "token":
         raise ValueError(
             f"{LOSS_WEIGHTS} weigh tokens, but apply_patch was given "
@@ -214,6 +221,7 @@ def _forward_with_loss(
             )
 
         compare_losses(model, record, forward, args, kwargs)
+    inner = compiled(inner)
     starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
@@ -413,11 +421,6 @@ def _replace_loss_function(
     """Set what ``model.loss_function`` gives, a property of Transformers or an attribute of the
     class, until the stack is closed.
     """
-    record = record_of(model)
-    if torch.compiler.is_dynamo_compiling() and record is not None:
-        record.traced_loss_function = loss_function  # Dynamo cannot undo that an attribute is set
-        stack.callback(setattr, record, "traced_loss_function", None)
-        return
     is_property = isinstance(getattr(type(model), "loss_function", None), property)
     name = "_loss_function" if is_property else "loss_function"
     replace_attribute(stack, model, name, loss_function)

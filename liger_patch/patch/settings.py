@@ -123,7 +123,6 @@ class PatchRecord:
         longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
             last; None before.
         looks_at_packing: whether the next training call with position ids looks for packed rows.
-        traced_loss_function: the model's loss function while torch.compile traces its forward pass.
     """
 
     settings: LossSettings
@@ -145,7 +144,6 @@ class PatchRecord:
     offload: CheckpointOffload | None = None
     longest_row: str | None = None
     looks_at_packing: bool = True
-    traced_loss_function: Callable[..., Any] | None = None
 
     @property
     def wants_lora(self) -> bool:

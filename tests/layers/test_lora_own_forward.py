@@ -328,6 +328,36 @@ def test_a_compiled_model_runs_peft_s_own_layers() -> None:
     assert_no_worse(ours, plain, truth, torch.float32)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
+    """Those of an unpatched model, and at the call, the head and the loss. Dynamo counts a break
+    again in each function around it, of PEFT and of Transformers.
+    """
+    breaks, graphs = [], []
+    for patch in (False, True):
+        model, counters = adapted(), torch._dynamo.utils.counters
+        del model.base_model.model.model.layers[1:]  # each takes the compiler seconds
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if patch:
+            apply_patch(model)
+        torch._dynamo.reset()
+        counters.clear()
+        found = Graphs()
+        compiled = torch.compile(model.train(), backend=found)
+        compiled(**batch_of(model), use_cache=False).loss.backward()
+        breaks.append(counters["graph_break"].total())
+        graphs.append(found.linears)
+    assert patch_status(model).fused
+    assert breaks[1] <= breaks[0] + 6
+    assert len(graphs[1]) <= len(graphs[0])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_a_compiled_feed_forward_layer_is_one_graph(calls: Calls) -> None:

@@ -155,7 +155,7 @@ class TestCompiled:
     pytestmark = MARKS
 
     @pytest.mark.slow
-    def test_the_comparison_breaks_the_graph_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_comparison_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
         compare_losses = forward.compare_losses
         monkeypatch.setattr(
@@ -176,7 +176,7 @@ class TestCompiled:
         torch._dynamo.reset()
         again = Graphs("eager")
         torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == first - 1 < first
+        assert len(again.linears) == first
 
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:
