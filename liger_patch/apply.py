@@ -272,10 +272,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
         around = "" if base is model else f" around a {_short(base)}"
         advice = "load it first, with from_pretrained()"
         if isinstance(base, nn.Module):
-            advice = (
-                "of torch.compile's, DistributedDataParallel's or another wrapper, give the model "
-                "within, and patch that before it is wrapped"
-            )
+            advice = "give the model within, and patch it before it is wrapped or compiled"
         raise TypeError(
             "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
             f"{_short(model)}{around}: {advice}"

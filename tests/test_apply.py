@@ -34,7 +34,7 @@ def test_what_is_not_a_transformers_model_is_a_type_error(function: Any) -> None
 
 @pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])
 def test_a_wrapped_model_is_a_type_error_that_says_what_to_give(function: Any, model: Any) -> None:
-    with pytest.raises(TypeError, match="give the model within, and patch that before"):
+    with pytest.raises(TypeError, match="DataParallel: give the model within"):
         function(nn.DataParallel(model))
 
 

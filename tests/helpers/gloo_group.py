@@ -16,8 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 
-from liger_patch.layers import checks
-
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 SECONDS = 600  # of one run, beside others
@@ -98,7 +96,8 @@ def join(file: str, rank: int, processes: int, device: str = "cpu") -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", **how)
-    checks.DEVICES = (device, "meta")  # layers run as on a GPU
+    # layers run as on a GPU; imported here, as a test of imports starts in this module
+    import_module("liger_patch.layers.checks").DEVICES = (device, "meta")
 
 
 def compile_no_collectives() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import transformers
 
 from liger_patch.registry import Architecture, available
 
@@ -47,7 +48,10 @@ def is_known_well(row: Architecture) -> bool:
 
 def every_row(rows: Iterable[Architecture] | None = None) -> list[Any]:
     """These rows (all that there are) as parameters of a test, marked as said above."""
-    return [
-        pytest.param(row, marks=() if row.family in FAMILIES else pytest.mark.all_models)
-        for row in (available() if rows is None else rows)
-    ]
+    return [pytest.param(row, marks=_marks(row)) for row in (available() if rows is None else rows)]
+
+
+def _marks(row: Architecture) -> Any:
+    if row.model_type in RAISE_IN_EAGER and transformers.__version__.startswith("5.24."):
+        return pytest.mark.skip(f"Transformers {transformers.__version__} raises in eager")
+    return () if row.family in FAMILIES else pytest.mark.all_models

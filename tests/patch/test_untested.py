@@ -37,7 +37,6 @@ PICKED = [
     (Architecture("t5gemma", "T5GemmaForConditionalGeneration", ""), None),
     (Architecture("bart", "BartForCausalLM", ""), None),  # labels are not shifted
     (Architecture("bart", "BartForConditionalGeneration", ""), "Linear) were read by add"),
-    (Architecture("inkling2_text", "Inkling2ForCausalLM", ""), "were read by __getitem__"),
 ]
 
 
