@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -79,8 +79,8 @@ def deferring_masks(original: Any) -> type[nn.Module]:
 
     @functools.wraps(own)
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        inputs = *arguments, options.get("input_ids"), options.get("inputs_embeds")
-        x = next((each for each in inputs if isinstance(each, Tensor)), None)
+        x = arguments[0] if arguments else options.get("input_ids")
+        x = options.get("inputs_embeds") if x is None else x
         if not _leaves_masks_out() or is_left_to_model(self, x):
             return own(self, *arguments, **options)
         look_up()
