@@ -131,7 +131,7 @@ def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str]
     device = next((each.device.type for each in model.parameters()), "cpu")
     if record.layers is not True or device in checks.DEVICES:
         return ()
-    return (("", f"on a {device}, calls run the model's own: it has no kernels"),)
+    return (("", f"calls on {device} run the model's own layers: no kernels for this device"),)
 
 
 def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:

@@ -138,7 +138,8 @@ def test_adapters_on_some_layers_and_with_dropout(
     assert 0 < len(targets) < 15
     expected = estimated(OURS, lora_rank=4, lora_targets=targets, **options)
     assert longest_row(model, gib=16) == expected
-    assert expected != estimated(OURS, lora_rank=4) or options  # dropout keeps nothing on kernels
+    # dropout keeps nothing on kernels
+    assert (expected == estimated(OURS, lora_rank=4)) == bool(options)
 
 
 def frozen_in_part() -> Any:

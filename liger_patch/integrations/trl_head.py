@@ -62,14 +62,18 @@ class Flag:
     )
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return TRL's number of steps; warn of a trainer that does not know the flag."""
+        """Return TRL's number of steps, as each trainer asks when it makes its scheduler. Warn of
+        one that does not know the flag.
+        """
         if self.use_liger_patch and not vars(self).get(FLAG_READ):
-            warnings.warn(
-                f"liger_patch: {type(self).__name__}(use_liger_patch=True) was given to a trainer "
-                "that does not know the flag: take that of liger_patch.integrations.trl, "
-                "trl_trainers or trl_preferences",
-                stacklevel=2,
+            message = (
+                f"{type(self).__name__}(use_liger_patch=True) was given to a trainer that does not "
+                "know the flag: take that of liger_patch.integrations.trl, trl_trainers or "
+                "trl_preferences"
             )
+            if flags.return_logits() is False:
+                raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss: {message}")
+            warnings.warn(f"liger_patch: {message}", stacklevel=2)
         trls: Any = super()
         return trls.get_warmup_steps(num_training_steps)
 

@@ -55,6 +55,7 @@ def between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
         function: takes the arguments, and then a decorator of what is to be compiled.
     """
     eval_frame = cast(Any, torch._C)._dynamo.eval_frame  # private, the same from torch 2.6 on
+    before = getattr(_thread, "is_between_graphs", False)
     callback, _thread.is_between_graphs = eval_frame.set_eval_frame(None), True
 
     def compiled(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +71,7 @@ def between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments, compiled)
     finally:
-        _thread.is_between_graphs = False
+        _thread.is_between_graphs = before
         eval_frame.set_eval_frame(callback)
 
 

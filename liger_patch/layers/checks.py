@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -24,6 +27,7 @@ EVERYWHERE = "_liger_patch_everywhere"  # attribute of layers that apply_patch w
 DEVICES = ("meta", *(TRITON_DEVICES if HAS_TRITON else ()))
 PRODUCT = nn.Linear.forward, nn.functional.linear  # torch's own: DeepSpeed replaces the second
 ZERO3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"  # modules of its hooks, some decorated
+_call = threading.local()  # whether the call that this thread runs decodes
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -41,19 +45,28 @@ def layers_of(module: object) -> tuple[str, ...]:
     return getattr(type(module), LAYER_NAMES, ())
 
 
-def is_left_to_model(layer: nn.Module, x: object) -> bool:
-    """Return whether a call of a layer on x (B, T, ...) runs the model's own code, because kernels
-    would not be faster.
-
-    They would not on a device that has none: there, only layers that ``apply_patch`` was asked for
-    by name run the same operations in PyTorch. Nor in a step of generation, which is the host's
-    work.
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Within this context, a call of this thread generates one token a row: its time is that of
+    launches, and layers run the model's own code.
     """
-    if not isinstance(x, Tensor):
+    _call.decodes = True
+    try:
+        yield
+    finally:
+        _call.decodes = False
+
+
+def is_left_to_model(layer: nn.Module, x: object) -> bool:
+    """Return whether a call of a layer on x runs the model's own code, because kernels would not be
+    faster: in ``decoding``, and on a device that has none. There, only layers that ``apply_patch``
+    was asked for by name compute the same with PyTorch's operations.
+    """
+    is_elsewhere = isinstance(x, Tensor) and x.device.type not in DEVICES
+    if is_elsewhere and EVERYWHERE not in layer.__dict__:
         return True
-    if x.device.type not in DEVICES and EVERYWHERE not in layer.__dict__:
-        return True
-    return not torch.is_grad_enabled() and x.dim() > 1 and x.shape[1] == 1
+    # Dynamo traces no thread's variables
+    return not torch.compiler.is_compiling() and getattr(_call, "decodes", False)
 
 
 def needs_own_code(*arguments: object) -> bool:
@@ -103,7 +116,7 @@ def has_hooks(*modules: nn.Module) -> bool:
             return True
         if module._forward_hooks or module._forward_pre_hooks:
             hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-            names = [f"{getattr(each, '__module__', '')}" for each in hooks]
+            names = [getattr(each, "__module__", None) or "" for each in hooks]
             gather = all(name.startswith(ZERO3) for name in names)
             if not gather or next(module.parameters(), None) is not None:
                 return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +14,21 @@ from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels.graphs import is_exporting, is_in_compiled_call, is_without_values
-from liger_patch.subclass import is_transformers
 
-# None where somebody has replaced them before this import
-FIXED_CROSS_ENTROPY = cast(Any, loss_utils).fixed_cross_entropy
-FIXED_CROSS_ENTROPY = FIXED_CROSS_ENTROPY if is_transformers(FIXED_CROSS_ENTROPY) else None
-CROSS_ENTROPY = nn.functional.cross_entropy
-CROSS_ENTROPY = CROSS_ENTROPY if CROSS_ENTROPY.__globals__ is vars(nn.functional) else None
+
+def _own(module: ModuleType, name: str) -> Any:
+    """Return a module's function; None where somebody has replaced it before this import."""
+    function = getattr(module, name)
+    return function if getattr(function, "__globals__", None) is vars(module) else None
+
+
+FIXED_CROSS_ENTROPY = _own(loss_utils, "fixed_cross_entropy")
+CROSS_ENTROPY = _own(nn.functional, "cross_entropy")
 
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
     """Return why the logits are computed by the head itself; None where they are deferred."""
-    reason = why_transformed() or why_loss_is_other()
+    reason = why_transformed()
     if reason is not None:
         return reason
     if head is None:

@@ -33,8 +33,8 @@ def warn_of_unknown() -> None:
 
 @functools.cache
 def _warn_of(name: str) -> None:
-    (closest,) = get_close_matches(name, _KEYS, 1, cutoff=0.0)
-    warnings.warn(f"liger_patch reads no {name}: is {closest} meant?", stacklevel=4)
+    closest = "".join(f": is {each} meant?" for each in get_close_matches(name, _KEYS, 1, 0.8))
+    warnings.warn(f"liger_patch reads no {name}{closest}", stacklevel=4)
 
 
 def return_logits() -> bool | None:

@@ -24,35 +24,27 @@ from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.record import real
 from liger_patch.kernels.graphs import between_graphs, is_exporting, is_traced
+from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
-from liger_patch.patch.compare import TrialRecord, compare_losses
+from liger_patch.patch.compare import compare_losses
 from liger_patch.patch.expected import ExpectedLabels, expected_labels
 from liger_patch.patch.fallback import why_loss_is_other, why_not_deferred, why_transformed
 from liger_patch.patch.loss import ForwardPass
+from liger_patch.patch.outside import note_loss_outside, note_other_forward
+from liger_patch.patch.packed_rows import look_at_packing
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
     leaking_labels,
     sequence_starts,
     take_num_sequences,
-    why_sequences_mix,
 )
-from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.settings import PatchRecord, TrialRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights, take_weights
-from liger_patch.patch.used_tokens import has_other_layers, used_tokens
+from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
-LOSS_OUTSIDE = (
-    "the model was called without labels, and its logits were used in a loss. Give it labels; "
-    "in Trainer, take apply_patch(label_smoothing=...) for label_smoothing_factor, and for TRL's "
-    "trainers see liger_patch.integrations.trl"
-)
-TRLS_HEAD = (
-    "TRL adds its own to a model that is patched already. Take the trainer of "
-    "liger_patch.integrations with use_liger_patch=True, or give TRL's an unpatched model and call "
-    "apply_trl_patch(trainer.model)"
-)
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -99,10 +91,10 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         added = PatchArguments(number, take_weights(kwargs))
         named = named_arguments(args, kwargs)
         if named.get("labels") is None:
-            with nullcontext() if is_traced() else UsedTokens():
+            with _context_without_labels(named):
                 outputs = inner(*args, **kwargs)
             if self.training and torch.is_grad_enabled():
-                _note_loss_outside(record, outputs)
+                note_loss_outside(record, outputs)
             return outputs
         return _forward_with_loss(self, record, inner, args, kwargs, named, added, compiled)
 
@@ -138,11 +130,8 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     forward.__wrapped__ = patched_forward
 
     def __setattr__(self, name, value):
-        record = record_of(self)
-        function = getattr(value, "__func__", None)
-        options = getattr(function, "__kwdefaults__", None) or {}
-        if record is not None and name == "forward" and "fused_lm_head" in options:
-            record.fall_back(TRLS_HEAD, "leaves the head to TRL")
+        if name == "forward" and (record := record_of(self)) is not None:
+            note_other_forward(record, value)
         original.__setattr__(self, name, value)
 
     attributes: dict[str, Any] = {
@@ -153,22 +142,14 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return derived_class(original, patched_class, **attributes)
 
 
-def _note_loss_outside(record: PatchRecord, outputs: Any) -> None:
-    """Have the backward pass through a call's real logits note that no loss was fused."""
-    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor) or not logits.requires_grad:
-        return
-    if torch.compiler.is_compiling() or why_transformed() is not None:
-        return
-    asked = flags.return_logits() is True
-
-    def note(_: Tensor) -> None:
-        if asked:
-            record.note_logits_asked()
-        elif record.other_call is None or record.fused:  # else TRL was told why
-            record.fall_back(LOSS_OUTSIDE)
-
-    logits.register_hook(note)
+def _context_without_labels(named: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Return what a call without labels runs in."""
+    if is_traced():
+        return nullcontext()
+    ids = named.get("input_ids")
+    ids = named.get("inputs_embeds") if ids is None else ids
+    is_one_token = isinstance(ids, Tensor) and ids.dim() > 1 and ids.shape[1] == 1
+    return decoding() if is_one_token and not torch.is_grad_enabled() else UsedTokens()
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +215,7 @@ def _forward_with_loss(
         leaks = leaking_labels(labels, starts, named.get("input_ids"))
     if record.tested:
         is_weighted = added.loss_weights is not None
-        _look_at_packing(model, record, None if is_weighted else leaks, ignore_index, named)
+        look_at_packing(model, record, None if is_weighted else leaks, ignore_index, named)
     # models that are not tested may not shift their labels: see causal_lm_loss
     if leaks is not None and record.tested:
         # whatever loss the model computes, no token predicts the first of the next sequence
@@ -246,33 +227,6 @@ def _forward_with_loss(
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
     return _deferred_forward(model, record, inner, args, kwargs, named, starts, leaks, added)
-
-
-def _look_at_packing(
-    model: PreTrainedModel,
-    record: PatchRecord,
-    leaks: Tensor | None,  # (B, T) of leaking_labels; None where num_items_in_batch may differ
-    ignore_index: int,
-    named: Mapping[str, Any],
-) -> None:
-    """Warn of packed rows that the model or the caller does not take for what they are: at the
-    first training call with position ids alone, because the host waits for the device.
-    """
-    is_first = record.looks_at_packing and named.get("position_ids") is not None
-    if not is_first or not torch.is_grad_enabled() or is_traced():
-        return
-    record.looks_at_packing = False
-    config, labels = model.config.get_text_config(), named["labels"]
-    why = why_sequences_mix(config, has_other_layers(model), named, labels.shape)
-    if why is not None:
-        record.warn_once(why)
-    is_counted = named.get("num_items_in_batch") is not None and leaks is not None
-    if is_counted and (labels[leaks] != ignore_index).any():
-        record.warn_once(
-            "leaves out labels that num_items_in_batch counts: those of the first tokens of packed "
-            "sequences, which other sequences would predict. Set them to -100 in the data, as "
-            "DataCollatorWithFlattening does"
-        )
 
 
 def _deferred_forward(
@@ -289,11 +243,12 @@ def _deferred_forward(
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
         runs_own = isinstance(record, TrialRecord) and not record.defers
+        other = why_loss_is_other()
         is_transformers_loss = model.loss_function is ForCausalLMLoss and not (
-            why_transformed() or why_loss_is_other()
+            other or why_transformed()
         )
         with ExitStack() as stack:
-            forward_pass = defer_logits(stack, model, record)
+            forward_pass = defer_logits(stack, model, record, other)
             forward_pass.starts, forward_pass.leaks = starts, leaks
             forward_pass.num_sequences = added.num_sequences
             if added.loss_weights is not None:
@@ -352,7 +307,7 @@ def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: obje
     """
     if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
-    if flags.return_logits() is True:
+    if flags.return_logits() is True or why_loss_is_other():
         return False
     return why_not_deferred(model, model.get_output_embeddings()) is None
 
@@ -372,15 +327,18 @@ def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
     return _LOCKS.setdefault(model, threading.RLock())
 
 
-def defer_logits(stack: ExitStack, model: PreTrainedModel, record: PatchRecord) -> ForwardPass:
+def defer_logits(
+    stack: ExitStack, model: PreTrainedModel, record: PatchRecord, why_not: str | None = None
+) -> ForwardPass:
     """Defer the logits of a patched model until the stack is closed, unless something prevents it
     or LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
 
     Args:
         stack: undoes it; within ``one_at_a_time``.
+        why_not: what prevents it, where that is known already.
     """
     head = model.get_output_embeddings()
-    unfused = record.distrusted or why_not_deferred(model, head)
+    unfused = record.distrusted or why_not or why_not_deferred(model, head)
     forward_pass = ForwardPass(record, head, unfused)
     stack.callback(setattr, forward_pass, "running", False)
     if head is not None and not (flags.return_logits() is True or unfused):
@@ -403,10 +361,10 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
     name = type(model).__name__
     if record.settings.changes_loss or forward_pass.loss_weights is not None:
         options = forward_pass.unreached or record.settings.changed or LOSS_WEIGHTS
+        why = why_loss_is_other() or "it is not Transformers' ForCausalLMLoss"
         raise ValueError(
-            f"{options} cannot reach the loss that {name} computes, which is not "
-            "Transformers' ForCausalLMLoss: use the options of apply_patch with their defaults, "
-            f"and no {LOSS_WEIGHTS}"
+            f"{options} cannot reach the loss that {name} computes: {why}. Use the options of "
+            f"apply_patch with their defaults, and no {LOSS_WEIGHTS}"
         )
     if flags.return_logits() is True:
         record.note_logits_asked()

@@ -35,9 +35,9 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     """
     if len(shape) != 2:
         return None
-    restarts = _restarts(arguments.get("position_ids"), arguments.get("attention_mask"), shape)
+    begins = restarts(arguments.get("position_ids"), arguments.get("attention_mask"), shape)
     index, ends = arguments.get("seq_idx"), arguments.get("cu_seq_lens_q")
-    found = [] if restarts is None else [restarts]
+    found = [] if begins is None else [begins]
     if index is not None:
         if not isinstance(index, Tensor) or not _fits(index, shape):
             raise ValueError(f"seq_idx must be a tensor {tuple(shape)}, got {_form(index)}")
@@ -73,46 +73,6 @@ def leaking_labels(labels: Tensor, starts: Tensor, input_ids: object) -> Tensor:
     if isinstance(input_ids, Tensor) and input_ids.shape == labels.shape:
         leaks &= labels == input_ids.to(labels.device)
     return leaks
-
-
-def why_sequences_mix(
-    config: Any, is_recurrent: bool, arguments: Mapping[str, Any], shape: torch.Size
-) -> str | None:
-    """Return what lets the sequences of packed rows see one another in a call, and what to change;
-    None where they do not, or where position ids do not restart. It waits for the device.
-
-    Args:
-        config: that of the text model.
-        is_recurrent: whether layers carry a state from token to token.
-        arguments: those of the call, by their names.
-        shape: (B, T).
-    """
-    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    if not isinstance(positions, Tensor) or len(shape) != 2:
-        return None
-    padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    has_rows = positions.dim() == 3 and len(positions) == 3
-    if has_rows:  # all tokens of an image have one position
-        begins = _after_first(positions[0, :, 1:] < positions[0, :, :-1])
-        if padding is not None:  # whose positions say nothing
-            begins &= pad(padding[:, :-1], (1, 0)).to(begins.device).bool()
-    else:
-        begins = _restarts(positions, mask, shape)
-    attention = getattr(config, "_attn_implementation", None) or ""
-    use_cache = arguments.get("use_cache")
-    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    why = None
-    if has_rows:
-        why = "position ids have 3 rows: put those of the text before them, as a 4th row"
-    elif padding is not None:
-        why = "attention_mask (B, T) hides the restarts from Transformers: leave it out"
-    elif use_cache and "flash" not in attention:
-        why = "Transformers looks for restarts without a cache only: pass use_cache=False"
-    elif is_recurrent and arguments.get("seq_idx") is None:
-        why = "recurrent layers carry their state across them: do not pack rows for this model"
-    if why is None or begins is None or not begins[:, 1:].any():
-        return None
-    return f"packed sequences see one another: position ids restart, but {why}"
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
@@ -234,7 +194,7 @@ def why_sequences_are_split() -> str | None:
     return next((f"{name}={size}" for name, size in sizes if size > 1), None)
 
 
-def _restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
+def restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
     """Return (B, T) bool, True where position ids do not rise from the last kept token to this one;
     None where position ids or mask have another shape. See ``sequence_starts``.
     """

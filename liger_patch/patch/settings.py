@@ -122,7 +122,7 @@ class PatchRecord:
         offload: holds checkpoints on the host, None where they stay on the device.
         longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
             last; None before.
-        looks_at_packing: whether the next training call with position ids looks for packed rows.
+        looks_at_packing: how many training calls ``packed_rows`` has searched.
     """
 
     settings: LossSettings
@@ -143,7 +143,7 @@ class PatchRecord:
     checked_dtypes: bool = False
     offload: CheckpointOffload | None = None
     longest_row: str | None = None
-    looks_at_packing: bool = True
+    looks_at_packing: int = 0
 
     @property
     def wants_lora(self) -> bool:
@@ -195,3 +195,21 @@ class PatchRecord:
         if message not in self.warned:
             self.warned.add(message)
             warnings.warn(f"liger_patch {message}", stacklevel=3)
+
+
+@dataclass
+class TrialRecord(PatchRecord):
+    """The record of a forward pass that is only run to be compared: its head computes in a wider
+    dtype. It gives no warnings.
+
+    Attributes:
+        defers: whether its logits stay deferred, for the fused loss; real ones are for the own.
+        rounding: what one rounding may do to the loss.
+    """
+
+    defers: bool = True
+    rounding: float = 0.0
+
+    def fall_back(self, reason: str, otherwise: str | None = None) -> None:
+        """Note that the loss is not fused, and why."""
+        self.fused, self.reason = False, reason

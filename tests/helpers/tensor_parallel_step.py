@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_patch import apply_patch, linear_cross_entropy, patch_status, registry
 from liger_patch.layers.deferred_mask import DeferredMask
 from liger_patch.layers.replace import count_layers
-from liger_patch.patch import compare
+from liger_patch.patch import verify
 from liger_patch.registry import ARCHITECTURES, available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
@@ -102,7 +102,7 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.untested:
             warnings.filterwarnings("ignore", "liger_patch has no test of")
         if arguments.verify or arguments.untested:  # which gathers logits of a few tokens, once
-            with patch.object(compare, "linear_cross_entropy", compared_loss(arguments)):
+            with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
                 step(model, batch)
         unmasked = without_masks(model) if arguments.packed else contextlib.nullcontext()
         with count_logits() as computed, Collectives() as collectives, unmasked:

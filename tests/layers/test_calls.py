@@ -11,7 +11,7 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from training_step import call, step, tell_apart
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.layers import attention, checks, mlp, norm
@@ -209,28 +209,47 @@ def test_a_device_without_kernels_runs_the_models_own_layers(
         assert torch.equal(model(**batch).logits, logits)
         step(model, batch)
         assert run == []
-        assert "on a cpu, calls run the model's own" in str(patch_status(model))
+        assert "calls on cpu run the model's own layers" in str(patch_status(model))
         apply_patch(model, layers=["rms_norm", "gated"])
         run.clear()  # the probes
         step(model, batch)
         assert {*run} == {"run_rms_norm", "gated_mlp"}
-        assert "calls run the model's own" not in str(patch_status(model))
+        assert "calls on cpu" not in str(patch_status(model))
         apply_patch(model)
         run.clear()
         step(model, batch)
         assert run == []
 
 
-def test_steps_of_generation_run_the_models_own_layers() -> None:
-    """They are the host's work. The prompt runs on kernels."""
-    model, run = apply_patch(make_model().eval()), []
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
+def test_steps_of_generation_run_the_models_own_layers(model_type: str) -> None:
+    """Their time is that of launches. The prompt runs on kernels, and so does training."""
+    model, run = apply_patch(make_model(model_type).eval()), []
     prompt = tiny_batch(model)["input_ids"][:1, :4]
     with kernels_run(run), torch.no_grad():
-        cache = model(prompt, use_cache=True).past_key_values
-        assert {*run} == {"run_rms_norm", "computed_together", "gated"}
-        run.clear()
-        model(prompt[:, :1], past_key_values=cache)
-        assert run == []
-        with torch.enable_grad():  # a step of training
-            model(prompt[:, :1])
+        outputs = model(prompt, use_cache=True)
         assert {*run} >= {"run_rms_norm", "computed_together"}
+        run.clear()
+        model(prompt[:, :1], past_key_values=outputs.past_key_values)
+        assert run == []
+        with torch.enable_grad():
+            model(prompt[:, :1], use_cache=False)
+        assert {*run} >= {"run_rms_norm", "computed_together"}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_reentrant_checkpoints_run_the_same_norms_again() -> None:
+    """Of a norm behind a transpose, the first dimension behind the batch counts heads."""
+    config = tiny_model(ROWS["gemma3_text"]).config
+    config.num_key_value_heads = 1
+    model = Gemma3ForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    batch, run = tiny_batch(model), []
+    apply_patch(model)
+    with kernels_run(run):
+        loss = call(model, batch).loss
+        in_forward = len([name for name in run if name == "run_rms_norm"])
+        loss.backward()
+    norms = count_layers(model)["rms_norm"]
+    assert in_forward == norms
+    assert len([name for name in run if name == "run_rms_norm"]) == 2 * norms - 1  # but the last

@@ -35,7 +35,8 @@ from training_step import Float64, call, joined, patched, step
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.packing import count_sequences, sequence_starts, why_sequences_mix
+from liger_patch.patch.packed_rows import positions_restart, why_sequences_mix
+from liger_patch.patch.packing import count_sequences, sequence_starts
 
 # --- packed equals unpacked -----------------------------------------------------------------------
 
@@ -196,15 +197,48 @@ def test_packed_rows_that_see_one_another_are_said_once(
 
 
 def test_positions_of_three_rows_want_those_of_the_text() -> None:
-    shape, text = torch.Size((1, 8)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    config = transformers.LlamaConfig(use_cache=False)
+    model, shape = make_model(), torch.Size((1, 8))
+    text = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     rows = {"position_ids": text.expand(3, 1, -1)}
-    assert "4th row" in (why_sequences_mix(config, False, rows, shape) or "")
-    assert why_sequences_mix(config, False, {"position_ids": text.expand(4, 1, -1)}, shape) is None
-    image = torch.tensor([[1, 1, 0, 1, 1, 1, 2, 3]])  # behind padding, whose positions are 1
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    assert positions_restart(rows, shape)
+    assert "4th row" in (why_sequences_mix(model, rows) or "")
+    rows = {"position_ids": text.expand(4, 1, -1)}
+    assert positions_restart(rows, shape)
+    assert why_sequences_mix(model, rows) is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_of_padding_are_no_restart(side: str) -> None:
+    """In Qwen2-VL's they are 1; all tokens of an image have one position."""
+    image, mask = torch.tensor([[0, 1, 1, 1, 2, 3, 1, 1]]), torch.tensor([[1] * 6 + [0] * 2])
+    if side == "left":
+        image, mask = image.roll(2), mask.roll(2)
     rows = {"position_ids": image.expand(3, 1, -1), "attention_mask": mask}
-    assert why_sequences_mix(config, False, rows, shape) is None
+    assert not positions_restart(rows, image.shape)
+    assert positions_restart({"position_ids": image.expand(3, 1, -1)}, image.shape)
+
+
+def test_packed_rows_behind_plain_ones_are_said() -> None:
+    model = make_model()
+    plain, packed = positions_only(make_samples(9)), positions_only(make_samples(9, 4))
+    with patched(model):
+        call(model, plain, use_cache=True)
+        with pytest.warns(UserWarning, match="see one another"):
+            call(model, packed, use_cache=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("by", ["checkpoints", "a mask"])
+def test_rows_that_are_kept_apart_are_not_said(by: str) -> None:
+    """Beside checkpoints Transformers has no cache; a caller's own mask is no affair of ours."""
+    model, batch = make_model().train(), positions_only(make_samples(9, 4))
+    if by == "checkpoints":
+        model.gradient_checkpointing_enable()
+    else:
+        blocks = torch.block_diag(torch.ones(9, 9), torch.ones(4, 4)).tril()
+        batch["attention_mask"] = blocks[None, None].bool()
+    with patched(model):
+        call(model, batch, use_cache=True)  # an error, if it warned
 
 
 @pytest.mark.parametrize("average", AVERAGES)

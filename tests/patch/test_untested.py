@@ -19,7 +19,7 @@ from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers.replace import count_layers
-from liger_patch.patch import compare
+from liger_patch.patch import compare, verify
 from liger_patch.registry import Architecture
 
 pytestmark = pytest.mark.usefixtures("no_rows")
@@ -335,7 +335,7 @@ def test_a_model_without_a_head_is_left_alone_with_the_reason() -> None:
 
 
 def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "disagreement", lambda *_, **__: "found a difference on purpose")
+    monkeypatch.setattr(verify, "disagreement", lambda *_, **__: "found a difference on purpose")
     model = apply_patch(make_model())
     with pytest.warns(UserWarning, match="the first training step found a difference on purpose"):
         call(model, tiny_batch(model))

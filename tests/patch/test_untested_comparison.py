@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import compare, forward
+from liger_patch.patch import compare, forward, verify
 
 pytestmark = pytest.mark.usefixtures("no_rows")
 
@@ -206,7 +206,7 @@ def test_a_comparison_of_gradients_that_does_not_fit_stops_nothing(
     def does_not_fit(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(compare, "disagreement", does_not_fit)
+    monkeypatch.setattr(verify, "disagreement", does_not_fit)
     model = apply_patch(tiny_model(LLAMA))
     with pytest.warns(UserWarning, match="but no gradients, as memory was short: they agree"):
         call(model, tiny_batch(model)).loss.backward()

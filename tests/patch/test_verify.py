@@ -18,7 +18,7 @@ from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.fuse import Parts
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
-from liger_patch.patch import compare
+from liger_patch.patch import verify
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
@@ -27,7 +27,7 @@ LLAMA = next(row for row in ROWS if row.model_type == "llama")
 
 
 @pytest.fixture(autouse=True)
-def verify(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_step_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
 
 
@@ -35,13 +35,13 @@ def verify(monkeypatch: pytest.MonkeyPatch) -> None:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each comparison found."""
     found = []
-    disagreement = compare.disagreement
+    disagreement = verify.disagreement
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         found.append(disagreement(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(compare, "disagreement", recorded)
+    monkeypatch.setattr(verify, "disagreement", recorded)
     return found
 
 
@@ -204,7 +204,7 @@ def test_rounding_is_no_difference(
     for seed in range(10):
         torch.manual_seed(seed)
         parts, labels = learnt(dtype, scale, softcap, tokens)
-        assert compare.disagreement(parts, labels, **options) is None
+        assert verify.disagreement(parts, labels, **options) is None
 
 
 WRONG: dict[str, Callable[..., Any]] = {
@@ -225,14 +225,14 @@ WRONG: dict[str, Callable[..., Any]] = {
 def test_wrong_arguments_are_found(
     dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear_cross_entropy = compare.linear_cross_entropy
+    linear_cross_entropy = verify.linear_cross_entropy
 
     def broken(states: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return linear_cross_entropy(states, weight, **WRONG[wrong](labels=labels, **options))
 
-    monkeypatch.setattr(compare, "linear_cross_entropy", broken)
+    monkeypatch.setattr(verify, "linear_cross_entropy", broken)
     parts, labels = learnt(dtype, 0.1, 5.0)
-    assert "found a difference" in str(compare.disagreement(parts, labels))
+    assert "found a difference" in str(verify.disagreement(parts, labels))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -258,13 +258,13 @@ def test_the_kernels_of_the_batch_are_compared(
 ) -> None:
     """Hopper has others for small batches, as the slice that is compared is one."""
     asked = []
-    linear_cross_entropy = compare.linear_cross_entropy
+    linear_cross_entropy = verify.linear_cross_entropy
 
     def recorded(*args: Any, **options: Any) -> Tensor:
         asked.append((len(args[0]), options["hopper_kernels"]))
         return linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr(compare, "linear_cross_entropy", recorded)
+    monkeypatch.setattr(verify, "linear_cross_entropy", recorded)
     monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 512)
     model = apply_patch(tiny_model(LLAMA))
     ids = torch.randint(VOCAB_SIZE, (2, length))

@@ -28,7 +28,7 @@ from trl_models import (
 from unusual_heads import sharded
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import compare
+from liger_patch.patch import verify
 
 pytestmark = MARKS
 
@@ -135,9 +135,9 @@ def test_a_backward_hook_of_the_head_leaves_the_call_to_trl() -> None:
 
 def test_verify_compares_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    disagreement = compare.disagreement
+    disagreement = verify.disagreement
     monkeypatch.setattr(
-        compare, "disagreement", lambda *a, **k: found.append(disagreement(*a, **k)) or found[-1]
+        verify, "disagreement", lambda *a, **k: found.append(disagreement(*a, **k)) or found[-1]
     )
     unverified = train(sft_trainer(make_model("gemma2"), tmp_path, True))
     assert found == []
@@ -152,7 +152,7 @@ def test_a_model_that_verify_distrusts_is_left_to_trl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    monkeypatch.setattr(compare, "disagreement", lambda *args, **options: "the kernel is broken")
+    monkeypatch.setattr(verify, "disagreement", lambda *args, **options: "the kernel is broken")
     trls = train(sft_trainer(make_model("gemma2"), tmp_path))
     trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):

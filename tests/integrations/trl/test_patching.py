@@ -273,7 +273,7 @@ def test_a_callback_beside_the_flag_is_named(tmp_path: Path) -> None:
     options = {"callbacks": [LigerPatchCallback()]}
     with pytest.raises(ValueError, match="LigerPatchCallback and use_liger_patch=True both patch"):
         sft_trainer(make_model(), tmp_path, patch=True, options=options)
-    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
         sft_trainer(make_model(), tmp_path, patch=False, options=options)
 
 
@@ -305,7 +305,7 @@ def test_same_gradient_is_true_or_false(wrong: Any) -> None:
 @pytest.mark.parametrize("make", [patched_model, model_of_another_trainer])
 def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
     model = make()
-    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
         with_head(model)
     assert patch_status(model).fused is False
     with pytest.raises(ValueError, match=r"patched before TRL added its head.*revert_patch"):
@@ -322,7 +322,7 @@ def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any])
 
 
 def test_a_reverted_model_can_be_patched_without_another_trainer() -> None:
-    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL adds its own"):
+    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
         model = with_head(apply_patch(widened(make_model())))
     revert_patch(model)
     batch = tiny_batch(model)

@@ -1,0 +1,88 @@
+"""Warn of packed rows that the model or the caller does not take for what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from liger_patch.kernels.graphs import is_traced
+from liger_patch.patch.packing import restarts
+from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.used_tokens import has_other_layers
+
+LOOKS = 4  # at training calls with position ids: at each, the host waits for the device
+
+
+def look_at_packing(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    leaks: Tensor | None,  # (B, T) of leaking_labels; None where num_items_in_batch may differ
+    ignore_index: int,
+    named: Mapping[str, Any],
+) -> None:
+    """Warn of packed rows that the model or the caller does not take for what they are, at the
+    first training call that has some.
+    """
+    is_packed = record.looks_at_packing < LOOKS and named.get("position_ids") is not None
+    if not is_packed or not torch.is_grad_enabled() or is_traced():
+        return
+    record.looks_at_packing += 1
+    labels = named["labels"]
+    if not positions_restart(named, labels.shape):
+        return
+    record.looks_at_packing = LOOKS
+    why = why_sequences_mix(model, named)
+    if why is not None:
+        record.warn_once(f"packed sequences see one another: position ids restart, but {why}")
+    is_counted = named.get("num_items_in_batch") is not None and leaks is not None
+    if is_counted and (labels[leaks] != ignore_index).any():
+        record.warn_once(
+            "leaves out labels that num_items_in_batch counts: those of the first tokens of packed "
+            "sequences, which other sequences would predict. Set them to -100 in the data"
+        )
+
+
+def positions_restart(arguments: Mapping[str, Any], shape: torch.Size) -> bool:
+    """Return whether the position ids of a call restart within a row of (B, T) tokens."""
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    if not isinstance(positions, Tensor) or len(shape) != 2:
+        return False
+    if _has_three_rows(positions):  # all tokens of an image have one position
+        begins = pad(positions[0, :, 1:] < positions[0, :, :-1], (1, 0))
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # positions of padding say nothing
+            real = mask.to(begins.device).bool()
+            begins &= real & pad(real[:, :-1], (1, 0))
+    else:
+        begins = restarts(positions, mask, shape)
+    return begins is not None and bool(begins[:, 1:].any())
+
+
+def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:
+    """Return what lets sequences of packed rows see one another in a call whose position ids
+    restart, and what to change; None for nothing.
+    """
+    config, mask = model.config.get_text_config(), arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 4:  # the caller's own
+        return None
+    if _has_three_rows(arguments["position_ids"]):
+        return "position ids have 3 rows: put those of the text before them, as a 4th row"
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return "attention_mask (B, T) hides the restarts from Transformers: leave it out"
+    use_cache = arguments.get("use_cache")
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if use_cache and model.training:  # Transformers has no cache beside checkpoints
+        use_cache = not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if use_cache and "flash" not in (getattr(config, "_attn_implementation", None) or ""):
+        return "Transformers looks for restarts without a cache only: pass use_cache=False"
+    if has_other_layers(model) and arguments.get("seq_idx") is None:
+        return "recurrent layers carry their state across them: do not pack rows for this model"
+    return None
+
+
+def _has_three_rows(positions: Tensor) -> bool:
+    return positions.dim() == 3 and len(positions) == 3
