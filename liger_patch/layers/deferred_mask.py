@@ -141,15 +141,6 @@ class DeferredMask(Tensor):
         args, kwargs = tree_map_only(DeferredMask, DeferredMask.real_mask, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __reduce_ex__(self, protocol):
-        return self.real_mask().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo):
-        return self.real_mask().__deepcopy__(memo)
-
 
 def deferred_sdpa_mask(
     may_defer: Callable[[], bool], *arguments: Any, **options: Any
