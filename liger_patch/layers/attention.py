@@ -14,12 +14,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.lora import computed_together
-from liger_patch.layers.masked_attention import TABLE, AttentionTable, is_causal_by_table
-from liger_patch.layers.other_globals import decorated_again, with_other_globals
+from liger_patch.layers.masked_attention import TABLE, attention, is_causal_by_table
+from liger_patch.layers.other_globals import OtherTable, decorated_again, with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
@@ -79,7 +80,7 @@ def attention_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Modul
         for name, rotate in rotations.items()
     }
     if "attention" in names:
-        values[TABLE] = AttentionTable(module[TABLE])
+        values[TABLE] = OtherTable(module[TABLE], sdpa_attention_forward, attention)
     return derived_class(
         original,
         functools.partial(attention_on_kernels, names),
@@ -104,13 +105,13 @@ def _forward_on_kernels(function: Any, values: dict[str, Any]) -> Any:
     def forward(*arguments: Any, **options: Any) -> Any:
         if is_compiled_here():  # Dynamo guards the globals that it has found
             return other(*arguments, **options)
-        attention, *others = arguments
-        if is_left_to_model(attention, others[0] if others else options.get("hidden_states")):
+        layer, *others = arguments
+        if is_left_to_model(layer, others[0] if others else options.get("hidden_states")):
             return function(*arguments, **options)
         look_up()
         with (
-            computed_together(attention),
-            sharing_inputs() if has_parallel_projection(attention, "q_proj") else nullcontext(),
+            computed_together(layer),
+            sharing_inputs() if has_parallel_projection(layer, "q_proj") else nullcontext(),
         ):
             return other(*arguments, **options)
 

@@ -96,28 +96,6 @@ def leaves_masks_out() -> bool:
     return getattr(_running, "used", None) is not None
 
 
-class AttentionTable:
-    """Transformers' table of attention functions, with ``attention`` in the place of its own
-    function for ``scaled_dot_product_attention``.
-    """
-
-    def __init__(self, table: AttentionInterface) -> None:
-        self._table = table
-
-    def get_interface(self, name: str, default: Any) -> Any:
-        return _replaced(self._table.get_interface(name, default))
-
-    def __getitem__(self, name: str) -> Any:
-        return _replaced(self._table[name])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
-
-
-def _replaced(function: Any) -> Any:
-    return attention if function is sdpa_attention_forward else function
-
-
 def is_causal_by_table(module: Any) -> bool:
     """Return whether an attention is causal and looks its function up in Transformers' table."""
     if getattr(module, "is_causal", None) is not True or TABLE not in names_of(type(module)):
@@ -142,8 +120,10 @@ def attention(
     segments = None
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
     like = attention_mask if deferred is None else deferred.padding  # of the same shape
-    if not _needs_mask(query, key, like, dropout, options):
-        states = _as_autocast(query, key, value)
+    if like is not None and not _needs_mask(query, key, like, dropout, options):
+        dtype, states = autocast_dtype(query.device.type, query.dtype), (query, key, value)
+        if dtype is not None:  # as autocast has it for scaled_dot_product_attention
+            states = query.to(dtype), key.to(dtype), value.to(dtype)
         if serves_flash_attention(*states):
             segments = _segments_of_call(attention_mask, len(query))
         if segments is not None and not segments.is_causal:
@@ -152,7 +132,8 @@ def attention(
         attention_mask, is_causal = None, True
     elif deferred is not None:
         attention_mask = deferred.real_mask()
-    if not is_compiled_here() and query.requires_grad and query.numel() > MOST_NUMBERS:
+    # a flag of all threads: another thread that compiles puts the warning off
+    if not torch.compiler.is_compiling() and query.requires_grad and query.numel() > MOST_NUMBERS:
         _warn_of_length(query)
     how = dropout, scaling, is_causal
     return sdpa_attention_forward(module, query, key, value, attention_mask, *how, **options)
@@ -171,37 +152,30 @@ def _warn_of_length(query: Tensor) -> None:
 def _needs_mask(
     query: Tensor,  # (B, num_heads, T, D)
     key: Tensor,  # (B, num_key_value_heads, keys, D)
-    mask: Tensor | None,
+    mask: Tensor,
     dropout: float,
     options: dict[str, Any],
 ) -> bool:
-    """Return whether Transformers' function must be given the mask, or None for none.
+    """Return whether Transformers' function must be given the mask.
 
     It must where the call asks for what only that function has, is traced, or is not one of whole
     rows: as in generation with a cache.
     """
     tokens = query.shape[2]
-    if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or is_compiled_here():
+    if mask.dtype != torch.bool or mask.dim() != 4 or is_compiled_here():
         return True
     if tuple(mask.shape[1:]) != (1, tokens, tokens) or len(mask) not in (1, len(query)):
         return True
     if tokens != key.shape[2] or dropout or mask.is_inference():
         return True
-    if any(options.get(name) is not None and options[name] is not False for name in UNSUPPORTED):
-        return True
+    for name in options.keys() & UNSUPPORTED:
+        if options[name] is not None and options[name] is not False:
+            return True
     if nn.functional.scaled_dot_product_attention is not SDPA:
         return True
     if in_tracing_mode() or torch._C._is_tracing() or needs_own_code(query, key, mask):
         return True
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three in the dtype that autocast gives scaled_dot_product_attention."""
-    dtype = autocast_dtype(query.device.type, query.dtype)
-    if dtype is None:
-        return query, key, value
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _segments_of_call(mask: Any, rows: int) -> Segments | None:

@@ -1,8 +1,8 @@
 """Derive the classes of backbones whose masks are deferred, each from its own class.
 
 A backbone's own code runs, with others of Transformers' functions that make causal masks. These
-run their own code too, with another table of mask functions: ``deferred_mask`` has what stands
-there for Transformers' ``sdpa_mask``.
+run their own code too, with another table of mask functions: there, ``deferred_sdpa_mask`` stands
+for Transformers' ``sdpa_mask``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.deferred_mask import deferred_sdpa_mask
 from liger_patch.layers.masked_attention import leaves_masks_out
 from liger_patch.layers.other_globals import (
+    OtherTable,
     decorated_again,
     names_in,
     with_other_globals,
@@ -41,22 +42,6 @@ MAKERS = (
 _running = threading.local()  # whether the backbone that this thread runs may defer masks
 
 
-class MaskTable:
-    """Transformers' table of mask functions, with ``deferred_sdpa_mask`` for ``sdpa_mask``."""
-
-    def __init__(self, table: AttentionMaskInterface) -> None:
-        self._table = table
-
-    def __getitem__(self, name: str) -> Any:
-        function = self._table[name]
-        if function is not sdpa_mask:
-            return function
-        return functools.partial(deferred_sdpa_mask, _running.may_defer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
-
-
 def mask_deferring_class(module: nn.Module) -> Any:
     """Return the class of a backbone whose masks are deferred, None for any other module: its code
     must be Transformers' own, make masks, and have attention on kernels within.
@@ -66,16 +51,14 @@ def mask_deferring_class(module: nn.Module) -> Any:
         return None
     if not any("attention" in layers_of(each) for each in module.modules()):
         return None
-    return _forward_of(original) and deferring_masks(original)
+    return deferring_masks(original) if _deferring(original.forward) else None
 
 
 @once_for_each_class
 def deferring_masks(original: Any) -> type[nn.Module]:
     """Derive the class of a backbone whose masks are deferred in calls of a patched model."""
-    own, found = original.forward, _forward_of(original)
-    if found is None:  # of a pickle: other functions make masks in this process
-        return derived_class(original, deferring_masks, **{DEFERS_MASKS: True})
-    other, look_up = found
+    own = original.forward
+    deferring = _deferring(own) or own  # of a pickle: other functions may make masks here
 
     @functools.wraps(own)
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -83,55 +66,46 @@ def deferring_masks(original: Any) -> type[nn.Module]:
         x = options.get("inputs_embeds") if x is None else x
         if not _leaves_masks_out() or is_left_to_model(self, x):
             return own(self, *arguments, **options)
-        look_up()
         before = getattr(_running, "may_defer", None)
         _running.may_defer = functools.cache(functools.partial(_may_defer, self))
         try:
-            return other(self, *arguments, **options)
+            return deferring(self, *arguments, **options)
         finally:
             _running.may_defer = before
 
     return derived_class(original, deferring_masks, forward=forward, **{DEFERS_MASKS: True})
 
 
-def _forward_of(original: Any) -> Any:
-    """Return the forward of a class with other functions that make masks, and a function that looks
-    its globals up again; None where it calls none of Transformers'.
+def _deferring(function: Any) -> Any:
+    """Return a backbone's forward, or one of the MAKERS that it calls, with deferred masks; None
+    where it makes none by Transformers' functions.
     """
-    function = inspect.unwrap(original.forward)
-    if not isinstance(function, types.FunctionType):
+    own = inspect.unwrap(function)
+    if not isinstance(own, types.FunctionType):
         return None
-    module, names = function.__globals__, names_in(function.__code__)
-    makers = {
-        name: _maker(module[name])
+    module, names = own.__globals__, names_in(own.__code__)
+    values = {
+        name: _deferring(module[name])
         for name in MAKERS
         if name in names and module.get(name) is getattr(masking_utils, name)
     }
-    makers = {name: maker for name, maker in makers.items() if maker is not None}
-    if not makers:
+    if TABLE in names and type(module.get(TABLE)) is AttentionMaskInterface:
+        values[TABLE] = OtherTable(module[TABLE], sdpa_mask, _sdpa_mask)
+    values = {name: value for name, value in values.items() if value is not None}
+    if not values:
         return None
-    other, look_up = with_other_globals(function, makers)
-    forward = decorated_again(original.forward, other)
-    return None if forward is None else (forward, look_up)
-
-
-@functools.cache
-def _maker(function: Any) -> Any:
-    """Return a function of Transformers that makes masks, with the other table; None where it has
-    none.
-    """
-    own = inspect.unwrap(function)
-    table = own.__globals__.get(TABLE)
-    if type(table) is not AttentionMaskInterface:
-        return None
-    other, look_up = with_other_globals(own, {TABLE: MaskTable(table)})
+    other, look_up = with_other_globals(own, values)
 
     @functools.wraps(own)
-    def maker(*arguments: Any, **options: Any) -> Any:
+    def deferring(*arguments: Any, **options: Any) -> Any:
         look_up()
         return other(*arguments, **options)
 
-    return decorated_again(function, maker)
+    return decorated_again(function, deferring)
+
+
+def _sdpa_mask(*arguments: Any, **options: Any) -> Any:
+    return deferred_sdpa_mask(_running.may_defer, *arguments, **options)
 
 
 def _leaves_masks_out() -> bool:

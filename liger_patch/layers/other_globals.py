@@ -1,4 +1,6 @@
-"""Run a function's own code with other globals: a copy of it, while the function itself stays."""
+"""Run a function's own code with other globals: a copy of it, while the function itself stays. And
+the table that a copy finds in the place of one of Transformers'.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,26 @@ import functools
 import types
 from collections.abc import Callable
 from typing import Any
+
+
+class OtherTable:
+    """A table of Transformers, by the names that a configuration gives, with another function in
+    the place of one of its own.
+    """
+
+    def __init__(self, table: Any, own: Callable[..., Any], other: Callable[..., Any]) -> None:
+        self._table, self._own, self._other = table, own, other
+
+    def __getitem__(self, name: str) -> Any:
+        function = self._table[name]
+        return self._other if function is self._own else function
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self._table.get_interface(name, default)
+        return self._other if function is self._own else function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
 
 
 def with_other_globals(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from liger_patch.kernels.graphs import is_compiled_here
-from liger_patch.layers.checks import layers_of, needs_own_code
+from liger_patch.layers.checks import LAYER_NAMES, needs_own_code
 from liger_patch.subclass import derived_class, once_for_each_class
 
 STYLES = "ColwiseParallel", "RowwiseParallel"  # of Transformers' plan
@@ -127,7 +127,7 @@ def _product(x: Tensor, part: Part) -> Tensor:
 
 def has_parallel_projection(layer: nn.Module, name: str) -> bool:
     """Return whether the projection of this name of a layer multiplies by a rank's own part."""
-    return "tensor_parallel" in layers_of(getattr(layer, name, None))
+    return "tensor_parallel" in getattr(type(layer._modules.get(name)), LAYER_NAMES, ())
 
 
 @contextmanager

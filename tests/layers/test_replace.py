@@ -187,7 +187,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     kernels: list[tuple[Any, str]] = [
         (norm, "run_rms_norm"),
         (rotations, "needs_own_code"),
-        (masked_attention, "attention"),
+        (masked_attention, "is_compiled_here"),
         (mlp, "gated"),
         (mlp, "gated_mlp"),
     ]
