@@ -10,9 +10,11 @@ halved. `of eager` is the median time of a step beside that of the model without
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,6 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_patch
+from liger_patch.layers import checks
 
 PACKAGE = str(Path(liger_patch.__file__).parent)
 LAYERS = 2  # of the smaller model
@@ -46,6 +49,9 @@ def main() -> None:
     """Print a row for each kind of step; with an argument N, a layer's N most called functions."""
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     torch.set_num_threads(1)
+    checks.DEVICES = (*checks.DEVICES, "cpu")  # layers run as on a GPU, not the model's own code
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     print("| step | calls | a layer | files | changes of file | of folder | of eager |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in CASES:
