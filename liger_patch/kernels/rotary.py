@@ -23,7 +23,6 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rows import empty_tokens_first
 
 
 def _rotate_results(
@@ -36,7 +35,13 @@ def _rotate_results(
     grouped: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    return empty_tokens_first(q, dtype), empty_tokens_first(k, dtype)
+    found = []
+    for x in (q, k):  # tokens in front of attention heads in memory, as products left them
+        _, num_heads, tokens, size = x.shape
+        strides = (tokens * num_heads * size, size, num_heads * size, 1)
+        # no view: what an autograd function returns is not to be written to where it is one
+        found.append(x.new_empty_strided(x.shape, strides, dtype=dtype))
+    return found[0], found[1]
 
 
 @operator(_rotate_results)
@@ -51,56 +56,30 @@ def rotate(
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return q and k turned, or turned back."""
-    outputs = empty_tokens_first(q, dtype), empty_tokens_first(k, dtype)
+    outputs = _rotate_results(q, k, cos, sin, dtype, interleaved, grouped, backward)
     if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels.triton import rotary as rotary_triton
 
         how = {"interleaved": interleaved, "grouped": grouped, "backward": backward}
         rotary_triton.rotary((q, k), cos, sin, outputs, **how)
-    else:
-        for x, out in zip((q, k), outputs, strict=True):
-            _rotated(x, cos[:, None], sin[:, None], out, interleaved, grouped, backward)
-    return outputs
-
-
-def _rotated(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: Tensor,
-    interleaved: bool,
-    grouped: bool,
-    backward: bool,
-) -> None:
-    dtype = accumulation_dtype(out.dtype)
-    turned = _turned(cos, interleaved)
-    cos1, cos2 = _of_pairs(cos.to(dtype), interleaved)
-    sin1, sin2 = _of_pairs(sin.to(dtype), interleaved)
-    x1, x2 = _pairs(x[..., :turned].to(dtype), interleaved and not (grouped and backward))
-    y1, y2 = _pairs(out[..., :turned], interleaved and (backward or not grouped))
+        return outputs
+    turned = cos.shape[-1] * (2 if interleaved else 1)
+    halves = slice(turned // 2), slice(turned // 2, turned)
+    pairs = slice(0, turned, 2), slice(1, turned, 2)
+    of_x = pairs if interleaved and not (grouped and backward) else halves
+    of_y = pairs if interleaved and (backward or not grouped) else halves
+    wide = accumulation_dtype(dtype)
+    cos, sin = cos[:, None].to(wide), sin[:, None].to(wide)
+    cos1, cos2 = (cos, cos) if interleaved else cos.chunk(2, -1)
+    sin1, sin2 = (sin, sin) if interleaved else sin.chunk(2, -1)
     if backward:
-        y1.copy_(x1 * cos1 + x2 * sin2)
-        y2.copy_(x2 * cos2 - x1 * sin1)
-    else:
-        y1.copy_(x1 * cos1 - x2 * sin1)
-        y2.copy_(x2 * cos2 + x1 * sin2)
-    out[..., turned:] = x[..., turned:]
-
-
-def _turned(cos: Tensor, interleaved: bool) -> int:
-    """Return R, the number of features that are turned."""
-    return cos.shape[-1] * (2 if interleaved else 1)
-
-
-def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., ::2], x[..., 1::2]
-    first, second = x.chunk(2, -1)
-    return first, second
-
-
-def _of_pairs(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    return (table, table) if interleaved else _pairs(table, False)
+        sin1, sin2 = -sin2, -sin1
+    for x, y in zip((q, k), outputs, strict=True):
+        x1, x2 = x[..., of_x[0]].to(wide), x[..., of_x[1]].to(wide)
+        y[..., of_y[0]] = x1 * cos1 - x2 * sin1
+        y[..., of_y[1]] = x2 * cos2 + x1 * sin2
+        y[..., turned:] = x[..., turned:]
+    return outputs
 
 
 def check_rotation(
@@ -122,7 +101,7 @@ def check_rotation(
     shape = tuple(cos.shape)
     if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens:
         raise ValueError(f"cos must have shape ({batch} or 1, {tokens}, R), got {shape}")
-    turned = _turned(cos, interleaved)
+    turned = shape[2] * (2 if interleaved else 1)
     if turned % 2 or turned > size:
         given = f"{shape}, {turned} features"
         raise ValueError(f"cos must have an even R of at most {size} features, got {given}")

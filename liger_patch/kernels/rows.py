@@ -41,16 +41,6 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype)
 
 
-def empty_tokens_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for a result of the shape of x (B, num_heads, T, D), tokens in front of
-    attention heads, as the products that made x left it.
-    """
-    _, num_heads, tokens, size = x.shape
-    strides = (tokens * num_heads * size, size, num_heads * size, 1)
-    # no view: what an autograd function returns is not to be written to where it is one
-    return x.new_empty_strided(x.shape, strides, dtype=dtype)
-
-
 def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (...) memory for one element a row, in the order of dense rows (..., H)."""
     *leading, size = rows.shape

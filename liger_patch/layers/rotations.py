@@ -225,23 +225,18 @@ def rotates_or_falls_back(
     with probing():
         trials = list(_trials(name, rotate))  # what ``rotate`` takes
     takes_options = rotate is _rotate_one
-    turned = 1 if rotate is _rotate_one else 2  # the arguments before the tables
-    number, dims = len(trials[0]), {(each[0].dim(), each[turned].dim()) for each in trials}
+    first = 1 if rotate is _rotate_one else 2  # the arguments before the tables
+    number, dims = len(trials[0]), {(each[0].dim(), each[first].dim()) for each in trials}
 
     def rotated(*arguments: Any, **options: Any) -> Any:
         if len(arguments) != number or (options and not takes_options):
             return own(*arguments, **options)
-        if needs_own_code(*arguments) or _are_trained(arguments[turned:]):
-            return own(*arguments, **options)
-        if (arguments[0].dim(), arguments[turned].dim()) not in dims:
+        tables = arguments[first : first + 2]
+        is_known = (arguments[0].dim(), tables[0].dim()) in dims
+        # no gradient is computed for tables: MLCD trains an angle
+        is_trained = any([each.requires_grad for each in tables])
+        if not is_known or is_trained or needs_own_code(*arguments):
             return own(*arguments, **options)
         return rotate(*arguments, **options)
 
     return rotated
-
-
-def _are_trained(tables: tuple[Any, ...]) -> bool:
-    """Return whether a table wants a gradient, which the kernel does not compute: MLCD trains an
-    angle.
-    """
-    return any(isinstance(each, Tensor) and each.requires_grad for each in tables)

@@ -191,7 +191,7 @@ def rotary(
     """Write the turned queries and keys; ``backward``: turned back; ``grouped``: of interleaved
     pairs, to halves.
     """
-    q, k = (contiguous_features(x) for x in inputs)
+    q, k = contiguous_features(inputs[0]), contiguous_features(inputs[1])
     batch, q_num_heads, tokens, size = q.shape
     turned = cos.shape[-1] * (2 if interleaved else 1)
     if not batch * tokens:
