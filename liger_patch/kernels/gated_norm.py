@@ -24,7 +24,6 @@ from liger_patch.kernels.backend import (
 )
 from liger_patch.kernels.graphs import constant, differentiable, operator
 from liger_patch.kernels.rms_norm import NUMBERS
-from liger_patch.kernels.rows import contiguous_features
 
 ACTIVATIONS = ("silu", "sigmoid")
 MAX_GROUP_SIZE = 8192  # of the Triton form: a group's registers
@@ -59,7 +58,7 @@ def _gated_norm(
     y, rstd = results = _gated_norm_results(
         x, gate, weight, eps, group_size, activation, gate_first, dtype
     )
-    if _serves(x, gate, weight, group_size):
+    if group_size <= MAX_GROUP_SIZE and serves_triton(x, gate, weight):
         from liger_patch.kernels.triton import gated_norm as gated_norm_triton
 
         rows = (_rows(x), _rows(gate), weight.contiguous())
@@ -103,7 +102,7 @@ def _gated_norm_backward(
         dy, x, gate, weight, rstd, activation, gate_first, wants_weight
     )
     group_size = x.shape[-1] // rstd.shape[-1]
-    if _serves(x, gate, weight, group_size):
+    if group_size <= MAX_GROUP_SIZE and serves_triton(x, gate, weight):
         from liger_patch.kernels.triton import gated_norm as gated_norm_triton
 
         inputs = (_rows(dy), _rows(x), _rows(gate), weight.contiguous(), rstd.contiguous())
@@ -142,13 +141,10 @@ def _activated(gate: Tensor, dtype: torch.dtype, activation: str) -> _Activated:
     return _Activated(sigmoid, sigmoid * (1 - sigmoid))
 
 
-def _serves(x: Tensor, gate: Tensor, weight: Tensor, group_size: int) -> bool:
-    return serves_triton(x, gate, weight) and group_size <= MAX_GROUP_SIZE
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """Return (R, H) of contiguous features, without a copy where the rows are a stride apart."""
-    return contiguous_features(tensor.reshape(-1, tensor.shape[-1]))
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, Tensor]) -> None:
@@ -168,12 +164,12 @@ class _GatedNorm(torch.autograd.Function):
         check_backward("gated_norm", dy, advice=LAYER_ADVICE)
         x, gate, weight, rstd = ctx.saved_tensors
         activation, gate_first = ctx.form
-        wanted = ctx.needs_input_grad[:3]
-        gradients = _gated_norm_backward(
-            dy, x, gate, weight, rstd, activation, gate_first, wanted[2]
+        wants_x, wants_gate, wants_weight, *_ = ctx.needs_input_grad
+        dx, dgate, dweight = _gated_norm_backward(
+            dy, x, gate, weight, rstd, activation, gate_first, wants_weight
         )
-        gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
-        return *gradients, None, None, None, None, None
+        dweight = dweight if wants_weight else None
+        return dx if wants_x else None, dgate if wants_gate else None, dweight, *[None] * 5
 
 
 differentiable("gated_norm", _GatedNorm, _save)
@@ -228,4 +224,20 @@ def gated_norm(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point or None, got {dtype}")
     form = group_size, activation, gate_first, dtype or x.dtype
-    return _GatedNorm.apply(x, gate, weight, constant(eps), *form)
+    return run_gated_norm(x, gate, weight, eps, *form)
+
+
+def run_gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    activation: str,
+    gate_first: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what ``gated_norm`` does, of arguments that fit."""
+    if torch.compiler.is_compiling():
+        eps = constant(eps)
+    return _GatedNorm.apply(x, gate, weight, eps, group_size, activation, gate_first, dtype)

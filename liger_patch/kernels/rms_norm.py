@@ -19,7 +19,6 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
-    accumulation_dtype,
     check_backward,
     serves_triton,
 )
@@ -40,7 +39,8 @@ def _forward_results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     y = empty_in_order(x, dtype)
-    return y, empty_per_row(y, accumulation_dtype(x.dtype))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return y, empty_per_row(y, wide)
 
 
 @operator(_forward_results)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_patch.kernels.gated_norm import gated_norm
+from liger_patch.kernels.gated_norm import run_gated_norm
 from liger_patch.layers.checks import is_left_to_model, needs_own_code
 from liger_patch.layers.probing import results_match, with_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
@@ -100,22 +100,18 @@ def norm_with_gate(original: Any) -> type[nn.Module]:
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, weight, own = hidden_states, self.weight, self.__dict__
+        if gate is None or is_left_to_model(self, x):
+            return original.forward(self, x, gate)
         activation = ACTIVATIONS.get(own.get("activation", "silu"))
-        if gate is None or activation is None or needs_own_code(x, gate, weight):
-            return original.forward(self, x, gate)
-        if is_left_to_model(self, x):
-            return original.forward(self, x, gate)
         group_size = own.get(form.group_size, x.shape[-1] // own.get(form.groups, 1))
-        return gated_norm(
-            x,
-            gate,
-            weight,
-            self.variance_epsilon,
-            group_size=group_size,
-            activation=activation,
-            gate_first=not own.get("norm_before_gate", not form.gate_first),
-            dtype=torch.promote_types(x.dtype, weight.dtype) if form.promotes else None,
-        )
+        fits = gate.shape == x.shape and weight.shape == x.shape[-1:]
+        fits = fits and x.shape[-1] % group_size == 0
+        if activation is None or not fits or needs_own_code(x, gate, weight):
+            return original.forward(self, x, gate)
+        gate_first = not own.get("norm_before_gate", not form.gate_first)
+        dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+        how = self.variance_epsilon, group_size, activation, gate_first, dtype
+        return run_gated_norm(x, gate, weight, *how)
 
     return derived_class(
         original, norm_with_gate, forward=forward, _liger_patch_layers=("rms_norm",)
