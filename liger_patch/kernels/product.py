@@ -19,7 +19,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
         if is_plain:
             return torch.mm(a, b, out=out)
         return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    if out.dtype == torch.float32 and (writes_float32(a) or (a.is_meta and _HAS_OUT_DTYPE)):
+    on_nvidia = a.is_cuda and torch.version.hip is None
+    if out.dtype == torch.float32 and _HAS_OUT_DTYPE and (on_nvidia or a.is_meta):
         if is_plain:
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,10 +26,10 @@ from liger_patch.kernels.lora.mlp import run_lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import (
     EVERYWHERE,
+    LAYER_NAMES,
     PRODUCT,
     has_hooks,
     is_left_to_model,
-    layers_of,
     needs_own_code,
 )
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
@@ -112,14 +112,15 @@ def lora_linear(original: Any) -> type[nn.Module]:
     """Derive a LoRA linear layer that is one function where its adapter is plain."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (args or kwargs or is_compiled_here() or is_left_to_model(self, x)):
+        if not (args or kwargs or torch.compiler.is_dynamo_compiling()):
             siblings = getattr(_running, "siblings", None)
             result = None if siblings is None else siblings.result(self, x)
             if result is not None:
                 return result
-            plain = _plain_of((self,), x, _dtypes_of(x))
-            if plain is not None:
-                return _results(x, plain)[0]
+            if not is_left_to_model(self, x):
+                plain = _plain_of((self,), x)
+                if plain is not None:
+                    return _results(x, plain)[0]
         return original.forward(self, x, *args, **kwargs)
 
     return derived_class(original, lora_linear, forward=forward, _liger_patch_layers=("lora",))
@@ -127,7 +128,7 @@ def lora_linear(original: Any) -> type[nn.Module]:
 
 def is_on_kernels(module: object) -> bool:
     """Return True for a layer of a class that ``lora_linear`` derived."""
-    return "lora" in layers_of(module)
+    return "lora" in getattr(type(module), LAYER_NAMES, ())
 
 
 def not_plain(model: nn.Module) -> Counter[str]:
@@ -172,13 +173,10 @@ def lora_feed_forward(
         return None
     if not (is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)):
         return None
-    dtypes = _dtypes_of(x)
-    gates = _plain_of((gate, up), x, dtypes)
+    gates = _plain_of((gate, up), x)
     if gates is None or gates[0].dtype != gates[1].dtype:
         return None
-    if not isinstance(dtypes, str) and gates[0].dtype != dtypes.x:
-        dtypes = _dtypes_of(x, gates[0].dtype)
-    downs = _plain_of((down,), x, dtypes)
+    downs = _plain_of((down,), x, gates[0].dtype)
     if downs is None:
         return None
     projections = gates[0].projection, gates[1].projection, downs[0].projection
@@ -196,6 +194,13 @@ class Siblings:
         self._version: int | None = None
         self._results: dict[nn.Module, Tensor] = {}
 
+    def __enter__(self) -> None:
+        self._before = getattr(_running, "siblings", None)
+        _running.siblings = self
+
+    def __exit__(self, *_: object) -> None:
+        _running.siblings = self._before
+
     def result(self, member: nn.Module, x: Tensor) -> Tensor | None:
         """Return the member's result for x; None where it must compute its own."""
         version = None if x.is_inference() else x._version
@@ -204,51 +209,41 @@ class Siblings:
         if self._x is not None or member not in self._members:
             return None
         self._x, self._version = x, version
-        plain = _plain_of(self._members, x, _dtypes_of(x))
+        plain = _plain_of(self._members, x)
         if plain is None:
             return None
         self._results = dict(zip(self._members, _results(x, plain), strict=True))
         return self._results.pop(member)
 
 
-@contextmanager
-def computed_together(attention: nn.Module) -> Iterator[None]:
-    """Within this context the attention's projections of one input are computed together."""
-    members: list[Any] = [getattr(attention, name, None) for name in SIBLINGS]
+def computed_together(attention: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which an attention's projections of one input are computed together."""
+    members: list[Any] = [attention._modules.get(name) for name in SIBLINGS]
     members = [each for each in members if is_on_kernels(each)]
-    widths = {each.in_features for each in members}
     # layers that share keys and values call one of their projections only
-    if len(members) < 2 or len(widths) > 1 or getattr(attention, "is_kv_shared_layer", False):
-        yield
-        return
-    before = getattr(_running, "siblings", None)
-    _running.siblings = Siblings(members)
-    try:
-        yield
-    finally:
-        _running.siblings = before
+    is_alone = len(members) < 2 or getattr(attention, "is_kv_shared_layer", False)
+    if is_alone or len({each.in_features for each in members}) > 1:
+        return nullcontext()
+    return Siblings(members)
 
 
-def _dtypes_of(x: Tensor, dtype: torch.dtype | None = None) -> Dtypes | str:
-    """Return the dtypes of a call on an input like x; or why PEFT's own forward must run, whatever
-    the layer is.
+def _plain_of(
+    layers: Sequence[Any], x: Tensor, dtype: torch.dtype | None = None
+) -> list[Plain] | None:
+    """Return the projections of layers for a call on an input like x; None if PEFT's own forward
+    must run for one of them.
 
     Args:
         dtype: the dtype of that input, where it is not that of x.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return "a dispatch mode or torch.jit.trace records the call"
-    if needs_own_code(x):
-        return "torch.func or a tensor subclass"
     dtype = dtype or x.dtype
-    autocast = autocast_dtype(x.device.type, dtype)
-    return Dtypes(dtype, autocast or dtype, casts=autocast is not None)
-
-
-def _plain_of(layers: Sequence[Any], x: Tensor, dtypes: Dtypes | str) -> list[Plain] | None:
-    """Return the projections of layers for a call on an input like x; None if PEFT's own forward
-    must run for one of them.
-    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        dtypes = "a dispatch mode or torch.jit.trace records the call"
+    elif needs_own_code(x):
+        dtypes = "torch.func or a tensor subclass"
+    else:
+        autocast = autocast_dtype(x.device.type, dtype)
+        dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
     found = []
     for layer in layers:
         _last_call[layer] = dtypes

@@ -22,6 +22,7 @@ each projection.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,11 +90,13 @@ class _LoraLinears(torch.autograd.Function):
         x, norm_weight, s, a, *tensors = ctx.saved_tensors
         bs, masks, bases = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
         wants_x, _, _, _, _, *wanted = ctx.needs_input_grad
-        if all(dy is None for dy in upstream):
+        if all([dy is None for dy in upstream]):
             return (None,) * len(ctx.needs_input_grad)
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
-        upstream = tuple([None if dy is None else rows_of(dy) for dy in upstream])
+        upstream = tuple(
+            [None if dy is None else dy.reshape(len(s), dy.shape[-1]) for dy in upstream]
+        )
         kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
@@ -107,8 +110,9 @@ class _LoraLinears(torch.autograd.Function):
                     gradients += [None] * 4
                     continue
                 *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
+                base = base_gradients(dy, x, part, wants_base) if any(wants_base) else (None, None)
                 db = b_gradient(dy, part, thin, fixed[i].b_dtype) if wants_b else None
-                gradients += [*base_gradients(dy, x, part, wants_base), das[i], db]
+                gradients += [*base, das[i], db]
         return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
 
 
@@ -147,5 +151,6 @@ def run_lora_linears(
 ) -> tuple[Tensor, ...]:
     """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype."""
     fixed, tensors = flattened(projections)
-    adapters = cast_matrices([[p.a for p in projections], *([p.b] for p in projections)], dtype)
+    matrices: list[Any] = [tensors[2::4], *zip(tensors[3::4])]  # A of all as one, and each B
+    adapters = cast_matrices(matrices, dtype)
     return _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)

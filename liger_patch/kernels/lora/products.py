@@ -29,16 +29,11 @@ def thin_products(
     Args:
         seeds: those of an earlier call, to drop the same features again; None draws new ones.
     """
-    if not drops_features(parts):
+    if not any([part.dropout for part in parts]):
         return x @ a.t(), [None] * len(parts)
     s = x.new_empty(len(x), len(a))
     columns = zip(parts, columns_of(s, parts), seeds or [None] * len(parts), strict=True)
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
-
-
-def drops_features(parts: Sequence[LoraProjection]) -> bool:
-    """Return whether an adapter does not see all features of its input."""
-    return any(part.dropout for part in parts)
 
 
 def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None = None) -> Kept:
@@ -86,11 +81,9 @@ def product(
     b = part.b.t()
     y = x.new_empty(*leading, b.shape[1])
     rows = y.view(len(x), b.shape[1])
-    if part.bias is None:
-        product_(rows, s, b, alpha=part.scaling)
-    else:
-        torch.addmm(part.bias.to(x.dtype), s, b, alpha=part.scaling, out=rows)
-    product_(rows, x, part.dense(x.dtype).t(), add=True)
+    bias, beta = (rows, 0.0) if part.bias is None else (part.bias.to(x.dtype), 1.0)
+    torch.addmm(bias, s, b, beta=beta, alpha=part.scaling, out=rows)
+    torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
     return y
 
 
@@ -126,7 +119,7 @@ def gradients_of_input_(
     """Write to dx what comes through bases and adapters. Return dA of each in its dtype, None for
     None.
     """
-    is_whole = not drops_features(parts)
+    is_whole = not any([part.dropout for part in parts])  # each adapter sees all features
     if dx is not None:
         if is_whole:
             product_(dx, ds, a)
