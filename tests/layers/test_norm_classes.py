@@ -124,9 +124,10 @@ def test_a_norm_says_where_its_gate_is(before: bool) -> None:
     hold_to_the_rule(norm, ["x", "gate"], torch.bfloat16, torch.bfloat16)
 
 
-def test_a_norm_without_its_gate_runs_its_own_code() -> None:
+@pytest.mark.parametrize("gate", [None, torch.ones(1, SIZE)], ids=["no gate", "one row"])
+def test_a_norm_without_a_gate_of_its_shape_runs_its_own_code(gate: Tensor | None) -> None:
     norm, x = own_norm("BambaRMSNormGated", "bamba"), torch.randn(2, SIZE)
-    assert torch.equal(on_kernel(norm)(x), norm(x))
+    assert torch.equal(on_kernel(norm)(x, gate), norm(x, gate))
 
 
 def test_a_gate_with_another_activation_is_left_alone() -> None:
