@@ -7,8 +7,8 @@ weight) and n = x * rstd:
 
     dx = rstd (g - n mean(g n))             dweight = sum over rows of dy n
 
-H: hidden size, R: rows. Saved for the backward pass, in bytes a row: the input itself (2 H in bf16,
-which its maker mostly holds too) and 4.
+H: hidden size, R: rows. Saved for the backward pass: the input itself, which its maker mostly holds
+too. The backward pass computes rstd again, of rows that it reads anyway.
 """
 
 from numbers import Real
@@ -26,9 +26,7 @@ from liger_patch.kernels.graphs import constant, differentiable, operator
 from liger_patch.kernels.rows import (
     contiguous,
     empty_in_order,
-    empty_per_row,
     in_order_of,
-    per_row_in_order_of,
 )
 
 NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
@@ -37,33 +35,36 @@ MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 def _forward_results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = empty_in_order(x, dtype)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return y, empty_per_row(y, wide)
+) -> Tensor:
+    return empty_in_order(x, dtype)
 
 
 @operator(_forward_results)
 def rms_norm_forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return y and rstd (...)."""
-    y, rstd = _forward_results(x, weight, eps, offset, dtype)
+) -> Tensor:
+    """Return y (..., H)."""
+    y = _forward_results(x, weight, eps, offset, dtype)
     if x.shape[-1] <= MAX_HIDDEN_SIZE and serves_triton(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         rows = in_order_of(y, x)
-        rms_norm_triton.rms_norm(rows, contiguous(weight), eps, offset, y, rstd)
+        rms_norm_triton.rms_norm(rows, contiguous(weight), eps, offset, y)
     else:
-        wide = x.to(rstd.dtype)
-        rstd.copy_(torch.rsqrt(wide.square().mean(-1).add_(eps)))
-        normed = wide * rstd[..., None]
-        y.copy_(normed if weight is None else normed * (offset + weight.to(rstd.dtype)))
-    return y, rstd
+        wide, rstd = _wide_and_rstd(x, eps)
+        normed = wide * rstd
+        y.copy_(normed if weight is None else normed * (offset + weight.to(wide.dtype)))
+    return y
+
+
+def _wide_and_rstd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x (..., H) and rstd (..., 1) in the dtype of the sums."""
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return wide, torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
 
 
 def _backward_results(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     if weight is None or not wants_weight:
         return empty_in_order(x), x.new_empty(0)
@@ -72,20 +73,19 @@ def _backward_results(
 
 @operator(_backward_results, is_backward=True)
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, wants_weight: bool
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight (H,), which is empty where it is not wanted."""
-    dx, dweight = _backward_results(dy, x, weight, rstd, offset, wants_weight)
+    dx, dweight = _backward_results(dy, x, weight, eps, offset, wants_weight)
     if x.shape[-1] <= MAX_HIDDEN_SIZE and serves_triton(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 
         # hooks of saved tensors may have given x another order than that of the forward pass
-        rstd = per_row_in_order_of(dx, rstd)
-        inputs = (in_order_of(dx, dy), in_order_of(dx, x), contiguous(weight), rstd)
-        rms_norm_triton.rms_norm_backward(*inputs, offset, dx, dweight if dweight.numel() else None)
+        inputs = in_order_of(dx, dy), in_order_of(dx, x), contiguous(weight), eps, offset
+        rms_norm_triton.rms_norm_backward(*inputs, dx, dweight if dweight.numel() else None)
     else:
-        rstd = rstd[..., None]
-        wide, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd
+        normed, rstd = _wide_and_rstd(x, eps)
+        wide, normed = dy.to(rstd.dtype), normed * rstd
         if dweight.numel():
             dweight.copy_((wide * normed).reshape(-1, x.shape[-1]).sum(0))
         wide = wide if weight is None else wide * (offset + weight.to(rstd.dtype))
@@ -111,28 +111,27 @@ class NormInputs(NamedTuple):
 
     def norm(self) -> Tensor:
         """Return the norm (..., H) again, the same bits, and record nothing."""
-        return rms_norm_forward(self.x, self.weight, self.eps, self.offset, self.dtype)[0]
+        return rms_norm_forward(self.x, self.weight, self.eps, self.offset, self.dtype)
 
 
-def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, offset, _ = inputs
-    ctx.save_for_backward(x, weight, results[1])
-    ctx.offset = offset
+def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
+    x, weight, *ctx.numbers, _ = inputs
+    ctx.save_for_backward(x, weight)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        results = rms_norm_forward(*inputs)
-        _save(ctx, inputs, results)
-        return results[0]
+        result = rms_norm_forward(*inputs)
+        _save(ctx, inputs, result)
+        return result
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         check_backward("rms_norm", dy, advice=LAYER_ADVICE)
-        x, weight, rstd = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        dx, dweight = rms_norm_backward(dy, x, weight, rstd, ctx.offset, wants_weight)
+        dx, dweight = rms_norm_backward(dy, x, weight, *ctx.numbers, wants_weight)
         return dx if wants_x else None, dweight if wants_weight else None, None, None, None
 
 
@@ -149,7 +148,7 @@ def rms_norm(
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
-    Saved for the backward pass: ``x``, which the caller mostly holds too, and 4 bytes a row.
+    Saved for the backward pass: ``x``, which the caller mostly holds too.
 
     Args:
         x: (..., H), floating point.

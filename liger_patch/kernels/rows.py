@@ -41,26 +41,6 @@ def empty_in_order(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype)
 
 
-def empty_per_row(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (...) memory for one element a row, in the order of dense rows (..., H)."""
-    *leading, size = rows.shape
-    if rows.is_contiguous():
-        return rows.new_empty(leading, dtype=dtype)
-    strides = [stride // size for stride in rows.stride()[:-1]]
-    return rows.new_empty_strided(leading, strides, dtype=dtype)
-
-
-def per_row_in_order_of(rows: Tensor, values: Tensor) -> Tensor:
-    """Return (...) one value a row, in the order of dense rows (..., H)."""
-    if rows.is_contiguous() and values.is_contiguous():
-        return values
-    *leading, size = rows.shape
-    each = zip(leading, values.stride(), rows.stride(), strict=False)
-    if all(count == 1 or ours * size == theirs for count, ours, theirs in each):
-        return values
-    return empty_per_row(rows, values.dtype).copy_(values)
-
-
 def in_order_of(result: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor in the order in memory of a dense result of its shape."""
     if tensor.stride() == result.stride():

@@ -29,7 +29,6 @@ def _rms_norm_kernel(
     x_ptr,  # (R, H)
     weight_ptr,  # (H,) or None
     y_ptr,  # (R, H)
-    rstd_ptr,  # (R,)
     rows,
     hidden_size,
     eps,
@@ -50,7 +49,6 @@ def _rms_norm_kernel(
         scale = offset + tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
         y *= scale[None, :]
     tl.store(y_ptr + offsets, y, mask=mask)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
@@ -65,11 +63,11 @@ def _rms_norm_backward_kernel(
     dy_ptr,  # (R, H)
     x_ptr,  # (R, H)
     weight_ptr,  # (H,) or None
-    rstd_ptr,  # (R,)
     dx_ptr,  # (R, H)
     dweight_ptr,  # (P, H) or None
     rows,
     hidden_size,
+    eps,
     offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -95,20 +93,23 @@ def _rms_norm_backward_kernel(
     for start in tl.range(first, rows, step, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_ROWS)
         is_row = row < rows
-        rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
         offsets = row[:, None] * hidden_size + column[None, :]
         mask = is_row[:, None] & is_column[None, :]
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, axis=1)
+        if BLOCK_REST > 0:
+            rest_offsets = row[:, None] * hidden_size + rest[None, :]
+            rest_mask = is_row[:, None] & is_rest[None, :]
+            rest_dy = tl.load(dy_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
+            rest_x = tl.load(x_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
+            squares += tl.sum(rest_x * rest_x, axis=1)
+        rstd = tl.where(is_row, tl.rsqrt(squares / hidden_size + eps), 0.0)  # eps may be 0
         dnormed, normed, dscale = _backward_terms(dy, x, scale, rstd)
         dweight += dscale
         total = tl.sum(dnormed * normed, axis=1)
         if BLOCK_REST > 0:
-            rest_offsets = row[:, None] * hidden_size + rest[None, :]
-            rest_mask = is_row[:, None] & is_rest[None, :]
-            dy = tl.load(dy_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + rest_offsets, mask=rest_mask, other=0.0).to(tl.float32)
-            rest_dnormed, rest_normed, dscale = _backward_terms(dy, x, rest_scale, rstd)
+            rest_dnormed, rest_normed, dscale = _backward_terms(rest_dy, rest_x, rest_scale, rstd)
             rest_dweight += dscale
             total += tl.sum(rest_dnormed * rest_normed, axis=1)
         mean = (total / hidden_size)[:, None]
@@ -150,10 +151,9 @@ def rms_norm(
     eps: float,
     offset: float,
     y: Tensor,  # (..., H)
-    rstd: Tensor,  # (...) float32
 ) -> None:
-    """Write y and rstd. The rows of x and y are dense in memory, in the same order; so is rstd."""
-    rows, hidden_size = rstd.numel(), x.shape[-1]
+    """Write y. The rows of x and y are dense in memory, in the same order."""
+    rows, hidden_size = x.numel() // x.shape[-1], x.shape[-1]
     blocks, num_warps = tile(hidden_size)
     if not rows:
         return
@@ -162,7 +162,6 @@ def rms_norm(
             x,
             weight,
             y,
-            rstd,
             rows,
             hidden_size,
             eps,
@@ -176,15 +175,15 @@ def rms_norm_backward(
     dy: Tensor,  # (..., H)
     x: Tensor,  # (..., H)
     weight: Tensor | None,  # (H,)
-    rstd: Tensor,  # (...) float32
+    eps: float,
     offset: float,
     dx: Tensor,  # (..., H)
     dweight: Tensor | None,  # (H,)
 ) -> None:
     """Write dx and, where there is one, dweight. The rows of dy, x and dx are dense in memory, in
-    the same order; so is rstd.
+    the same order.
     """
-    rows, hidden_size = rstd.numel(), x.shape[-1]
+    rows, hidden_size = x.numel() // x.shape[-1], x.shape[-1]
     blocks, num_warps = backward_tile(
         hidden_size, x.element_size() + dy.element_size(), shared_bytes(x.device)
     )
@@ -199,11 +198,11 @@ def rms_norm_backward(
                 dy,
                 x,
                 weight,
-                rstd,
                 dx,
                 parts,
                 rows,
                 hidden_size,
+                eps,
                 offset,
                 **blocks,
                 num_warps=num_warps,  # pyright: ignore[reportCallIssue]
