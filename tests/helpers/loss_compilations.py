@@ -303,109 +303,53 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
         )
 
 
-def token_statistics(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
-
-    everything = [*itertools.product(DTYPES, (0, 1), (MAX_BLOCK_V,)), ("*bf16", 1, 131)]
-    rotated = [("*bf16", 1, MAX_BLOCK_V), ("*fp16", 0, MAX_BLOCK_V), ("*fp32", 1, 131)]
-    for dtype, softcap, vocab_size in everything if target == FULL else rotated:
-        block_v, warps = block_and_warps(vocab_size, target.warp_size)
-        yield (
-            f"{dtype[1:]}-V{vocab_size}-{softcap}",
-            {
-                "logits_ptr": dtype,
-                "logits_stride": "i32",
-                "labels_ptr": "*i64",
-                "entropy_ptr": "*fp32",
-                "lse_ptr": "*fp32",
-                "is_top1_ptr": "*i1",
-                "mean_logits_ptr": "*fp32",
-                "log_sum_sq_probs_ptr": "*fp32",
-                "vocab_size": "i32",
-                "softcap": "fp32" if softcap else None,
-                "logit_scale": "fp32",
-                "BLOCK_V": block_v,
-            },
-            warps,
-        )
-
-
-def log_probs_gradient(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
-
-    # of log_probs, entropy, lse; without the last two, the cross entropy's kernel has the gradient
-    some = [flags for flags in itertools.product((0, 1), repeat=3) if any(flags[1:])]
-    cases = [(DTYPES[(i + s) % 3], s, flags) for s in (0, 1) for i, flags in enumerate(some)]
-    if target != FULL:
-        cases = [("*bf16", 1, (1, 1, 1)), ("*fp16", 0, (0, 1, 0)), ("*fp32", 1, (1, 0, 1))]
-    block_v, warps = block_and_warps(MAX_BLOCK_V, target.warp_size)
-    for dtype, softcap, flags in cases:
-        of_log_probs, of_entropy, of_lse = flags
-        yield (
-            f"{dtype[1:]}-{softcap}{of_log_probs}{of_entropy}{of_lse}",
-            {
-                "logits_ptr": dtype,
-                "logits_stride": "i32",
-                "labels_ptr": "*i64",
-                "dlog_probs_ptr": "*fp32" if of_log_probs else None,
-                "dentropy_ptr": "*fp32" if of_entropy else None,
-                "dlse_ptr": "*fp32" if of_lse else None,
-                "vocab_size": "i32",
-                "softcap": "fp32" if softcap else None,
-                "logit_scale": "fp32",
-                "BLOCK_V": block_v,
-            },
-            warps,
-        )
-
-
-def shard_sums(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def row_sums(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     # softcap, class weight, label smoothing, statistics
     flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1))
-    for name, block_v, warps, dtype, each in _shards(target, flags):
+    for name, block_v, warps, dtype, each in _two_walks(target, flags):
         softcap, class_weight, smoothing, statistics = each
         names = ("weighted", "weight_sum")
         more = {f"{name}_ptr": "*fp32" if smoothing else None for name in names}
-        names = ("moment", "squares", "z_sum", "label_z", "before_label")
+        names = ("moment", "squares", "z_sum", "top")
         more |= {f"{name}_ptr": "*fp32" if statistics else None for name in names}
         names = ("highest", "others", "label_distance")
         more |= {f"{name}_ptr": "*fp32" for name in names}
-        yield name, _shard_arguments(dtype, softcap, class_weight, block_v) | more, warps
+        yield name, _row_arguments(dtype, softcap, class_weight, block_v) | more, warps
 
 
-def shard_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def row_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
     # softcap, class weight, label smoothing, entropy
     flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1))
-    for name, block_v, warps, dtype, each in _shards(target, flags):
+    for name, block_v, warps, dtype, each in _two_walks(target, flags):
         softcap, class_weight, smoothing, entropy = each
         more: dict[str, Any] = {"smooth_ptr": "*fp32" if smoothing else None}
         names = ("entropy_factor", "mean_distance")
         more |= {f"{name}_ptr": "*fp32" if entropy else None for name in names}
         names = ("highest", "factor", "label_gradient")
         more |= {f"{name}_ptr": "*fp32" for name in names}
-        yield name, _shard_arguments(dtype, softcap, class_weight, block_v) | more, warps
+        yield name, _row_arguments(dtype, softcap, class_weight, block_v) | more, warps
 
 
-def _shards(
+def _two_walks(
     target: GPUTarget, flags: tuple[tuple[int, ...], ...]
 ) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
     from liger_patch.kernels.triton.cross_entropy import MAX_BLOCK_V, block_and_warps
 
     everything = [*itertools.product(DTYPES, flags, (MAX_BLOCK_V,)), ("*bf16", flags[2], 131)]
     rotated = [(DTYPES[i % 3], each, MAX_BLOCK_V) for i, each in enumerate(flags)]
-    for dtype, each, shard_size in everything if target == FULL else rotated:
-        block_v, warps = block_and_warps(shard_size, target.warp_size)
-        name = f"{dtype[1:]}-V{shard_size}-" + "".join(map(str, each))
+    for dtype, each, vocab_size in everything if target == FULL else rotated:
+        block_v, warps = block_and_warps(vocab_size, target.warp_size)
+        name = f"{dtype[1:]}-V{vocab_size}-" + "".join(map(str, each))
         yield name, block_v, warps, dtype, each
 
 
-def _shard_arguments(dtype: str, softcap: int, class_weight: int, block_v: int) -> dict[str, Any]:
+def _row_arguments(dtype: str, softcap: int, class_weight: int, block_v: int) -> dict[str, Any]:
     return {
         "logits_ptr": dtype,
         "logits_stride": "i32",
         "labels_ptr": "*i64",
         "class_weight_ptr": "*fp32" if class_weight else None,
-        "shard_size": "i32",
+        "vocab_size": "i32",
         "softcap": "fp32" if softcap else None,
         "logit_scale": "fp32",
         "BLOCK_V": block_v,

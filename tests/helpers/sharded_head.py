@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from collectives import record_collectives
 from gloo_group import join, leave
 from kernel_forms import patch_triton_once
 from log_probs_ways import FIELDS, check_log_probs
@@ -26,8 +26,6 @@ from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
 
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-GATHER_AND_SUM = {GATHER: 1, "all_reduce": 0}  # argument that is this rank's own
 device = torch.device("cpu")
 
 
@@ -214,30 +212,8 @@ def check_errors() -> None:
         VocabShard(None, 0)
 
 
-@contextmanager
-def collectives() -> Iterator[list[tuple[str, int]]]:
-    """Name and bytes of each collective within this context."""
-    found: list[tuple[str, int]] = []
-    originals = {name: getattr(dist, name) for name in GATHER_AND_SUM}
-
-    def counted(name: str, position: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found.append((name, args[position].nbytes))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name, position in GATHER_AND_SUM.items():
-        setattr(dist, name, counted(name, position))
-    try:
-        yield found
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
 def check_collectives() -> None:
-    """Three numbers of each token are gathered, and each chunk's gradient is summed."""
+    """Each chunk makes one gather of a few numbers a token, and one sum of its gradient."""
     tokens, hidden_size, vocab_size = 6, 16, 128
     inputs, labels = linear_inputs(
         torch.float32, device, tokens, hidden_size, vocab_size, ignored=0
@@ -246,17 +222,35 @@ def check_collectives() -> None:
     own = {**inputs, "weight": inputs["weight"][start:stop]}
     how: dict[str, Any] = {"vocab_shard": VocabShard(None, vocab_size)}
     how["chunk_mib"] = 3 * 64 * 4 / MIB  # rows of a multiple of 64: on a GPU none has padding
-    gather, summed = (GATHER, 3 * 3 * 4), ("all_reduce", 3 * hidden_size * 4)
-    with collectives() as found:
-        linear_cross_entropy(**own, labels=labels, **how)
-    assert found == [gather] * 2
     leaves = {name: value.requires_grad_() for name, value in own.items()}
-    with collectives() as found:
-        linear_cross_entropy(**leaves, labels=labels, **how).backward()
-    assert found == [gather, summed] * 2
-    with collectives() as found:
-        linear_cross_entropy(**leaves, labels=torch.full_like(labels, -100), **how).backward()
-    assert found == []
+    ignored = torch.full_like(labels, -100)
+    every: dict[str, Any] = {"softcap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1}
+    cases: list[tuple[Callable[[], Any], int]] = [  # and how many numbers of a token are gathered
+        (lambda: linear_cross_entropy(**leaves, labels=labels, **how).backward(), 3),
+        (lambda: linear_cross_entropy(**leaves, labels=labels, **every, **how).backward(), 5),
+        (lambda: linear_cross_entropy(**leaves, labels=ignored, **how).backward(), 0),
+        (lambda: _log_probs_mean(leaves, labels, how).backward(), 7),
+    ]
+    for step, numbers in cases:
+        with record_collectives() as found:
+            step()
+        chunks = 2 if numbers else 0
+        gather = _gathered(numbers * 3), torch.float32
+        assert [each[1:] for each in found] == [gather, (3 * hidden_size, torch.float32)] * chunks
+        assert all("gather" in each[0] for each in found[::2])
+        assert all("reduce" in each[0] for each in found[1::2])
+    with torch.no_grad(), record_collectives() as found:
+        linear_cross_entropy(**own, labels=labels, **how)
+    assert [each[1:] for each in found] == [(_gathered(3 * 3), torch.float32)] * 2
+
+
+def _log_probs_mean(leaves: dict[str, Any], labels: Tensor, how: dict[str, Any]) -> Tensor:
+    return linear_log_probs(**leaves, labels=labels, outputs=FIELDS, **how).log_probs.mean()
+
+
+def _gathered(numbers: int) -> int:
+    """The numbers in a gather's tensors: this rank's own, and those of all."""
+    return numbers * (1 + dist.get_world_size())
 
 
 if __name__ == "__main__":

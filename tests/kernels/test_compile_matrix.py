@@ -44,7 +44,7 @@ SPILLED_BYTES_OF = {
     "_gated_norm_backward_kernel": 96,  # float32 groups of 8192 on sm_120: 16 on sm_90
     "odds_kernel": 96,  # with a softcap and three sums on sm_100: 8 on sm_90
     "_rms_norm_backward_kernel": 2312,  # float32 rows of 32768 on sm_100: 0 on sm_90
-    "_shard_gradients_kernel": 192,  # with a softcap on sm_120: 8 on sm_90
+    "_row_gradients_kernel": 192,  # with a softcap on sm_120: 8 on sm_90
 }
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 GEFORCE = GPUTarget("cuda", 89, 32)
@@ -71,20 +71,18 @@ KERNELS = {
     "_gated_norm_backward_kernel": layer.gated_norm_backward,
     "_gated_norm_kernel": layer.gated_norm,
     "label_logit_kernel": loss.label_logit,
-    "_log_probs_gradient_kernel": loss.log_probs_gradient,
     "odds_kernel": loss.odds,
     "_nf4_kernel": lora.nf4,
     "_order_tokens_kernel": loss.order_tokens,
     "_rms_norm_backward_kernel": layer.rms_norm_backward,
     "_rms_norm_kernel": layer.rms_norm,
     "_rotary_kernel": layer.rotary,
+    "_row_gradients_kernel": loss.row_gradients,
     "_row_odds_kernel": loss.row_odds,
+    "_row_sums_kernel": loss.row_sums,
     "_scale_kernel": loss.scale,
     "_scale_rows_kernel": loss.scale_rows,
-    "_shard_gradients_kernel": loss.shard_gradients,
-    "_shard_sums_kernel": loss.shard_sums,
     "_sum_parts_kernel": layer.sum_parts,
-    "_token_statistics_kernel": loss.token_statistics,
 }
 
 

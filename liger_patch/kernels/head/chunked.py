@@ -11,8 +11,8 @@ are dropped. For each chunk, where gradients are wanted:
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
 low-rank adapter on the head adds its own thin products to each of them; a quantized weight is
 dequantized a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
-multiplies by its own rows: see ``sharded``. Extra memory: the gradients
-themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
+multiplies by its own rows: see ``row_sums``. Extra memory: the gradients themselves and C * V
+logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
@@ -51,7 +51,6 @@ from liger_patch.kernels.head.labels import (
     compact_labels,
 )
 from liger_patch.kernels.head.logits import LogitsForm
-from liger_patch.kernels.head.sharded import ShardedForm
 from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.quantized_weight import QuantizedWeight
@@ -258,10 +257,7 @@ def _form(
                 return hopper.OddsForm(operands, labels, options, **how)
             if row_odds.serves_row_odds(operands, options):
                 return row_odds.RowOddsForm(operands, labels, options, **how)
-    how["upstream"] = upstream
-    if shard is not None:
-        return ShardedForm(operands, labels, options, shard, **how)
-    return LogitsForm(operands, labels, options, **how)
+    return LogitsForm(operands, labels, options, upstream=upstream, shard=shard, **how)
 
 
 def _aligned(elements: int, multiple: int) -> int:

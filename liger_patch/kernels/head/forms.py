@@ -26,8 +26,8 @@ class OddsFactors(NamedTuple):
 
 class HeadForm(Protocol):
     """Computes losses and gradients of chunks of tokens: ``logits.LogitsForm``,
-    ``sharded.ShardedForm``, ``row_odds.RowOddsForm`` and ``hopper.OddsForm``. C: tokens of a chunk,
-    N: of the batch, n: of them supervised, V: vocabulary.
+    ``row_odds.RowOddsForm`` and ``hopper.OddsForm``. C: tokens of a chunk, N: of the batch, n: of
+    them supervised, V: vocabulary.
 
     Attributes:
         counts_on_device: whether the kernels read on the device where the supervised tokens end.

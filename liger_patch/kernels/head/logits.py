@@ -1,9 +1,9 @@
 """Losses from a chunk's logits: a kernel turns each row into its loss and, in place, into its
-gradient.
+gradient. Statistics, and logits of a vocabulary on several ranks, take two: see ``row_sums``.
 
 That is done where odds do not serve, neither those of Hopper (``hopper.OddsForm``) nor those of
 other GPUs (``row_odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
-a chunk, N: of the batch, n: of them supervised, V: vocabulary.
+a chunk, N: of the batch, n: of them supervised, V: vocabulary, V_r: its classes on this rank.
 """
 
 import torch
@@ -15,13 +15,23 @@ from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.products import logits_
+from liger_patch.kernels.head.row_sums import (
+    BASIC,
+    OF_SMOOTHING,
+    OF_STATISTICS,
+    RowSums,
+    row_gradients_,
+    row_sums,
+)
 from liger_patch.kernels.head.statistics import (
     TokenStatistics,
     UpstreamGradients,
-    log_probs_gradient_rows_,
-    token_statistics_rows,
+    gradients_of_log_probs,
+    losses_and_gradients,
+    write_statistics,
 )
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.vocab_shard import VocabShard
 
 
 class LogitsForm:
@@ -38,8 +48,14 @@ class LogitsForm:
         *,
         has_statistics: bool = False,
         upstream: UpstreamGradients | None = None,  # (n,)
+        shard: VocabShard | None = None,  # this rank's part of a distributed vocabulary
     ) -> None:
         self._labels, self._options, self._upstream = labels.labels, options, upstream
+        self._shard, self._own_weight = shard, options.class_weight
+        rows = operands.weight.shape[0]
+        self._vocab_size = rows if shard is None else shard.vocab_size
+        if shard is not None and options.class_weight is not None:
+            self._own_weight = options.class_weight[shard.start : shard.start + rows].contiguous()
         x = operands.hidden_states
         dtype, count = accumulation_dtype(x.dtype), len(labels.labels)
         self.losses = x.new_empty(count if upstream is None else 0, dtype=dtype)
@@ -54,21 +70,44 @@ class LogitsForm:
         operands: HeadInputs,  # of the C tokens
         start: int,
         *,
-        memory: Tensor | None,  # (C, V), to be overwritten
+        memory: Tensor | None,  # (C, V), or (C, V_r) of a shard; to be overwritten
         row_scale: Tensor | None,  # (N,), or (n,) once the count is read
     ) -> None:
         """Compute the losses and dlogits of C tokens: see ``HeadForm``."""
         assert memory is not None
         logits = logits_(memory, operands)
         chunk = slice(start, start + len(logits))
-        labels = self._labels[chunk]
-        if self._upstream is not None:
-            upstream = UpstreamGradients(*(None if u is None else u[chunk] for u in self._upstream))
-            log_probs_gradient_rows_(logits, labels, self._options, upstream)
+        scale = None if row_scale is None else row_scale[chunk]
+        if self._shard is None and self._upstream is None and self.statistics is None:
+            self._turn(logits, chunk, scale)
             return
+        options, vocab_size, labels = self._options, self._vocab_size, self._labels[chunk]
+        own_labels = labels if self._shard is None else labels - self._shard.start
+        sums = self._sums(logits, own_labels)
         if self.statistics is not None:
-            token_statistics_rows(logits, labels, self._options, self.statistics.of(chunk))
-        self._turn(logits, chunk, None if row_scale is None else row_scale[chunk])
+            write_statistics(sums, vocab_size, self.statistics.of(chunk))
+        if self._upstream is not None:
+            gradients = gradients_of_log_probs(sums, options, self._upstream.of(chunk))
+        elif self._shard is not None:
+            self.losses[chunk], gradients = losses_and_gradients(
+                sums, labels, options, vocab_size, scale
+            )
+        else:
+            self._turn(logits, chunk, scale)
+            return
+        if gradients is not None:
+            row_gradients_(logits, own_labels, options, self._own_weight, gradients)
+
+    def _sums(self, logits: Tensor, own_labels: Tensor) -> RowSums:
+        """Return the sums of whole rows (C,): with one gather of those of all ranks."""
+        names = BASIC
+        if self._options.label_smoothing > 0:
+            names += OF_SMOOTHING
+        if self.statistics is not None or self._upstream is not None:
+            names += OF_STATISTICS
+        sums = row_sums(logits, own_labels, self._options, self._own_weight, names)
+        parts = sums[None] if self._shard is None else self._shard.gather(sums)
+        return RowSums.of_parts(RowSums(**dict(zip(names, parts.unbind(1), strict=True))))
 
     def _turn(self, logits: Tensor, chunk: slice, row_scale: Tensor | None) -> None:
         """Write losses of logits and, with ``row_scale`` (C,), turn these into gradients."""

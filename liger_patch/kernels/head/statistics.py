@@ -1,4 +1,5 @@
-"""Statistics of each token's distribution beside its loss, and the gradient by its logits.
+"""What the sums of a row of logits say of its token: its loss, the statistics of its distribution,
+and the gradient by its logits.
 
 With p = softmax(z), z the logits of ``options``, and y the label:
 
@@ -10,8 +11,7 @@ With p = softmax(z), z the logits of ``options``, and y the label:
 
     d/dz_v = p_v (dlse - dlog_prob - dentropy (log(p_v) + entropy)) + [v = y] dlog_prob
 
-for upstream gradients dlog_prob, dentropy and dlse. Here in PyTorch operations, some rows at a time
-as in ``pytorch``; ``triton/token_statistics`` has the kernels. C: rows, V: vocabulary.
+for upstream gradients dlog_prob, dentropy and dlse. C: rows, V: vocabulary.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import accumulation_dtype, serves_triton
-from liger_patch.kernels.head.pytorch import blocks_of_rows
+from liger_patch.kernels.head.row_sums import RowGradients, RowSums
 from liger_patch.kernels.options import LossOptions
 
 
@@ -45,91 +44,82 @@ class UpstreamGradients(NamedTuple):
     entropy: Tensor | None
     lse: Tensor | None
 
+    def of(self, tokens: slice) -> "UpstreamGradients":
+        """Return the same of some of the tokens."""
+        return UpstreamGradients(*(None if each is None else each[tokens] for each in self))
 
-def token_statistics_rows(
-    logits: Tensor,  # (C, V)
+
+def write_statistics(sums: RowSums, vocab_size: int, out: TokenStatistics) -> None:
+    """Write all the statistics of rows, (C,)."""
+    assert out.mean_logits is not None
+    assert out.log_sum_sq_probs is not None
+    total = sums.total
+    log_sum = total.log()
+    out.entropy.copy_(log_sum - sums.moment / total)
+    out.lse.copy_(sums.highest + log_sum)
+    out.is_top1.copy_(sums.top == 0)
+    out.mean_logits.copy_(sums.z_sum / vocab_size)
+    out.log_sum_sq_probs.copy_(sums.squares.log() - 2 * log_sum)
+
+
+def losses_and_gradients(
+    sums: RowSums,
     labels: Tensor,  # (C,) in [0, V)
     options: LossOptions,
-    out: TokenStatistics,  # (C,), all of them
-) -> None:
-    """Write the statistics of rows of raw logits."""
-    entropy, lse, is_top1, mean_logits, log_sum_sq_probs = out
-    assert mean_logits is not None
-    assert log_sum_sq_probs is not None
-    if serves_triton(logits):
-        from liger_patch.kernels.triton import token_statistics
-
-        token_statistics.token_statistics_rows(
-            logits,
-            labels,
-            options,
-            entropy=entropy,
-            lse=lse,
-            is_top1=is_top1,
-            mean_logits=mean_logits,
-            log_sum_sq_probs=log_sum_sq_probs,
-        )
-        return
-    for part in blocks_of_rows(logits):
-        z, _ = z_and_slope(logits[part], options)
-        column = torch.arange(z.shape[1], device=z.device)
-        label = labels[part, None]
-        label_z = z.gather(1, label)
-        mean_logits[part] = z.mean(1)
-        first = z.masked_fill(column >= label, -torch.inf).amax(1) < label_z[:, 0]
-        highest = z.amax(1)
-        is_top1[part] = first & (label_z[:, 0] >= highest)
-        distance = z.sub_(highest[:, None])
-        odds = distance.exp()
-        total = odds.sum(1)
-        log_total = total.log()
-        lse[part] = highest + log_total
-        log_sum_sq_probs[part] = odds.square().sum(1).log() - 2 * log_total
-        distance.clamp_(min=torch.finfo(z.dtype).min)  # 0 * -inf is nan
-        entropy[part] = log_total - odds.mul_(distance).sum(1) / total
+    vocab_size: int,
+    row_scale: Tensor | None,  # (C,)
+) -> tuple[Tensor, RowGradients | None]:
+    """Return the losses, and with ``row_scale`` their gradients."""
+    # the maximum stays apart from the logarithm of the sum, as in ``pytorch``
+    total = sums.total
+    log_sum = total.log()
+    lse = sums.highest + log_sum
+    label_weight = torch.ones_like(lse)
+    if options.class_weight is not None:
+        label_weight = options.class_weight.to(lse.dtype).index_select(0, labels)
+    label_share = (1.0 - options.label_smoothing) * label_weight
+    losses = label_share * (log_sum - sums.label_distance) + options.z_loss * lse * lse
+    rest_share = 2.0 * options.z_loss * lse
+    smooth_share = options.label_smoothing / vocab_size
+    if smooth_share:
+        losses = losses + smooth_share * (sums.weight_sum * log_sum - sums.weighted)
+        rest_share = rest_share + smooth_share * sums.weight_sum
+    if row_scale is None:
+        return losses, None
+    scale = row_scale * options.logit_scale
+    label_part = sums.label_distance.exp()
+    label_gradient = (rest_share * label_part - label_share * sums.others) / total
+    return losses, RowGradients(
+        sums.highest,
+        (label_share + rest_share) / total * scale,
+        (label_gradient - smooth_share * label_weight) * scale,
+        smooth_share * scale if smooth_share else None,
+    )
 
 
-def log_probs_gradient_rows_(
-    logits: Tensor,  # (C, V)
-    labels: Tensor,  # (C,) in [0, V)
+def gradients_of_log_probs(
+    sums: RowSums,
     options: LossOptions,
     upstream: UpstreamGradients,  # (C,)
-) -> None:
-    """Turn raw logits into the gradient by them, in place."""
-    if serves_triton(logits):
-        from liger_patch.kernels.triton import token_statistics
-
-        token_statistics.log_probs_gradient_rows_(logits, labels, options, *upstream)
-        return
-    dlog_probs, dentropy, dlse = upstream
-    for part in blocks_of_rows(logits):
-        z, slope = z_and_slope(logits[part], options)
-        # the maximum and the logarithm of the sum, one after the other: lse would be rounded to the
-        # maximum's last digit
-        distance = z.sub_(z.amax(1, keepdim=True))
-        gradient = distance.exp()
-        total = gradient.sum(1, keepdim=True)
-        gradient.div_(total)
-        share = torch.zeros_like(total)
-        if dlse is not None:
-            share = share + dlse[part, None]
-        if dlog_probs is not None:
-            share = share - dlog_probs[part, None]
-        if dentropy is not None:
-            log_p = distance.clamp_(min=torch.finfo(z.dtype).min).sub_(total.log())
-            entropy = -(gradient * log_p).sum(1, keepdim=True)
-            share = share - log_p.add_(entropy).mul_(dentropy[part, None])
-        gradient.mul_(share)
-        if dlog_probs is not None:
-            gradient.scatter_add_(1, labels[part, None], dlog_probs[part, None].to(gradient.dtype))
-        gradient.mul_(options.logit_scale if slope is None else slope.mul_(options.logit_scale))
-        logits[part] = gradient
-
-
-def z_and_slope(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Return z of raw logits in a memory of its own, and dz/dx over the logit scale, None for 1."""
-    z = x.to(accumulation_dtype(x.dtype), copy=True).mul_(options.logit_scale)
-    if options.softcap is None:
-        return z, None
-    squashed = z.div_(options.softcap).tanh_()
-    return squashed * options.softcap, squashed.square_().neg_().add_(1.0)
+) -> RowGradients:
+    """Return the gradients for upstream gradients of log-probabilities, entropy and lse."""
+    dlog_probs, dentropy, dlse = (None if u is None else u * options.logit_scale for u in upstream)
+    total = sums.total
+    p = sums.label_distance.exp() / total
+    label_gradient = share = torch.zeros_like(p)
+    if dlse is not None:
+        share = share + dlse
+        label_gradient = label_gradient + dlse * p
+    if dlog_probs is not None:
+        share = share - dlog_probs
+        label_gradient = label_gradient + dlog_probs * (sums.others / total)
+    gradients = RowGradients(sums.highest, share / total, label_gradient)
+    if dentropy is None:
+        return gradients
+    mean_distance = sums.moment / total
+    deviation = (mean_distance - sums.label_distance).masked_fill(p == 0, 0.0)
+    return gradients._replace(
+        label_gradient=label_gradient + dentropy * p * deviation,
+        entropy_factor=dentropy / total,
+        mean_distance=mean_distance,
+    )

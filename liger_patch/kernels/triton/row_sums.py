@@ -1,9 +1,8 @@
-"""Triton form of the rows of one shard's logits, where a vocabulary is distributed over ranks. The
-formulas are in ``head/shard_rows``.
+"""Triton form of rows of logits in two walks. The formulas are in ``head/row_sums``.
 
-One program walks a row once, with a running maximum; and once more, when the numbers of all shards
-are there, to turn each logit into its gradient in place. C: rows, V_r: classes of the shard. Extra
-memory: none. Running maximum: Milakov and Gimelshein (arXiv:1805.02867).
+One program walks a row once, with a running maximum; and once more, when the numbers of all ranks
+are there, to turn each logit into its gradient in place. C: rows, V_r: classes of this rank, or all
+of them. Extra memory: none. Running maximum: Milakov and Gimelshein (arXiv:1805.02867).
 """
 
 import torch
@@ -21,22 +20,21 @@ from liger_patch.kernels.triton.softcap import (
 
 
 @triton.jit
-def _shard_sums_kernel(
+def _row_sums_kernel(
     logits_ptr,  # (C, V_r)
     logits_stride,
-    labels_ptr,  # (C,) outside [0, V_r) where another shard's
+    labels_ptr,  # (C,) outside [0, V_r) where another rank's
     class_weight_ptr,  # (V_r,) or None
     highest_ptr,  # (C,) as all that follow
     others_ptr,
     label_distance_ptr,
     weighted_ptr,  # or None, as the next
     weight_sum_ptr,
-    moment_ptr,  # or None, as the next four
+    moment_ptr,  # or None, as the next three
     squares_ptr,
     z_sum_ptr,
-    label_z_ptr,
-    before_label_ptr,
-    shard_size,
+    top_ptr,
+    vocab_size,
     softcap,  # or None
     logit_scale,
     BLOCK_V: tl.constexpr,
@@ -55,12 +53,13 @@ def _shard_sums_kernel(
     moment = 0.0  # sum of (z - running_max) exp(z - running_max)
     squares = 0.0
     z_sum = 0.0
-    before_label = float("-inf")
-    for start in range(0, shard_size, BLOCK_V):
-        mask = start + columns < shard_size
+    top = 0  # the first class with the largest z
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
         x = tl.load(logits_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
         z = tl.where(mask, apply_softcap(x * logit_scale, softcap), float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(z, axis=0))
+        block_max = tl.max(z, axis=0)
+        new_max = tl.maximum(running_max, block_max)
         lowered = running_max - new_max
         factor = tl.exp(lowered)
         distance = distance_from_max(x, new_max, softcap, logit_scale)
@@ -80,15 +79,14 @@ def _shard_sums_kernel(
             total = factor * total + tl.sum(parts, axis=0)
             squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
             z_sum += tl.sum(tl.where(mask, z, 0.0), axis=0)
-            is_before = start + columns < label
-            largest = tl.max(tl.where(is_before, z, float("-inf")), axis=0)
-            before_label = tl.maximum(before_label, largest)
+            first = tl.min(tl.where(z == block_max, start + columns, vocab_size), axis=0)
+            top = tl.where(block_max > running_max, first, top)
         if (label >= start) & (label < start + BLOCK_V):
             parts = tl.where(columns == label - start, 0.0, parts)
         others = others * factor + tl.sum(parts, axis=0)
         running_max = new_max
 
-    is_own = (label >= 0) & (label < shard_size)
+    is_own = (label >= 0) & (label < vocab_size)
     label_x = tl.load(logits_ptr + label, mask=is_own, other=0.0).to(tl.float32)
     label_distance = distance_from_max(label_x, running_max, softcap, logit_scale)
     tl.store(highest_ptr + row, running_max)
@@ -98,19 +96,17 @@ def _shard_sums_kernel(
         tl.store(weighted_ptr + row, weighted)
         tl.store(weight_sum_ptr + row, weight_sum)
     if moment_ptr is not None:
-        label_z = apply_softcap(label_x * logit_scale, softcap)
         tl.store(moment_ptr + row, moment)
         tl.store(squares_ptr + row, squares)
         tl.store(z_sum_ptr + row, z_sum)
-        tl.store(label_z_ptr + row, tl.where(is_own, label_z, float("-inf")))
-        tl.store(before_label_ptr + row, before_label)
+        tl.store(top_ptr + row, (top - label).to(tl.float32))
 
 
 @triton.jit
-def _shard_gradients_kernel(
+def _row_gradients_kernel(
     logits_ptr,  # (C, V_r)
     logits_stride,
-    labels_ptr,  # (C,) outside [0, V_r) where another shard's
+    labels_ptr,  # (C,) outside [0, V_r) where another rank's
     class_weight_ptr,  # (V_r,) or None
     highest_ptr,  # (C,) as all that follow
     factor_ptr,
@@ -118,7 +114,7 @@ def _shard_gradients_kernel(
     smooth_ptr,  # or None
     entropy_factor_ptr,  # or None
     mean_distance_ptr,  # None without the one before
-    shard_size,
+    vocab_size,
     softcap,  # or None
     logit_scale,
     BLOCK_V: tl.constexpr,
@@ -131,8 +127,8 @@ def _shard_gradients_kernel(
     highest = tl.load(highest_ptr + row)
     factor = tl.load(factor_ptr + row)
     label_gradient = tl.load(label_gradient_ptr + row)
-    for start in range(0, shard_size, BLOCK_V):
-        mask = start + columns < shard_size
+    for start in range(0, vocab_size, BLOCK_V):
+        mask = start + columns < vocab_size
         x = tl.load(
             logits_ptr + start + columns, mask=mask, other=0.0, eviction_policy="evict_first"
         )
@@ -156,18 +152,18 @@ def _shard_gradients_kernel(
         tl.store(logits_ptr + start + columns, gradient, mask=mask)
 
 
-def shard_sums(
+def row_sums(
     logits: Tensor,  # (C, V_r)
     labels: Tensor,  # (C,)
     options: LossOptions,
     class_weight: Tensor | None,  # (V_r,)
     *sums: Tensor | None,  # (C,) float32
 ) -> None:
-    """Write the fields of ``ShardSums``, in their order; None for those that are not wanted."""
-    _launch(_shard_sums_kernel, logits, labels, options, class_weight, sums)
+    """Write the fields of ``RowSums``, in their order; None for those that are not wanted."""
+    _launch(_row_sums_kernel, logits, labels, options, class_weight, sums)
 
 
-def shard_gradients_(
+def row_gradients_(
     logits: Tensor,  # (C, V_r)
     labels: Tensor,  # (C,)
     options: LossOptions,
@@ -175,7 +171,7 @@ def shard_gradients_(
     *gradients: Tensor | None,  # (C,) float32
 ) -> None:
     """Turn raw logits into the gradient by them, by the fields of ``RowGradients``."""
-    _launch(_shard_gradients_kernel, logits, labels, options, class_weight, gradients)
+    _launch(_row_gradients_kernel, logits, labels, options, class_weight, gradients)
 
 
 def _launch(
@@ -186,10 +182,10 @@ def _launch(
     class_weight: Tensor | None,
     numbers: tuple[Tensor | None, ...],
 ) -> None:
-    rows, shard_size = logits.shape
+    rows, vocab_size = logits.shape
     if not rows:
         return
-    block_v, num_warps = block_and_warps(max(1, shard_size), 64 if torch.version.hip else 32)
+    block_v, num_warps = block_and_warps(max(1, vocab_size), 64 if torch.version.hip else 32)
     with torch.cuda.device_of(logits):
         kernel[(rows,)](
             logits,
@@ -197,7 +193,7 @@ def _launch(
             labels,
             class_weight,
             *numbers,
-            shard_size,
+            vocab_size,
             options.softcap,
             options.logit_scale,
             BLOCK_V=block_v,

@@ -1,58 +1,85 @@
-"""Rows of one shard's logits: reduced to the few numbers that other shards need, and turned into
-gradients.
+"""Rows of logits in two walks: reduced to a few numbers, and turned into gradients by them.
 
     d_v  = z_v - highest
     dz_v = exp(d_v) (factor + entropy_factor (mean_distance - d_v)) - smooth w_v
 
 except at the label, whose gradient is computed apart: near p = 1, p - 1 would cancel. z: the logits
-of ``options``, ``highest``: the largest z of the whole vocabulary, w: class weights, 1 where there
-are none. In PyTorch operations here, some rows at a time as in ``pytorch``;
-``triton/vocab_shard`` has the kernels. C: rows, R: ranks, V_r: classes of the shard.
+of ``options``, ``highest``: the largest z of the row, w: class weights, 1 where there are none.
+
+Of a vocabulary on several ranks, each reduces its own columns, gathers the numbers of all, and adds
+them in the order of the ranks, so that all have the same bits. In PyTorch operations here, some
+rows at a time as in ``pytorch``; ``triton/row_sums`` has the kernels. C: rows, R: ranks, V_r:
+classes of a rank, all V of them where there is one.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head.pytorch import blocks_of_rows
-from liger_patch.kernels.head.statistics import z_and_slope
 from liger_patch.kernels.options import LossOptions
 
 LOWEST = -3.0e38  # stands for the largest of no logits, and finite: -inf - -inf is nan
 
 
-class ShardSums(NamedTuple):
-    """What a shard knows of each row, (C,); or all shards, (R, C).
+class RowSums(NamedTuple):
+    """What is known of each row, (C,); of its parts on all ranks, (R, C).
 
     Attributes:
-        highest: the largest z of the shard, at least LOWEST.
+        highest: the largest z, at least LOWEST.
         others: the sum of exp(z - highest) without the label's.
-        label_distance: z_y - highest; -inf where the label is another shard's.
+        label_distance: z_y - highest; -inf where the label is another rank's.
         weighted: the sum of w (z - highest), with w the class weights or 1. For label smoothing.
         weight_sum: the sum of w. For label smoothing.
-        moment: the sum of (z - highest) exp(z - highest).
+        moment: the sum of (z - highest) exp(z - highest). For statistics, as all that follow.
         squares: the sum of exp(z - highest) ** 2.
         z_sum: the sum of z.
-        label_z: z_y; -inf where the label is another shard's.
-        before_label: the largest z of the classes before the label.
+        top: the first class with the largest z, minus the label. float32 rounds none to 0.
     """
 
     highest: Tensor
     others: Tensor
     label_distance: Tensor
-    weighted: Tensor | None = None
-    weight_sum: Tensor | None = None
-    moment: Tensor | None = None
-    squares: Tensor | None = None
-    z_sum: Tensor | None = None
-    label_z: Tensor | None = None
-    before_label: Tensor | None = None
+    weighted: Any = None  # Tensor | None, as all that follow
+    weight_sum: Any = None
+    moment: Any = None
+    squares: Any = None
+    z_sum: Any = None
+    top: Any = None
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of exp(z - highest)."""
+        return self.others + self.label_distance.exp()
+
+    @classmethod
+    def of_parts(cls, parts: "RowSums") -> "RowSums":  # (R, C)
+        """Return the numbers of whole rows, (C,)."""
+        highest = parts.highest.amax(0)
+        lowered = parts.highest - highest
+        factors = lowered.exp()
+        sums = cls(
+            highest,
+            (parts.others * factors).sum(0),
+            (parts.label_distance + lowered).amax(0),
+        )
+        if parts.weighted is not None:
+            weighted = (parts.weighted + parts.weight_sum * lowered).sum(0)
+            sums = sums._replace(weighted=weighted, weight_sum=parts.weight_sum.sum(0))
+        if parts.moment is not None:
+            sums = sums._replace(
+                moment=(factors * (parts.moment + lowered * parts.total)).sum(0),
+                squares=(parts.squares * factors.square()).sum(0),
+                z_sum=parts.z_sum.sum(0),
+                top=parts.top.masked_fill(lowered != 0, torch.inf).amin(0),
+            )
+        return sums
 
 
-BASIC, OF_SMOOTHING, OF_STATISTICS = (ShardSums._fields[a:b] for a, b in ((0, 3), (3, 5), (5, 10)))
+BASIC, OF_SMOOTHING, OF_STATISTICS = (RowSums._fields[a:b] for a, b in ((0, 3), (3, 5), (5, 9)))
 
 
 class RowGradients(NamedTuple):
@@ -66,45 +93,42 @@ class RowGradients(NamedTuple):
     mean_distance: Tensor | None = None
 
 
-def shard_sums(
+def row_sums(
     logits: Tensor,  # (C, V_r)
-    labels: Tensor,  # (C,) from the first of the columns, outside them where not this shard's
+    labels: Tensor,  # (C,) from the first of the columns, outside them where another rank's
     options: LossOptions,
     class_weight: Tensor | None,  # (V_r,)
     names: Sequence[str],
 ) -> Tensor:
-    """Return (k, C) the named fields of ``ShardSums`` of raw logits."""
+    """Return (k, C) the named fields of ``RowSums`` of raw logits."""
     rows, columns = logits.shape
     sums = logits.new_empty(len(names), rows, dtype=accumulation_dtype(logits.dtype))
-    out = ShardSums(**dict(zip(names, sums.unbind(), strict=True)))
+    out = RowSums(**dict(zip(names, sums.unbind(), strict=True)))
     if serves_triton(logits):
-        from liger_patch.kernels.triton import vocab_shard
+        from liger_patch.kernels.triton import row_sums as kernels
 
-        vocab_shard.shard_sums(logits, labels, options, class_weight, *out)
+        kernels.row_sums(logits, labels, options, class_weight, *out)
         return sums
     if not columns:
         sums.zero_()
         out.highest.fill_(LOWEST)
-        for each in (out.label_distance, out.label_z, out.before_label):
-            if each is not None:
-                each.fill_(-torch.inf)
+        out.label_distance.fill_(-torch.inf)
         return sums
     for part in blocks_of_rows(logits):
         z, _ = z_and_slope(logits[part], options)
         is_own, index = _places(labels[part], columns)
-        label_z = torch.where(is_own, z.gather(1, index), -torch.inf)[:, 0]
         highest = z.amax(1).clamp(min=LOWEST)
-        out.highest[part], out.label_distance[part] = highest, label_z - highest
-        if out.label_z is not None and out.before_label is not None and out.z_sum is not None:
-            out.label_z[part], out.z_sum[part] = label_z, z.sum(1)
-            is_after = torch.arange(columns, device=z.device) >= labels[part, None]
-            out.before_label[part] = z.masked_fill(is_after, -torch.inf).amax(1)
+        out.highest[part] = highest
+        label_z = torch.where(is_own, z.gather(1, index), -torch.inf)[:, 0]
+        out.label_distance[part] = label_z - highest
+        if out.moment is not None:
+            out.z_sum[part], out.top[part] = z.sum(1), z.argmax(1) - labels[part]
         distance = z.sub_(highest[:, None])
         odds = distance.exp()
-        if out.weighted is not None and out.weight_sum is not None:
+        if out.weighted is not None:
             weight = z.new_ones(columns) if class_weight is None else class_weight.to(z.dtype)
             out.weighted[part], out.weight_sum[part] = distance @ weight, weight.sum()
-        if out.moment is not None and out.squares is not None:
+        if out.moment is not None:
             distance.clamp_(min=torch.finfo(z.dtype).min)  # 0 * -inf is nan
             out.moment[part] = distance.mul_(odds).sum(1)
             out.squares[part] = odds.square().sum(1)
@@ -113,9 +137,9 @@ def shard_sums(
     return sums
 
 
-def shard_gradients_(
+def row_gradients_(
     logits: Tensor,  # (C, V_r)
-    labels: Tensor,  # (C,) as in ``shard_sums``
+    labels: Tensor,  # (C,) as in ``row_sums``
     options: LossOptions,
     class_weight: Tensor | None,  # (V_r,)
     gradients: RowGradients,
@@ -123,9 +147,9 @@ def shard_gradients_(
     """Turn raw logits into the gradient by them, in place."""
     columns = logits.shape[1]
     if serves_triton(logits):
-        from liger_patch.kernels.triton import vocab_shard
+        from liger_patch.kernels.triton import row_sums as kernels
 
-        vocab_shard.shard_gradients_(logits, labels, options, class_weight, *gradients)
+        kernels.row_gradients_(logits, labels, options, class_weight, *gradients)
         return
     if not columns:
         return
@@ -149,6 +173,15 @@ def shard_gradients_(
         is_own, index = _places(labels[part], columns)
         odds.scatter_(1, index, torch.where(is_own, label_gradient, odds.gather(1, index)))
         logits[part] = odds if slope is None else odds.mul_(slope)
+
+
+def z_and_slope(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
+    """Return z of raw logits in a memory of its own, and dz/dx over the logit scale, None for 1."""
+    z = x.to(accumulation_dtype(x.dtype), copy=True).mul_(options.logit_scale)
+    if options.softcap is None:
+        return z, None
+    squashed = z.div_(options.softcap).tanh_()
+    return squashed * options.softcap, squashed.square_().neg_().add_(1.0)
 
 
 def _places(labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
