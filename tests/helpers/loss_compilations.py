@@ -304,14 +304,15 @@ def add_label_rows(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
 
 
 def row_sums(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
-    # softcap, class weight, label smoothing, statistics
-    flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1))
+    # softcap, class weight, label smoothing, 1 for gradients of entropy and 2 for statistics
+    flags = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (1, 0, 0, 2), (0, 0, 0, 1))
     for name, block_v, warps, dtype, each in _two_walks(target, flags):
         softcap, class_weight, smoothing, statistics = each
         names = ("weighted", "weight_sum")
         more = {f"{name}_ptr": "*fp32" if smoothing else None for name in names}
-        names = ("moment", "squares", "z_sum", "top")
-        more |= {f"{name}_ptr": "*fp32" if statistics else None for name in names}
+        more["moment_ptr"] = "*fp32" if statistics else None
+        names = ("squares", "z_sum", "top")
+        more |= {f"{name}_ptr": "*fp32" if statistics == 2 else None for name in names}
         names = ("highest", "others", "label_distance")
         more |= {f"{name}_ptr": "*fp32" for name in names}
         yield name, _row_arguments(dtype, softcap, class_weight, block_v) | more, warps

@@ -17,6 +17,7 @@ from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.products import logits_
 from liger_patch.kernels.head.row_sums import (
     BASIC,
+    OF_ENTROPY,
     OF_SMOOTHING,
     OF_STATISTICS,
     RowSums,
@@ -103,8 +104,10 @@ class LogitsForm:
         names = BASIC
         if self._options.label_smoothing > 0:
             names += OF_SMOOTHING
-        if self.statistics is not None or self._upstream is not None:
+        if self.statistics is not None:
             names += OF_STATISTICS
+        elif self._upstream is not None and self._upstream.entropy is not None:
+            names += OF_ENTROPY
         sums = row_sums(logits, own_labels, self._options, self._own_weight, names)
         parts = sums[None] if self._shard is None else self._shard.gather(sums)
         return RowSums.of_parts(RowSums(**dict(zip(names, parts.unbind(1), strict=True))))

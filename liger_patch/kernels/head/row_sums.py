@@ -34,8 +34,9 @@ class RowSums(NamedTuple):
         label_distance: z_y - highest; -inf where the label is another rank's.
         weighted: the sum of w (z - highest), with w the class weights or 1. For label smoothing.
         weight_sum: the sum of w. For label smoothing.
-        moment: the sum of (z - highest) exp(z - highest). For statistics, as all that follow.
-        squares: the sum of exp(z - highest) ** 2.
+        moment: the sum of (z - highest) exp(z - highest). For statistics and gradients
+            of entropy.
+        squares: the sum of exp(z - highest) ** 2. For statistics, as all that follow.
         z_sum: the sum of z.
         top: the first class with the largest z, minus the label. float32 rounds none to 0.
     """
@@ -70,8 +71,10 @@ class RowSums(NamedTuple):
             weighted = (parts.weighted + parts.weight_sum * lowered).sum(0)
             sums = sums._replace(weighted=weighted, weight_sum=parts.weight_sum.sum(0))
         if parts.moment is not None:
+            moment = (factors * (parts.moment + lowered * parts.total)).sum(0)
+            sums = sums._replace(moment=moment)
+        if parts.squares is not None:
             sums = sums._replace(
-                moment=(factors * (parts.moment + lowered * parts.total)).sum(0),
                 squares=(parts.squares * factors.square()).sum(0),
                 z_sum=parts.z_sum.sum(0),
                 top=parts.top.masked_fill(lowered != 0, torch.inf).amin(0),
@@ -79,7 +82,9 @@ class RowSums(NamedTuple):
         return sums
 
 
-BASIC, OF_SMOOTHING, OF_STATISTICS = (RowSums._fields[a:b] for a, b in ((0, 3), (3, 5), (5, 9)))
+BASIC, OF_SMOOTHING, OF_ENTROPY, OF_STATISTICS = (
+    RowSums._fields[a:b] for a, b in ((0, 3), (3, 5), (5, 6), (5, 9))
+)
 
 
 class RowGradients(NamedTuple):
@@ -121,7 +126,7 @@ def row_sums(
         out.highest[part] = highest
         label_z = torch.where(is_own, z.gather(1, index), -torch.inf)[:, 0]
         out.label_distance[part] = label_z - highest
-        if out.moment is not None:
+        if out.squares is not None:
             out.z_sum[part], out.top[part] = z.sum(1), z.argmax(1) - labels[part]
         distance = z.sub_(highest[:, None])
         odds = distance.exp()
@@ -131,6 +136,7 @@ def row_sums(
         if out.moment is not None:
             distance.clamp_(min=torch.finfo(z.dtype).min)  # 0 * -inf is nan
             out.moment[part] = distance.mul_(odds).sum(1)
+        if out.squares is not None:
             out.squares[part] = odds.square().sum(1)
         odds.scatter_(1, index, odds.gather(1, index).masked_fill(is_own, 0.0))
         out.others[part] = odds.sum(1)
@@ -164,7 +170,8 @@ def row_gradients_(
         distance = z.sub_(highest)
         odds = distance.exp()
         if entropy_factor is not None and mean_distance is not None:
-            deviation = (mean_distance - distance).masked_fill_(odds == 0, 0.0)
+            distance.clamp_(min=-1000.0)  # where odds are 0 in float64 too, and 0 * -inf is nan
+            deviation = mean_distance - distance
             odds.mul_(deviation.mul_(entropy_factor).add_(factor))
         else:
             odds.mul_(factor)

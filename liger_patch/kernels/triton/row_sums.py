@@ -30,8 +30,8 @@ def _row_sums_kernel(
     label_distance_ptr,
     weighted_ptr,  # or None, as the next
     weight_sum_ptr,
-    moment_ptr,  # or None, as the next three
-    squares_ptr,
+    moment_ptr,  # or None
+    squares_ptr,  # or None, as the next two
     z_sum_ptr,
     top_ptr,
     vocab_size,
@@ -77,6 +77,7 @@ def _row_sums_kernel(
             moment = factor * (moment + tl.where(total > 0, lowered * total, 0.0))
             moment += tl.sum(parts * tl.maximum(distance, LOWEST), axis=0)  # 0 * -inf is nan
             total = factor * total + tl.sum(parts, axis=0)
+        if squares_ptr is not None:
             squares = factor * factor * squares + tl.sum(parts * parts, axis=0)
             z_sum += tl.sum(tl.where(mask, z, 0.0), axis=0)
             first = tl.min(tl.where(z == block_max, start + columns, vocab_size), axis=0)
@@ -97,6 +98,7 @@ def _row_sums_kernel(
         tl.store(weight_sum_ptr + row, weight_sum)
     if moment_ptr is not None:
         tl.store(moment_ptr + row, moment)
+    if squares_ptr is not None:
         tl.store(squares_ptr + row, squares)
         tl.store(z_sum_ptr + row, z_sum)
         tl.store(top_ptr + row, (top - label).to(tl.float32))
