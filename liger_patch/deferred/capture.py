@@ -20,8 +20,8 @@ from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
     DistributedLogits,
-    distributed_call,
     distributed_inputs,
+    distributed_product,
     local_tensor,
 )
 from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
@@ -53,7 +53,8 @@ class _DeferLinear(TorchFunctionMode):
             if self._gives_logits(weight):
                 inputs = distributed_inputs(hidden_states, weight, bias, self.whole)
                 if inputs is not None and _can_defer(*map(local_tensor, inputs)):
-                    call = distributed_call(*self._held(*inputs), self.head)
+                    held = self._held(*inputs)
+                    call = HeadCall.of(*held, self.head, product=distributed_product)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
                     return self._deferred(self._held(hidden_states, weight, bias))

@@ -108,10 +108,8 @@ def fused_log_probs(parts: Parts, labels: Tensor, **options: Any) -> LogProbs:
 @contextmanager
 def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
     """Give the arguments of the operators, in the autocast state of the head's call."""
-    weight, bias, shard = parts.weight, parts.bias, None
+    weight, bias, shard = own_rows(parts.weight, parts.bias)
     states, low_rank_weight = parts.low_rank or (None, None)
-    if is_dtensor(weight):
-        weight, bias, shard = own_rows(weight, bias)
     low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
     with autocast_to(parts.weight.device.type, parts.autocast_dtype):
         yield {

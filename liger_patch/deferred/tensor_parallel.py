@@ -9,12 +9,12 @@ engine's own collectives, and so has to happen on every rank or on none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_patch.deferred.head_call import Head, HeadCall
+from liger_patch.deferred.head_call import HeadCall
 from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.vocab_shard import VocabShard
@@ -90,23 +90,17 @@ class DistributedLogits(DeferredLogits):
         return DTensor.from_local(value, self.device_mesh, [Replicate()], run_check=False)
 
 
-class OwnRows(NamedTuple):
-    """This rank's part of a head's parameters."""
-
-    weight: Tensor  # (V_r, H)
-    bias: Tensor | None  # (V_r,)
-    vocab_shard: VocabShard
-
-
 def is_dtensor(tensor: object) -> bool:
     """Return whether this is a ``DTensor``, and no stand-in for one."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "_local_tensor")
 
 
-def own_rows(weight: Any, bias: Any) -> OwnRows:
-    """Return the local tensors of parameters that are sharded alike, with autograd."""
+def own_rows(weight: Any, bias: Any) -> tuple[Any, Any, VocabShard | None]:
+    """Return this rank's rows of weight and bias, with autograd; plain ones themselves."""
+    if not is_dtensor(weight):
+        return weight, bias, None
     shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
-    return OwnRows(weight.to_local(), None if bias is None else bias.to_local(), shard)
+    return weight.to_local(), None if bias is None else bias.to_local(), shard
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -143,11 +137,6 @@ def distributed_inputs(
     if hasattr(hidden_states, "trigger_wait"):
         hidden_states = _Waited.apply(hidden_states)
     return hidden_states, weight, bias
-
-
-def distributed_call(hidden_states: Tensor, weight: Any, bias: Any, head: Head) -> HeadCall:
-    """Return the product of such inputs, whose values the engine's own collectives give."""
-    return HeadCall.of(hidden_states, weight, bias, head, product=distributed_product)
 
 
 def distributed_product(hidden_states: Tensor, weight: Any, bias: Any = None) -> Any:

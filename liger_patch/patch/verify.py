@@ -128,9 +128,7 @@ def disagreement(
     )
 
     def fused(inputs: HeadInputs) -> Tensor:
-        weight, bias, shard = inputs.weight, inputs.bias, None
-        if is_dtensor(weight):
-            weight, bias, shard = own_rows(weight, bias)
+        weight, bias, shard = own_rows(inputs.weight, inputs.bias)
         return linear_cross_entropy(
             inputs.hidden_states,
             weight,
