@@ -46,7 +46,7 @@ class Owner(Protocol):
         ...
 
     def note_read(self, operation: str) -> None:
-        """Note that the named operation needs the values of the logits, or their gradient."""
+        """Note that the named operation reads the logits."""
         ...
 
     def cross_entropy(self, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.gradients import gradient_is_wanted, is_foreign, leave_gradient_out
+from liger_patch.deferred.gradients import attach, is_foreign, leave_gradient_out, open_hooks
 from liger_patch.deferred.record import Recordable
 
 
@@ -23,11 +23,12 @@ def materialize(logits: Recordable) -> Tensor:
     if value is None:
         with torch.inference_mode(logits.head_call.hidden_states.is_inference()):
             value = _compute(logits, lambda parent: parent.real_logits())
-        logits.version_computed = 0 if value.is_inference() else value._version
-    if is_foreign(logits):  # asked at each call: ctx.mark_dirty may have changed the answer
+    if is_foreign(logits):  # also after the first call: of a checkpoint within which they were read
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             value = cast(Tensor, _Graft.apply(logits, value))
             logits.recorded_by = logits.grad_fn
+        if logits.hooks is None:
+            open_hooks(logits)  # of the node, which the gradient of these values reaches
     logits.value = value
     return value
 
@@ -53,19 +54,19 @@ def _compute(logits: Recordable, of_view: Callable[[Recordable], Tensor]) -> Ten
     parent, step = logits.parent, logits.step
     if parent is None or step is None:
         result = logits.head_call.logits()
-    else:
-        if logits.shares_memory:
-            value = of_view(parent)
-        elif gradient_is_wanted(parent):
-            value = parent.real_logits()
-        else:
-            value = _compute_untouched(parent)
-            leave_gradient_out(value, parent)
-        others = () if step.other is None else (_compute_untouched(step.other),)
+    elif logits.shares_memory:
         with torch.set_grad_enabled(step.grad_enabled):
-            result = step.apply(value, *others)
-    if not logits.hooks.are_none:
-        logits.hooks.attach(result)
+            result = step.apply(of_view(parent))
+    else:
+        inputs = [each for each in (parent, step.other) if each is not None]
+        values = [_compute_untouched(each) for each in inputs]
+        with torch.set_grad_enabled(step.grad_enabled):
+            result = step.apply(*values)
+        if result.requires_grad:
+            for each in inputs:
+                leave_gradient_out(each)
+    if logits.hooks is not None and result.requires_grad:
+        attach(logits.hooks, result)
     return result
 
 

@@ -125,13 +125,8 @@ def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
     return logits.then(Step("move", _to_device, (device, how)), device=device)
 
 
-def _rows(
-    logits: Recordable,
-    function: Callable[..., Tensor],
-    *arguments: Any,
-    is_view: bool | None = None,
-) -> Tensor:
-    return logits.then(Step("rows", function, arguments, is_view=is_view))
+def _rows(logits: Recordable, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return logits.then(Step("rows", function, arguments))
 
 
 def _getitem(logits: Any, index: Any) -> Tensor:
@@ -156,15 +151,7 @@ def _getitem(logits: Any, index: Any) -> Tensor:
             return NotImplemented
     elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
         return NotImplemented
-    kept = tuple(_kept(item) for item in items)
-    # slices and whole numbers give a view, also a number in a tensor
-    is_view = not any(_chooses(item) for item in kept)
-    return _rows(logits, chosen, kept, is_view=is_view)
-
-
-def _chooses(item: Any) -> bool:
-    """Return whether an index copies the rows that it chooses."""
-    return isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool)
+    return _rows(logits, chosen, tuple(_kept(item) for item in items))
 
 
 def _kept(item: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,8 +24,6 @@ class Step(NamedTuple):
         arguments: kept apart from the function, as torch.compile cannot rebuild a closure.
         factor: what "scale" multiplies by.
         other: what "add" adds.
-        is_view: of "rows", whether the result shares the input's memory; None where their layouts
-            decide.
         grad_enabled: whether gradients were enabled when the step was recorded.
         dtype: of its result.
     """
@@ -34,7 +33,6 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...] = ()
     factor: float = 1.0
     other: Recordable | None = None
-    is_view: bool | None = None
     grad_enabled: bool = True
     dtype: torch.dtype | None = None
 
@@ -52,9 +50,12 @@ class Recordable(Tensor):
         step: the last step; None for those of the head.
         shares_memory: whether eager's result of that step would share its input's memory.
         recorded_by: the autograd node that recorded the step.
-        hooks: on the gradient of these logits, a ``GradientHooks``.
         value: the real logits where they have been computed.
-        version_computed: the version of ``value`` when it was computed.
+        hooks: on the gradient of these logits, by the id of their handles; None before the first.
+        retained: the sum of the gradients so far, or nothing yet; None without ``retain_grad``.
+        gradient_asked: the operation with which a user has asked for the gradient, None if none.
+        gradient_left_out: whether the gradient of something, as of a fused loss, does not pass
+            through these logits though eager's would.
         then: returns these logits after one more step.
         real_logits: returns the real logits, computed at the first call.
     """
@@ -65,9 +66,11 @@ class Recordable(Tensor):
     step: Step | None
     shares_memory: bool
     recorded_by: Any
-    hooks: Any
-    value: Tensor | None
-    version_computed: int
+    value: Tensor | None = None
+    hooks: OrderedDict[int, Callable] | None = None
+    retained: list[Tensor] | None = None
+    gradient_asked: str | None = None
+    gradient_left_out: bool = False
 
     then: Callable[..., Tensor]
     real_logits: Callable[[], Tensor]

@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from liger_patch.deferred.gradients import (
-    GradientHooks,
     ancestry,
     autograd_grad,
     is_foreign,
     register_hook,
+    retain_grad,
 )
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.deferred.materialize import materialize
@@ -35,6 +35,11 @@ from liger_patch.deferred.record import Recordable, Step, real, strides
 from liger_patch.kernels.backend import check_backward
 from liger_patch.kernels.graphs import runs_eagerly
 
+ASKS_FOR_GRADIENT: dict[Any, Callable] = {
+    Tensor.register_hook: register_hook,
+    Tensor.retain_grad: retain_grad,
+    torch.autograd.grad: autograd_grad,
+}
 _GRADIENT_OF = cast(Any, Tensor.grad).__get__  # the getter of tensor.grad, a new object each time
 
 
@@ -116,7 +121,6 @@ class DeferredLogits(Recordable):
             and step.kind in ("rows", "detach")
             and _share_memory(rows, parent.rows)
         )
-        deferred.value, deferred.hooks = None, GradientHooks()
         return deferred
 
     @runs_eagerly
@@ -137,17 +141,11 @@ class DeferredLogits(Recordable):
 
     @property
     def _is_read(self) -> bool:
-        return any(
-            node.value is not None or node.hooks.waiting is not None for node in ancestry(self)
-        )
+        return any(node.value is not None for node in ancestry(self))
 
     @property
     def is_computed(self) -> bool:
         return self.value is not None
-
-    @property
-    def wants_gradient(self) -> bool:
-        return self.requires_grad
 
     @property
     def is_outdated(self) -> bool:
@@ -179,12 +177,10 @@ class DeferredLogits(Recordable):
     @runs_eagerly
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (Tensor.register_hook, Tensor.retain_grad):
-            return register_hook(args[0], func.__name__, *(args[1:] or (None,)), **kwargs)
-        if func == _GRADIENT_OF and args[0].hooks.retained is not None:
-            return args[0].hooks.retained
-        if func is torch.autograd.grad:
-            return autograd_grad(*args, **kwargs)
+        if func in ASKS_FOR_GRADIENT:
+            return ASKS_FOR_GRADIENT[func](*args, **kwargs)
+        if func == _GRADIENT_OF and args[0].retained is not None:
+            return args[0].retained[0] if args[0].retained else None
         recorded = RECORDED.get(func)
         if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
             result = recorded(*args, **kwargs)
@@ -195,14 +191,8 @@ class DeferredLogits(Recordable):
                 return func(*args, **kwargs)
             # of a property, func is its getter
             name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
-            own = args[0] if args else None
             args, kwargs = tree_map_only(DeferredLogits, lambda d: d.read(name), (args, kwargs))
-            result = func(*args, **kwargs)
-            # an operation in place returns its own argument; not on a view, whose base does not
-            # learn of an autograd function that says so by ctx.mark_dirty: an error there
-            if isinstance(own, DeferredLogits) and result is args[0] and not own.shares_memory:
-                return own
-            return result
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

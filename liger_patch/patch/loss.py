@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
-from liger_patch.deferred.gradients import leave_gradient_out, prepare_backward
+from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
 from liger_patch.kernels.backend import accumulation_dtype
@@ -105,9 +105,7 @@ class ForwardPass:
         return f"the logits of the head ({self.head_name}) were read by {self.read_by}"
 
     def note_read(self, operation: str) -> None:
-        """Note that the named operation needs the values of the logits, or their gradient. A loss
-        that comes later is then not fused.
-        """
+        """Note that the named operation reads the logits. A loss that comes later is not fused."""
         self.read_by = self.read_by or operation
         if self.used is not None and self.used.without_padding and torch.is_grad_enabled():
             self.record.warn_once(
@@ -308,8 +306,7 @@ class ForwardPass:
     ) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
         self.record.before_loss()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.wants_gradient):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
             loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
-        leave_gradient_out(loss, logits)
         prepare_backward(loss, logits)
         return logits.result(loss)

@@ -19,48 +19,55 @@ ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "l
 LLAMA = next(row for row in ROWS if row.model_type == "llama")
 
 
-@pytest.mark.parametrize("ask", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
-def test_the_gradient_of_a_fused_loss_to_the_logits_is_an_error(ask: Any, outputs: Any) -> None:
-    ask(outputs.logits)
-    with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
-        outputs.loss.backward()
+class Halved(torch.autograd.Function):
+    """Somebody's autograd function that returns its input: it sees the logits below Python's
+    dispatch of tensor subclasses.
+    """
 
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        return logits.detach()
 
-@pytest.mark.parametrize("ask", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
-def test_a_hook_on_logits_that_require_no_gradient_is_an_error(ask: Any) -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    with torch.no_grad():
-        logits = call(model, tiny_batch(model)).logits
-    with pytest.raises(RuntimeError, match=r"of outputs\.logits, which require no gradient"):
-        ask(logits)
-
-
-@pytest.mark.parametrize("allow_unused", [None, True])
-@pytest.mark.parametrize("read", [False, True])
-def test_autograd_grad_of_a_fused_loss_by_the_logits_is_an_error(
-    read: bool, allow_unused: bool | None, outputs: Any
-) -> None:
-    if read:
-        outputs.logits.sum()
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        torch.autograd.grad(outputs.loss, outputs.logits, allow_unused=allow_unused)
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output * 0.5
 
 
 def own_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum()
 
 
-def by_retain_grad(logits: Tensor) -> Tensor:
+def by_retain_grad(logits: Tensor, loss: Any = own_loss) -> Tensor:
     logits.retain_grad()
-    own_loss(logits).backward()
+    logits.retain_grad()
+    assert logits.grad is None
+    loss(logits).backward(retain_graph=True)
+    loss(logits).backward()
     assert logits.grad is not None
     return logits.grad
 
 
-def by_hook(logits: Tensor) -> Tensor:
+def by_hook(logits: Tensor, loss: Any = own_loss) -> Tensor:
     seen: list[Tensor] = []
+    logits.register_hook(seen.append).remove()
     logits.register_hook(seen.append)
-    own_loss(logits).backward()
+    loss(logits).backward()
+    assert len(seen) == 1
+    return seen[0]
+
+
+def by_hook_in_somebodys_function(logits: Tensor) -> Tensor:
+    return by_hook(logits, lambda logits: own_loss(Halved.apply(logits)))
+
+
+def by_retain_grad_in_somebodys_function(logits: Tensor) -> Tensor:
+    return by_retain_grad(logits, lambda logits: own_loss(Halved.apply(logits)) + own_loss(logits))
+
+
+def by_hook_before_a_view(logits: Tensor) -> Tensor:
+    view, seen = logits[:, 1:], []
+    logits.register_hook(seen.append)
+    own_loss(view).backward()
     return seen[0]
 
 
@@ -68,72 +75,119 @@ def by_autograd_grad(logits: Tensor) -> Tensor:
     return torch.autograd.grad(own_loss(logits), logits)[0]
 
 
-def by_hook_behind_a_copy(logits: Tensor) -> Tensor:
-    copy, seen = logits[:, 1:].contiguous() * 2, []
-    logits.register_hook(seen.append)
-    own_loss(copy).backward()
-    return seen[0]
+def by_autograd_grad_of_a_view(logits: Tensor) -> Tensor:
+    view = logits.view(-1, V)
+    return torch.autograd.grad(own_loss(view[1:]) + own_loss(logits), view, allow_unused=True)[0]
 
 
-def by_retain_grad_behind_a_cast(logits: Tensor) -> Tensor:
-    copy = logits / 2
-    logits.retain_grad()
-    (own_loss(copy) + own_loss(logits)).backward()
-    assert logits.grad is not None
-    return logits.grad
+def unused(logits: Tensor) -> Tensor:
+    other = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(other.sum(), [logits], materialize_grads=True)
+    return gradient
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        by_retain_grad,
-        by_hook,
-        by_autograd_grad,
-        by_hook_behind_a_copy,
-        by_retain_grad_behind_a_cast,
-    ],
-)
-def test_the_gradient_of_a_loss_of_ones_own_to_the_logits_is_eagers(gradient: Any) -> None:
+GRADIENTS = [
+    by_retain_grad,
+    by_hook,
+    by_hook_in_somebodys_function,
+    by_retain_grad_in_somebodys_function,
+    by_hook_before_a_view,
+    by_autograd_grad,
+    by_autograd_grad_of_a_view,
+]
+
+
+def in_the_head(model: Any, ask: Any) -> list[Any]:
+    """Ask for something of the logits behind the head, before the loss."""
+    seen: list[Any] = []
+    model.lm_head.register_forward_hook(lambda *call: seen.append(ask(call[-1])))
+    return seen
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_gradient_to_the_logits_before_the_loss_is_eagers_and_reads_them(gradient: Any) -> None:
     model = tiny_model(LLAMA)
     batch = tiny_batch(model)
-    eager = gradient(call(model, batch).logits)
-    with patched(model):
-        torch.testing.assert_close(gradient(call(model, batch).logits), eager)
+    seen = in_the_head(model, gradient)
+    eager = call(model, batch).loss
+    with patched(model), pytest.warns(UserWarning, match=r"were read by \w+ before the loss"):
+        ours = call(model, batch).loss
+    torch.testing.assert_close([ours, seen[1]], [eager, seen[0]])
 
 
-def test_a_hook_that_is_removed_waits_for_nothing(outputs: Any) -> None:
-    outputs.logits.register_hook(print).remove()
+@pytest.mark.parametrize("ask", [by_retain_grad, by_hook, by_autograd_grad, unused])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_gradient_to_the_logits_after_a_fused_loss_is_an_error(
+    read: bool, ask: Any, outputs: Any
+) -> None:
+    if read:
+        outputs.logits.sum()
+    with pytest.raises(RuntimeError, match=r"no gradient with respect to them.*RETURN_LOGITS=1"):
+        ask(outputs.logits)
     outputs.logits[:, -1].retain_grad()  # of which no loss is computed
     outputs.loss.backward()
 
 
-def test_logits_that_a_loss_does_not_depend_on_have_no_gradient(outputs: Any) -> None:
-    logits, other = outputs.logits, torch.ones(3, requires_grad=True)
-    gradients = torch.autograd.grad(other.sum(), [other, logits], allow_unused=True)
-    assert gradients[1] is None
-    (zeros,) = torch.autograd.grad(other.sum(), [logits], materialize_grads=True)
-    assert not zeros.any()
+def of_a_copy_read_before(logits: Tensor) -> Tensor:
+    part = (logits * 2).sum()
+    return torch.autograd.grad(part + own_loss(logits), logits)[0]
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_part_of_the_gradient_to_the_logits_is_an_error(copied: bool, outputs: Any) -> None:
-    """What a fused loss, or a copy that was computed before, leaves out."""
-    part = (outputs.logits * 2).sum() if copied else outputs.loss
-    total = part + own_loss(outputs.logits)
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        torch.autograd.grad(total, outputs.logits)
+def of_a_copy_read_after(logits: Tensor) -> Tensor:
+    copy = logits[:, 1:].contiguous() * 2
+    logits.register_hook(print)
+    return own_loss(copy)
 
 
-def test_a_hook_of_the_head_that_asks_for_the_gradient_makes_the_loss_fall_back() -> None:
+def of_somebodys_function(logits: Tensor) -> Tensor:
+    return torch.autograd.grad(own_loss(Halved.apply(logits)), logits)[0]
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (of_somebodys_function, "to not have been used in the graph"),
+        (of_a_copy_read_before, "values copied before this call, have no gradient"),
+        (of_a_copy_read_after, "made before register_hook has no part in their gradient"),
+    ],
+)
+def test_a_gradient_that_does_not_pass_through_the_logits_is_an_error(ask: Any, error: str) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    in_the_head(model, ask)
+    with pytest.raises(RuntimeError, match=error):
+        call(model, tiny_batch(model))
+
+
+def test_a_copy_without_gradients_leaves_no_gradient_out() -> None:
+    def ask(logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            maximum = logits.bfloat16().amax()
+        return by_hook(logits) * maximum
+
+    model = apply_patch(tiny_model(LLAMA))
+    seen = in_the_head(model, ask)
+    with pytest.warns(UserWarning, match="were read by amax"):
+        call(model, tiny_batch(model))
+    assert seen[0].any()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_hook_on_what_somebodys_function_returned_runs_once(read: bool) -> None:
+    def ask(logits: Tensor) -> Tensor:
+        halved, seen = Halved.apply(logits), []
+        if read:
+            halved.sum()
+        halved.register_hook(seen.append)
+        own_loss(halved).backward()
+        assert len(seen) == 1
+        return seen[0]
+
     model = tiny_model(LLAMA)
     batch = tiny_batch(model)
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda *c: c[-1].register_hook(seen.append) and None)
-    eager = step(model, batch)
-    apply_patch(model)
-    with pytest.warns(UserWarning, match="were read by register_hook"):
-        ours = step(model, batch)
-    torch.testing.assert_close(ours, eager)
+    seen = in_the_head(model, ask)
+    call(model, batch)
+    with patched(model), pytest.warns(UserWarning, match="were read by"):
+        call(model, batch)
     torch.testing.assert_close(seen[1], seen[0])
 
 
@@ -206,16 +260,3 @@ def test_a_hook_that_scales_the_logits_is_fused(row: registry.Architecture) -> N
         ours = step(model, tiny_batch(model))
         assert patch_status(model).fused
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-def test_a_hook_that_waits_for_the_gradient_of_the_logits_is_an_error(outputs: Any) -> None:
-    """Also one that removes itself, or that uses what torch's own hooks are made of."""
-    fn = torch.distributed.is_available
-
-    def once(gradient: Tensor) -> None:
-        handle.remove()
-        fn()
-
-    handle = outputs.logits.register_hook(once)
-    with pytest.raises(RuntimeError, match="no gradient with respect to them"):
-        outputs.loss.backward()

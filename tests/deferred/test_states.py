@@ -81,19 +81,27 @@ def halved_loss(model: PreTrainedModel) -> Tensor:
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels)
 
 
-def checkpointed_loss(model: PreTrainedModel) -> Tensor:
+def checkpointed_loss(model: PreTrainedModel, read: bool = False) -> Tensor:
     batch = tiny_batch(model)
     embeddings = model.get_input_embeddings()(batch["input_ids"])
 
     def forward(embeddings: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(inputs_embeds=embeddings, labels=batch["labels"])
+        if read:
+            outputs.logits.sum()
         return outputs.loss, outputs.logits
 
     loss, logits = checkpoint(forward, embeddings, use_reentrant=True)
     return loss + logits.square().mean()
 
 
-@pytest.mark.parametrize("loss", [halved_loss, checkpointed_loss])
+def checkpointed_loss_of_logits_read_within(model: PreTrainedModel) -> Tensor:
+    return checkpointed_loss(model, read=True)
+
+
+@pytest.mark.parametrize(
+    "loss", [halved_loss, checkpointed_loss, checkpointed_loss_of_logits_read_within]
+)
 def test_gradients_pass_through_somebodys_autograd_function(
     loss: Callable[[PreTrainedModel], Tensor],
 ) -> None:
