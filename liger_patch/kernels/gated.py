@@ -52,7 +52,7 @@ def _gated_backward_results(
     return dgate, gate.new_empty(0) if up is None else torch.empty_like(dgate)
 
 
-@operator(_gated_backward_results, is_backward=True)
+@operator(_gated_backward_results)
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -113,22 +113,14 @@ def _save(ctx: Any, inputs: tuple, _: object) -> None:
     ctx.save_for_backward(*tensors)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        y = gated_forward(*inputs)
-        _save(ctx, inputs, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        check_backward("gated", dy, advice=LAYER_ADVICE)
-        gate, up = ctx.saved_tensors
-        dgate, dup = gated_backward(dy, gate, up, ctx.activation)
-        return dgate, None if up is None else dup, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("gated", dy, advice=LAYER_ADVICE)
+    gate, up = ctx.saved_tensors
+    dgate, dup = gated_backward(dy, gate, up, ctx.activation)
+    return dgate, None if up is None else dup, None
 
 
-differentiable("gated_forward", _Gated, _save)
+_gated = differentiable(gated_forward, _save, _backward)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -154,7 +146,7 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
     if up is None:
         if gate.dim() == 0 or gate.shape[-1] % 2:
             raise ValueError(f"gate without up must be (..., 2 I), got {tuple(gate.shape)}")
-        return _Gated.apply(gate, up, activation)
+        return _gated(gate, up, activation)
     if up.shape != gate.shape:
         raise ValueError(
             f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}"
@@ -163,4 +155,4 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
         raise ValueError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
     if up.device != gate.device:
         raise ValueError(f"up must have the device of gate, {gate.device}, got {up.device}")
-    return _Gated.apply(gate, up, activation)
+    return _gated(gate, up, activation)

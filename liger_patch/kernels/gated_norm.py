@@ -22,7 +22,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import constant, differentiable, operator
+from liger_patch.kernels.graphs import differentiable, operator
 from liger_patch.kernels.rms_norm import NUMBERS
 
 ACTIVATIONS = ("silu", "sigmoid")
@@ -87,7 +87,7 @@ def _gated_norm_backward_results(
     return x.new_empty(x.shape), gate.new_empty(gate.shape), dweight
 
 
-@operator(_gated_norm_backward_results, is_backward=True)
+@operator(_gated_norm_backward_results)
 def _gated_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -152,27 +152,17 @@ def _save(ctx: Any, inputs: tuple, results: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(x, gate, weight, results[1])
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        results = _gated_norm(*inputs)
-        _save(ctx, inputs, results)
-        return results[0]
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        check_backward("gated_norm", dy, advice=LAYER_ADVICE)
-        x, gate, weight, rstd = ctx.saved_tensors
-        activation, gate_first = ctx.form
-        wants_x, wants_gate, wants_weight, *_ = ctx.needs_input_grad
-        dx, dgate, dweight = _gated_norm_backward(
-            dy, x, gate, weight, rstd, activation, gate_first, wants_weight
-        )
-        dweight = dweight if wants_weight else None
-        return dx if wants_x else None, dgate if wants_gate else None, dweight, *[None] * 5
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("gated_norm", dy, advice=LAYER_ADVICE)
+    x, gate, weight, rstd = ctx.saved_tensors
+    activation, gate_first = ctx.form
+    wanted = ctx.needs_input_grad[:3]
+    gradients = _gated_norm_backward(dy, x, gate, weight, rstd, activation, gate_first, wanted[2])
+    gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
+    return *gradients, None, None, None, None, None
 
 
-differentiable("gated_norm", _GatedNorm, _save)
+_differentiable_gated_norm = differentiable(_gated_norm, _save, _backward)
 
 
 def gated_norm(
@@ -238,6 +228,5 @@ def run_gated_norm(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute what ``gated_norm`` does, of arguments that fit."""
-    if torch.compiler.is_compiling():
-        eps = constant(eps)
-    return _GatedNorm.apply(x, gate, weight, eps, group_size, activation, gate_first, dtype)
+    form = group_size, activation, gate_first, dtype
+    return _differentiable_gated_norm(x, gate, weight, eps, *form)

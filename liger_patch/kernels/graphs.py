@@ -3,9 +3,10 @@ and ``make_fx``; and calls without values, under ``FakeTensorMode``.
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Function = TypeVar("Function", bound=Callable)
-DEVICES = ("cpu", "cuda", "mps", "xpu")  # PyTorch operations serve where Triton does not
 GUARDS_SCALARS = torch.__version__ >= "2.8"  # before, Dynamo breaks the graph at guard_scalar
 _MODES_WITHOUT_VALUES = (ProxyTorchDispatchMode, FakeTensorMode)
 _TRACING_MODES = (
@@ -24,21 +24,16 @@ _TRACING_MODES = (
     checkpoint._CachingTorchDispatchMode,
     checkpoint._CachedTorchDispatchMode,
 )
-_defined: dict[str, str] = {}  # names of operators -> files
-_differentiable: set[str] = set()  # names of operators
 _thread = threading.local()  # whether it runs ``between_graphs``
 
 
-def constant(number: float) -> float:
-    """Return the number as an autograd function takes it: with ``dynamic=True`` torch.compile
-    traces the floats that modules hold as symbols, which are an error among its arguments.
-    """
-    return guard_scalar(number) if GUARDS_SCALARS and torch.compiler.is_compiling() else number
-
-
 def constants(*options: Any) -> tuple[Any, ...]:
-    """Return options with each number as an operator takes it, see ``constant``."""
-    return tuple(constant(each) if isinstance(each, float) else each for each in options)
+    """Return options with each number as one that can be compared: with ``dynamic=True``
+    torch.compile traces the floats that modules hold as symbols.
+    """
+    if not (GUARDS_SCALARS and torch.compiler.is_compiling()):
+        return options
+    return tuple(guard_scalar(each) if isinstance(each, float) else each for each in options)
 
 
 def runs_eagerly(function: Function) -> Function:
@@ -81,112 +76,88 @@ def is_in_compiled_call() -> bool:
 
 
 def operator(
-    results: Callable[..., object], *, mutates: tuple[str, ...] = (), is_backward: bool = False
+    results: Callable[..., object],
+    *,
+    mutates: tuple[str, ...] = (),
+    schema: str | None = None,
+    reads_values: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorate ``name`` or ``_name`` to be the operator ``liger_patch::name``, which torch.compile,
     ``torch.jit.trace`` and dispatch modes (``make_fx``, ``FakeTensorMode``) see and do not look
-    into. Elsewhere the function runs as it is, without the dispatcher's microseconds.
+    into. Elsewhere the function runs as it is, without the 22 us of ``custom_op``.
+
+    Gradients of its results are an error, unless it is made ``differentiable``.
 
     Args:
         results: of the same arguments, without values, for torch.compile.
         mutates: the arguments that it writes to.
-        is_backward: see ``define``.
+        schema: of the operator; by default that of the function's annotations.
+        reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
+            on, ``mode="reduce-overhead"`` runs the operator between two.
     """
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags: dict[str, Any] = {"tags": (unsafe,)} if reads_values and unsafe is not None else {}
 
     def register(function: Function) -> Function:
         name = function.__name__.lstrip("_")
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        define(name, schema, function, results, is_backward=is_backward)
+        torch.library.custom_op(
+            f"liger_patch::{name}", function, mutates_args=mutates, schema=schema, **tags
+        ).register_fake(results)
 
         @functools.wraps(function)
-        def call(*arguments: object) -> object:
-            if torch.compiler.is_compiling() or torch._C._is_tracing():
-                return getattr(torch.ops.liger_patch, name)(*arguments)
-            if torch._C._len_torch_dispatch_stack() > 0 and _sees_operators(arguments):
-                return getattr(torch.ops.liger_patch, name)(*arguments)
-            return function(*arguments)
+        def call(*arguments: object, **options: object) -> object:
+            if sees_operators(arguments):
+                return getattr(torch.ops.liger_patch, name)(*arguments, **options)
+            return function(*arguments, **options)
 
         return cast(Function, call)
 
     return register
 
 
-def define(
-    name: str,
-    schema: str,
-    function: Callable[..., object],
-    results: Callable[..., object],
-    *,
-    reads_values: bool = False,
-    is_backward: bool = False,
-) -> bool:
-    """Define the operator ``liger_patch::name``; return False where it is defined already.
-
-    Args:
-        results: of the same arguments, without values.
-        reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
-            on, ``mode="reduce-overhead"`` runs the operator between two.
-        is_backward: whether it computes gradients. A graph of a training step holds it, and cannot
-            be differentiated again: that is an error.
-    """
-    file = function.__module__.rpartition(".")[2]
-    if _defined.get(name) == file:  # imported a second time, through the link at the root
-        return False
-    _defined[name] = file
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    tags = (unsafe,) if reads_values and unsafe is not None else ()
-    torch.library.define(f"liger_patch::{name}", schema, tags=tags)
-    # a graph calls the operator of a backward pass with gradients enabled
-    torch.library.impl(f"liger_patch::{name}", DEVICES)(torch.no_grad()(function))
-    torch.library.register_fake(f"liger_patch::{name}")(results)
-    if is_backward:
-
-        def refuse(*_: Any) -> None:
-            refuse_second_derivative(name)
-
-        torch.library.register_autograd(f"liger_patch::{name}", refuse)
-    return True
-
-
-def refuse_second_derivative(name: str) -> NoReturn:
-    """Raise RuntimeError: gradients that ``liger_patch::name`` computed in a recorded training step
-    are differentiated.
-    """
-    raise RuntimeError(
-        f"liger_patch::{name} has no second derivative: a recorded backward pass cannot be "
-        "differentiated again. Run the recorded step under torch.no_grad(). For second "
-        "derivatives, record them too, with layers=False and LIGER_PATCH_RETURN_LOGITS=1, or with "
-        "torch.nn.functional.cross_entropy on logits of your own"
-    )
-
-
 def differentiable(
-    name: str, function: Any, save: Callable[..., None], *, returned: int = 1
-) -> None:
-    """Give the operator ``liger_patch::name`` the backward pass of the autograd function around it.
-
-    ``torch.export`` and ``make_fx`` record the operator in a forward pass, and not the autograd
-    function: without this, what they record would train without its gradients. It is registered
-    once the autograd function is there, behind ``operator``.
+    call: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    returned: int = 1,
+) -> Callable[..., Any]:
+    """Return a function of an operator's first results, with their gradients: as an autograd
+    function, and where ``operator`` sees a graph, by the operator itself.
 
     Args:
-        function: the autograd function. It takes the arguments of the operator.
-        save: what its forward saves, called with its context, its arguments and the results.
-        returned: how many of the operator's results the function returns. Others have no gradient.
+        call: what ``operator`` returned.
+        save: what the backward pass needs, called with its context, the arguments and the results.
+        backward: of an autograd function.
+        returned: how many of the operator's results are returned. Others have no gradient.
     """
-    if name in _differentiable:  # imported a second time, through the link at the root
-        return
-    _differentiable.add(name)
+    function = inspect.unwrap(call)
+    name = function.__name__.lstrip("_")
+
+    def first(results: Any) -> Any:
+        return results[0] if returned == 1 and not isinstance(results, Tensor) else results
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        results = function(*inputs)
+        save(ctx, inputs, results)
+        return first(results)
 
     def save_results(ctx: Any, inputs: tuple, output: Any) -> None:
-        results = (output,) if isinstance(output, Tensor) else output
-        ctx.mark_non_differentiable(*results[returned:])
-        save(ctx, inputs, results)
+        if not isinstance(output, Tensor):
+            ctx.mark_non_differentiable(*output[returned:])
+        save(ctx, inputs, output)
 
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return function.backward(ctx, *upstream[:returned])
+    def of_results(ctx: Any, *upstream: Tensor) -> Any:
+        return backward(ctx, *upstream[:returned])
 
-    torch.library.register_autograd(f"liger_patch::{name}", backward, setup_context=save_results)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    eager: Any = type(name, (torch.autograd.Function,), methods)
+    torch.library.register_autograd(f"liger_patch::{name}", of_results, setup_context=save_results)
+
+    def apply(*inputs: Any) -> Any:
+        return first(call(*inputs)) if sees_operators(inputs) else eager.apply(*inputs)
+
+    return apply
 
 
 def is_traced() -> bool:
@@ -241,9 +212,13 @@ def is_watched_by_dynamo() -> bool:
         return True
 
 
-def _sees_operators(arguments: tuple[object, ...]) -> bool:
-    """Return True if a dispatch mode records operators of these arguments, or runs them without
-    values.
+def sees_operators(arguments: tuple[object, ...]) -> bool:
+    """Return True if a call of these arguments becomes a part of a graph, or is seen by a dispatch
+    mode.
     """
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
     # DTensor dispatches PyTorch's operations and not ours, so let it see those
-    return not any(hasattr(each, "device_mesh") for each in arguments)
+    return torch._C._len_torch_dispatch_stack() > 0 and not any(
+        hasattr(each, "device_mesh") for each in arguments
+    )

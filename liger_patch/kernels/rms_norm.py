@@ -22,7 +22,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     serves_triton,
 )
-from liger_patch.kernels.graphs import constant, differentiable, operator
+from liger_patch.kernels.graphs import differentiable, operator
 from liger_patch.kernels.rows import (
     contiguous,
     empty_in_order,
@@ -71,7 +71,7 @@ def _backward_results(
     return empty_in_order(x), torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-@operator(_backward_results, is_backward=True)
+@operator(_backward_results)
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -119,23 +119,16 @@ def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        result = rms_norm_forward(*inputs)
-        _save(ctx, inputs, result)
-        return result
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        check_backward("rms_norm", dy, advice=LAYER_ADVICE)
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
-        dx, dweight = rms_norm_backward(dy, x, weight, *ctx.numbers, wants_weight)
-        return dx if wants_x else None, dweight if wants_weight else None, None, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("rms_norm", dy, advice=LAYER_ADVICE)
+    x, weight = ctx.saved_tensors
+    eps, offset = ctx.numbers
+    wants_x, wants_weight, *_ = ctx.needs_input_grad
+    dx, dweight = rms_norm_backward(dy, x, weight, eps, offset, wants_weight)
+    return dx if wants_x else None, dweight if wants_weight else None, None, None, None
 
 
-differentiable("rms_norm_forward", _RmsNorm, _save)
+_rms_norm = differentiable(rms_norm_forward, _save, _backward)
 
 
 def rms_norm(
@@ -186,6 +179,4 @@ def run_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> Tensor:
     """Compute what ``rms_norm`` does, of arguments that fit."""
-    if torch.compiler.is_compiling():
-        eps, offset = constant(eps), constant(offset)
-    return _RmsNorm.apply(x, weight, eps, offset, dtype)
+    return _rms_norm(x, weight, eps, offset, dtype)

@@ -122,23 +122,15 @@ def _save(ctx: Any, inputs: tuple, _: object) -> None:
     ctx.dtype, ctx.turns_back = q.dtype, not backward
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        results = rotate(*inputs)
-        _save(ctx, inputs, results)
-        return results
-
-    @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor):
-        check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
-        cos, sin = ctx.saved_tensors
-        interleaved, grouped = ctx.pairs
-        turned = rotate(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, ctx.turns_back)
-        return *turned, None, None, None, None, None, None
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("rotary", dq, dk, advice=LAYER_ADVICE)
+    cos, sin = ctx.saved_tensors
+    interleaved, grouped = ctx.pairs
+    turned = rotate(dq, dk, cos, sin, ctx.dtype, interleaved, grouped, ctx.turns_back)
+    return *turned, None, None, None, None, None, None
 
 
-differentiable("rotate", _Rotary, _save, returned=2)
+_rotary = differentiable(rotate, _save, _backward, returned=2)
 
 
 def rotary(
@@ -178,4 +170,4 @@ def rotary(
     if grouped and not interleaved:
         raise ValueError("grouped must be False where interleaved is, got True")
     dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
-    return _Rotary.apply(q, k, cos, sin, dtype, interleaved, grouped, False)
+    return _rotary(q, k, cos, sin, dtype, interleaved, grouped, False)

@@ -192,7 +192,7 @@ def test_traces_hold_operators_with_their_gradients(operator, device):
         expected = 2 * gradient(gradient(other).detach())
         torch.testing.assert_close(torch.autograd.grad(again, leaf)[0], expected)
     else:
-        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        with pytest.raises(RuntimeError, match="no autograd formula"):
             again.backward()
 
 
