@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from liger_patch.estimate.model import QuantizedLinear, TrainingStep
 from liger_patch.estimate.operations import Unpacked, sliced_rows
 from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summed_chunk_rows
+from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.head.chunked import ALIGNED_V
 from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.kernels.lora.linears import run_lora_linears
-from liger_patch.kernels.lora.mlp import run_lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
@@ -111,7 +111,7 @@ def _lora_feed_forward(module: Any, dtype: torch.dtype, slices: bool, x: Tensor)
     layers = module.gate_proj, module.up_proj, module.down_proj
     gate, up, down = (_projection(each, dtype) for each in layers)
     rows = sliced_rows(x, len(down.a[0]), dtype) if slices else None
-    return run_lora_mlp(x, gate, up, down, dtype, "silu", rows)
+    return run_gated_mlp(x, gate, up, down, dtype, "silu", rows)
 
 
 def _lora_on_quantized(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:

@@ -210,12 +210,12 @@ def activate_backward(
     *how: Any,
 ) -> Any:
     """Return what its backward kernel does; dgate takes the place of da."""
-    *b_dtypes, a_dtype = how[-1]
     dup = torch.empty_like(gate)
     sums = -(-len(gate) // ROWS_OF_SUMS), 3, gate.shape[-1], len(down_a)
     gate.new_empty(sums, dtype=torch.float32)
-    dbs = [torch.empty_like(p.b, dtype=d) for p, d in zip(parts, b_dtypes, strict=True)]
-    return da, dup, torch.empty_like(s), dbs, torch.empty_like(down_a, dtype=a_dtype)
+    pairs = zip((*(part.b for part in parts), down_a), how[-1], strict=True)
+    *dbs, ddown_a = [None if d is None else torch.empty_like(m, dtype=d) for m, d in pairs]
+    return da, dup, torch.empty_like(s), dbs, ddown_a
 
 
 def first_slices(_: Tensor, tokens: int) -> list[tuple[int, int]]:

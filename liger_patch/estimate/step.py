@@ -27,7 +27,6 @@ from liger_patch.estimate.operations import (
 from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.lora import mlp as lora_mlp
-from liger_patch.kernels.lora import sliced as lora_sliced
 from liger_patch.layers import deferred_mask, masked_attention, mlp
 from liger_patch.patch import offload as checkpoints
 
@@ -87,12 +86,10 @@ def trace_step(
         stack.enter_context(_stood_in(mlp, "tokens_of_slice", operations.tokens_of_slice))
         weight_4bit = functools.partial(_weight_4bit, step)
         stack.enter_context(_stood_in(mlp, "_weight_4bit", weight_4bit))
-        stack.enter_context(_stood_in(gated_mlp, "autocast_dtype", operations.autocast_dtype))
-        for module in (gated_mlp, lora_mlp):
-            stack.enter_context(_stood_in(module, "slices_of", first_slices))
-        for module in (lora_mlp, lora_sliced):
-            stack.enter_context(_stood_in(module, "activate", activate))
-            stack.enter_context(_stood_in(module, "activate_backward", activate_backward))
+        stack.enter_context(_stood_in(mlp, "autocast_dtype", operations.autocast_dtype))
+        stack.enter_context(_stood_in(gated_mlp, "slices_of", first_slices))
+        stack.enter_context(_stood_in(lora_mlp, "activate", activate))
+        stack.enter_context(_stood_in(lora_mlp, "activate_backward", activate_backward))
         # the only masks are those of sliding windows: rows are whole
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stack.enter_context(_stood_in(masked_attention, name, getattr(operations, name)))
@@ -153,7 +150,7 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     return AUTOCAST(device_type, *arguments, **options)
 
 
-def _weight_4bit(step: TrainingStep, layer: nn.Module, _: Tensor) -> Any:
+def _weight_4bit(step: TrainingStep, layer: nn.Module, _: torch.dtype) -> Any:
     """Return the weight of a layer without adapters as feed-forward layers in slices read it."""
     if not isinstance(layer, QuantizedLinear) or step.bits != 4 or layer.bias is not None:
         return None

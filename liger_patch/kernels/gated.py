@@ -146,7 +146,7 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
     if up is None:
         if gate.dim() == 0 or gate.shape[-1] % 2:
             raise ValueError(f"gate without up must be (..., 2 I), got {tuple(gate.shape)}")
-        return _gated(gate, up, activation)
+        return run_gated(gate, up, activation)
     if up.shape != gate.shape:
         raise ValueError(
             f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}"
@@ -155,4 +155,9 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
         raise ValueError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
     if up.device != gate.device:
         raise ValueError(f"up must have the device of gate, {gate.device}, got {up.device}")
+    return run_gated(gate, up, activation)
+
+
+def run_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """Compute what ``gated`` does, of arguments that fit."""
     return _gated(gate, up, activation)

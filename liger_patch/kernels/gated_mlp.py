@@ -1,230 +1,290 @@
-"""A gated feed-forward layer (arXiv:2002.05202) that computes its activation again instead of
-keeping it.
+"""A gated feed-forward layer (arXiv:2002.05202), with LoRA adapters or without, that computes its
+activation again instead of keeping it. The formulas are in ``lora/mlp``.
 
-    gate = x Wg'        up = x Wu'        a = act(gate) * up        y = a Wd'
+H: hidden size, I: intermediate size, O: size of y, mostly H, R: rank, N: tokens. What is kept, in
+bytes a token in 16 bits:
 
-and with da = dy Wd, dgate and dup as in ``gated``:
+- without adapters: gate and up, 4 I, and x, 2 H, where a weight of the first two products trains.
+  Three linear layers keep a too, 2 I, where Wd trains. Extra memory of the backward pass: da, dgate
+  and dup, 6 I a token, and the gradients of all three weights at once, 6 H I;
+- with adapters: x, the bases' gate and up, 2 H + 4 I, the thin S and Sd, and a where Wd trains;
+- in slices of tokens, for long rows under gradient checkpointing: x alone, 2 H.
 
-    dWd = dy' a         dWg = dgate' x    dWu = dup' x              dx = dgate Wg + dup Wu
+Gradient checkpointing computes a layer again up to its last saved tensor. With adapters and in
+slices the work is therefore shared by two functions:
 
-The kernel that makes dgate and dup of da has gate and up at hand, and leaves a in da's place. The
-second product of dx is added to the first within the product: one rounding and one pass less than a
-sum of two.
+    x -> link      keeps tensors, and computes every gradient
+    link -> y      keeps nothing, so it is not computed again; the gradient of link is that of y
 
-H: hidden size, I: intermediate size, O: size of y, mostly H. Saved for the backward pass, in bytes
-a token in bf16: gate and up, 4 I, and x, 2 H, where a weight of the first two products trains;
-three linear layers save a too, 2 I, where Wd trains. Extra memory of the backward pass: da, dgate
-and dup, 6 I a token, and the gradients of all three weights at once, 6 H I. In slices
-(``kernels/sliced``): x is saved, 2 H, and gate and up are computed again.
+``link`` has the shape of y and no memory. In slices, the first function keeps x and computes no
+product; the backward pass computes gate and up again, once. So there are as many matrix products as
+with ordinary checkpointing. The exception: if something behind the layer keeps its own input (the
+norm that Gemma puts there), y is computed once more.
+
+Extra memory in slices, in bytes: forward y, 2 N O; backward dx, 2 N H; in both what a slice takes,
+and the weights as products take them, 6 H I, where they are cast or quantized: once for all slices.
+Gradients of parameters are summed over the slices in float32, and rounded once. Dropout has a seed
+for each slice and projection.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from liger_patch.kernels.backend import (
-    LAYER_ADVICE,
-    autocast_dtype,
-    check_backward,
-    without_autocast,
+from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
+from liger_patch.kernels.gated import ACTIVATIONS
+from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
+from liger_patch.kernels.lora.products import (
+    joined_kept,
+    new_seed,
+    product,
+    serves_lora,
+    split_kept,
 )
-from liger_patch.kernels.gated import ACTIVATIONS, gated_backward, gated_backward_, gated_forward
-from liger_patch.kernels.product import product_
+from liger_patch.kernels.lora.projection import (
+    LoraProjection,
+    bases_of,
+    check_projection,
+    flattened,
+    products_dtype,
+    without_adapter,
+)
 from liger_patch.kernels.quantized_weight import QuantizedWeight
 from liger_patch.kernels.rows import rows_of
-from liger_patch.kernels.sliced import Sums, check_slice_tokens, run_sliced, slices_of
+from liger_patch.kernels.sliced import check_slice_tokens, slices_of
+
+Seeds = list[int | None]  # of what the adapters of gate, up and down drop
 
 
-class _GatedMlp(torch.autograd.Function):
+class _AtOnce(torch.autograd.Function):
+    """x to y; with adapters to link, a and Sd."""
+
     @staticmethod
     def forward(
         ctx,
         x: Tensor,  # (..., H)
-        gate_weight: Tensor,  # (I, H), or (2 I, H) with that of up behind it
-        up_weight: Tensor | None,  # (I, H)
-        down_weight: Tensor,  # (O, I)
-        activation: str,
+        layer: GatedLayer,
+        adapters: list[Tensor],  # cast; none without adapters
+        *parameters: Tensor | None,
+    ):
+        wants_x, _, _, *wanted = ctx.needs_input_grad
+        bases, rows = bases_of(parameters), rows_of(x).to(layer.dtype)
+        parts = layer.parts(bases, adapters)
+        gates = layer.first_products(rows, parts)
+        layer.activate(gates, parts)
+        a, s_down, size = gates.a, gates.s_down, parts.down.weight.shape[0]
+        ctx.layer, ctx.dtype, ctx.shape = layer, x.dtype, x.shape
+        ctx.dtypes = [None if each is None else each.dtype for each in parameters]
+        ctx.seeds, masks = split_kept(gates.kept)
+        *of_first, down_weight, down_bias = bases
+        last = len(parameters) - FIELDS
+        trains_first = any(wanted[0:last:FIELDS])
+        is_last_alone = adapters and not (wants_x or any(wanted[:last]) or wanted[last + 2])
+        tensors = [
+            rows if (adapters and not is_last_alone) or trains_first else None,
+            *([None] * 3 if is_last_alone else (gates.gate, gates.up, gates.s)),
+            a if adapters and wanted[last] else None,
+            s_down,
+            *(of_first if wants_x else [None] * len(of_first)),
+            down_weight,
+            down_bias,
+            *adapters,
+            *([None] * len(masks) if is_last_alone else masks),
+        ]
+        ctx.save_for_backward(*tensors)
+        if not adapters:
+            return product(a, parts.down, None, x.shape[:-1])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(a, s_down)
+        return rows.new_empty(()).expand(*x.shape[:-1], size), a, s_down
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, *_: None):
+        check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
+        x, gate, up, s, a, s_down, *tensors = ctx.saved_tensors
+        layer: GatedLayer = ctx.layer
+        wants_x, _, _, *wanted = ctx.needs_input_grad
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        number = 2 * len(layer.fixed)
+        bases, adapters = tensors[:number], tensors[number:]
+        masks = [adapters.pop() for _ in ctx.seeds][::-1]
+        gates = Gates(gate, up, s, a, s_down, joined_kept(ctx.seeds, masks))
+        del gate, up, a, tensors
+        sums, dy = Gradients(ctx.dtypes, wanted), rows_of(dy).contiguous()
+        with without_autocast(dy.device.type):
+            dtype, parts = ctx.dtype if wants_x else None, layer.parts(bases, adapters)
+            dx = layer.gradients_(dtype, dy, x, parts, gates, sums)
+        return None if dx is None else dx.view(ctx.shape), None, None, *sums.found
+
+
+class _InSlices(torch.autograd.Function):
+    """x to link: keeps x."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # (..., H)
+        layer: GatedLayer,
+        slices: list[tuple[int, int]],
+        seeds: list[Seeds],  # of each slice
+        *parameters: Tensor | None,
     ) -> Tensor:
-        gate = linear(x, gate_weight)
-        up = None if up_weight is None else linear(x, up_weight)
-        wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
-        weights = (gate_weight, up_weight) if wants_x else (None, None)
-        ctx.save_for_backward(
-            x if wants_gate or wants_up else None, gate, up, *weights, down_weight
-        )
-        ctx.activation = activation
-        return linear(gated_forward(gate, up, activation), down_weight)
+        ctx.set_materialize_grads(False)
+        ctx.how, ctx.dtype, ctx.shape = (layer, slices, seeds), x.dtype, x.shape
+        ctx.save_for_backward(x.to(layer.dtype), *parameters)
+        size = layer.out_features(parameters)
+        return x.new_empty((), dtype=layer.dtype).expand(*x.shape[:-1], size)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None):
+        check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
+        x, *parameters = ctx.saved_tensors
+        layer, slices, all_seeds = ctx.how
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        wants_x, _, _, _, *wanted = ctx.needs_input_grad
+        dtypes = [None if each is None else each.dtype for each in parameters]
+        sums, x, dy = Gradients(dtypes, wanted, in_slices=True), rows_of(x), rows_of(dy)
+        dx = x.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
+        with without_autocast(x.device.type):
+            parts = layer.prepared(parameters)
+            for (start, stop), seeds in zip(slices, all_seeds, strict=True):
+                rows = x[start:stop]
+                gates = layer.first_products(rows, parts, seeds[:-1])
+                if parts.a is not None:
+                    layer.activate(gates, parts, seeds[-1])
+                part = None if dx is None else dx[start:stop]
+                layer.gradients_(part, dy[start:stop].contiguous(), rows, parts, gates, sums)
+        dx = None if dx is None else dx.view(ctx.shape)
+        return dx, None, None, None, *sums.rounded(parameters)
+
+
+class _Result(torch.autograd.Function):
+    """link to y, which ``compute`` returns. Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, link: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
-        gradients = partial(_gradients, dy, *ctx.saved_tensors, ctx.activation)
-        wanted = ctx.needs_input_grad[:4]
-        with without_autocast(dy.device.type):
-            return *gradients(wanted), None
+        return dy, None
 
 
-def _gradients(
-    dy: Tensor,  # (..., O)
-    x: Tensor | None,  # (..., H); None if no weight of the first products trains
-    gate: Tensor,  # (..., I), or (..., 2 I) with up behind it
-    up: Tensor | None,  # (..., I)
-    gate_weight: Tensor | None,  # (I, H), or (2 I, H); None, as up's, if x wants no gradient
-    up_weight: Tensor | None,  # (I, H)
-    down_weight: Tensor,  # (O, I)
-    activation: str,
-    wanted: tuple[bool, bool, bool, bool],  # of x and of each weight
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x and of each weight; None where it is not wanted."""
-    _, wants_gate, wants_up, wants_down = wanted
-    shape, dy = dy.shape[:-1], rows_of(dy)
-    da = dy @ down_weight
-    backward = gated_backward_ if wants_down else gated_backward
-    dgate, dup = backward(da, rows_of(gate), None if up is None else rows_of(up), activation)
-    ddown_weight = dy.t() @ da if wants_down else None  # a has taken its place
-    del da
-    dx = dgate_weight = dup_weight = None
-    if gate_weight is not None:
-        dx = dgate @ gate_weight
-        if up_weight is not None:
-            dx.addmm_(dup, up_weight)
-        dx = dx.view(*shape, gate_weight.shape[1])
-    if x is not None:
-        x = rows_of(x)
-        dgate_weight = dgate.t() @ x if wants_gate else None
-        dup_weight = dup.t() @ x if wants_up else None
-    return dx, dgate_weight, dup_weight, ddown_weight
-
-
-class _Slices:
-    """The layer as ``kernels/sliced`` runs it; weights in the order of ``gated_mlp``."""
-
-    name = "gated_mlp"
-
-    def __init__(
-        self,
-        activation: str,
-        dtype: torch.dtype,
-        out_features: int,
-        quantized: Sequence[QuantizedWeight | None],
-    ) -> None:
-        self.activation, self.dtype, self.out_features = activation, dtype, out_features
-        self._quantized = quantized
-
-    def prepare(self, parameters: Sequence[Tensor | None]) -> Any:
-        weights: list[Tensor | None] = []
-        for dense, quantized in zip(parameters, self._quantized, strict=True):
-            if quantized is not None:
-                dense = quantized.rows(0, quantized.shape[0])
-            weights.append(None if dense is None else dense.to(self.dtype))
-        return weights
-
-    def forward(self, shared: Any, x: Tensor, i: int) -> Tensor:
-        *weights, down_weight = shared
-        gate, up = self._products(x, *weights)
-        a = gated_forward(gate, up, self.activation)
-        del gate, up
-        return linear(a, down_weight)
-
-    def backward(
-        self, shared: Any, x: Tensor, dy: Tensor, dx: Tensor | None, sums: Sums, i: int
-    ) -> None:
-        gate_weight, up_weight, down_weight = shared
-        gate, up = self._products(x, gate_weight, up_weight)
-        da = dy @ down_weight
-        backward = gated_backward_ if sums.wants(2) else gated_backward
-        dgate, dup = backward(da, gate, up, self.activation)
-        del gate, up
-        sums.add_product(2, dy.t(), da)  # a has taken its place
-        del da
-        sums.add_product(0, dgate.t(), x)
-        sums.add_product(1, dup.t(), x)
-        if dx is not None:
-            product_(dx, dgate, gate_weight)
-            if up_weight is not None:
-                product_(dx, dup, up_weight, add=True)
-
-    def _products(
-        self, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return linear(x, gate_weight), None if up_weight is None else linear(x, up_weight)
+def _result_of_slices(
+    x: Tensor,  # (..., H)
+    layer: GatedLayer,
+    slices: list[tuple[int, int]],
+    seeds: list[Seeds],
+    parameters: Sequence[Tensor | None],
+) -> Tensor:
+    rows, parts = rows_of(x), layer.prepared(parameters)
+    # in its own shape: autograd would refuse to change a view in place
+    y = x.new_empty(*x.shape[:-1], parts.down.weight.shape[0], dtype=layer.dtype)
+    filled = y.view(len(rows), y.shape[-1])
+    for (start, stop), each in zip(slices, seeds, strict=True):
+        gates = layer.first_products(rows[start:stop].to(layer.dtype), parts, each[:-1])
+        layer.activate(gates, parts, each[-1])
+        gates.gate = gates.up = None
+        filled[start:stop] = product(gates.a, parts.down, gates.s_down, (stop - start,))
+    return y
 
 
 def gated_mlp(
-    x: Tensor,  # (..., H)
-    gate_weight: Tensor | QuantizedWeight,  # (I, H), or (2 I, H)
-    up_weight: Tensor | QuantizedWeight | None,  # (I, H)
-    down_weight: Tensor | QuantizedWeight,  # (O, I)
+    x: Tensor,
+    gate: Tensor | QuantizedWeight | LoraProjection,
+    up: Tensor | QuantizedWeight | LoraProjection | None,
+    down: Tensor | QuantizedWeight | LoraProjection,
     *,
     activation: str = "silu",
     slice_tokens: int | None = None,
 ) -> Tensor:
-    """Compute ``(act(x Wg') * x Wu') Wd'``, saving the first two products and not their activation.
+    """Compute ``down(act(gate(x)) * up(x))``, keeping neither the activation nor its product.
 
     Under autocast the products run in the autocast dtype, as those of
-    ``torch.nn.functional.linear`` do.
+    ``torch.nn.functional.linear`` do. Each gradient has its input's dtype.
 
     Args:
         x: (..., H), floating point.
-        gate_weight: (I, H); without ``up_weight`` (2 I, H), the rows of the one, then the other's.
-        up_weight: (I, H), or None.
-        down_weight: (O, I); O is mostly H.
+        gate, up: weights (I, H), or projections of H features to I. Without ``up``, ``gate`` gives
+            2 I features: the one, then the other.
+        down: (O, I), or a projection of I features to O; O is mostly H. All of the projections have
+            adapters, or none has one.
         activation: "silu", "gelu_tanh" or "gelu".
-        slice_tokens: saves ``x`` alone, and runs over slices of so many tokens, forward and
-            backward, which computes the first two products again: for gradient checkpointing,
-            which then does not. Then weights may be quantized. None: all at once.
+        slice_tokens: the tokens of a slice. Both passes then run slice by slice, only x is kept,
+            and the backward pass computes the first two products again. It is meant for gradient
+            checkpointing, which then need not compute them again. None, and dropout with masks that
+            are tensors: all tokens at once.
 
     Returns:
-        (..., O), of the dtype of ``x``, or autocast's.
+        (..., O), in the dtype of the products.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: shapes, dtypes, devices or values that do not fit.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if len(gate_weight.shape) != 2:
-        raise ValueError(f"gate_weight must be (I, H), got {tuple(gate_weight.shape)}")
-    size, hidden_size = gate_weight.shape
-    if x.dim() == 0 or x.shape[-1] != hidden_size or not x.is_floating_point():
-        expected, given = f"(..., {hidden_size})", f"{x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"x must be floating point {expected}, as gate_weight is, got {given}")
-    if up_weight is None and size % 2:
+    dtype = products_dtype(x)
+    given = {"gate": gate, "up": up, "down": down}
+    parts = {
+        name: each if isinstance(each, LoraProjection) else without_adapter(each)
+        for name, each in given.items()
+        if each is not None
+    }
+    features = {"gate": x.shape[-1], "up": x.shape[-1]}
+    for name, part in parts.items():
+        size = parts["gate"].weight.shape[0] // (2 if up is None else 1)
+        check_projection(name, part, features.get(name, size), x, dtype)
+    sizes = {name: part.weight.shape[0] for name, part in parts.items()}
+    if sizes.get("up", sizes["gate"]) != sizes["gate"]:
         raise ValueError(
-            f"gate_weight without up_weight must be (2 I, H), got {(size, hidden_size)}"
+            f"up.weight must have {sizes['gate']} rows as gate.weight has, got {sizes['up']}"
         )
-    if up_weight is not None and up_weight.shape != gate_weight.shape:
-        expected, given = (size, hidden_size), tuple(up_weight.shape)
-        raise ValueError(f"up_weight must have shape {expected}, got {given}")
-    size = size // 2 if up_weight is None else size
-    if len(down_weight.shape) != 2 or down_weight.shape[1] != size:
-        raise ValueError(f"down_weight must be (O, {size}), got {tuple(down_weight.shape)}")
+    if up is None and sizes["gate"] % 2:
+        raise ValueError(f"gate.weight without up must be (2 I, H), got {sizes['gate']} rows")
+    adapters = [part.a is not None for part in parts.values()]
+    if any(adapters) and (up is None or not all(adapters)):
+        raise ValueError("gate, up and down must all have adapters, or none of them")
     check_slice_tokens(slice_tokens)
-    dtype = _product_dtype(x)
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    for name, weight in weights.items():
-        if weight is not None and weight.device != x.device:
-            raise ValueError(f"{name} must be on {x.device} as x is, got {weight.device}")
-        if weight is not None and _product_dtype(weight) != dtype:
-            raise ValueError(f"{name} must be {dtype} as x is, got {weight.dtype}")
-    dense = [each if isinstance(each, Tensor) else None for each in weights.values()]
-    if slice_tokens is not None:
-        quantized = [None if isinstance(each, Tensor) else each for each in weights.values()]
-        layer = _Slices(activation, dtype, down_weight.shape[0], quantized)
-        return run_sliced(layer, x, dense, slices_of(x, slice_tokens))
-    for name, weight in weights.items():
-        if weight is not None and not isinstance(weight, Tensor):
-            raise ValueError(f"{name} must be a tensor without slice_tokens, got a quantized one")
-    cast = [None if each is None else each.to(dtype) for each in dense]
-    return _GatedMlp.apply(x.to(dtype), *cast, activation)
+    up_part = parts.get("up")
+    return run_gated_mlp(x, parts["gate"], up_part, parts["down"], dtype, activation, slice_tokens)
 
 
-def _product_dtype(tensor: Tensor | QuantizedWeight) -> torch.dtype:
-    """Return the dtype in which a product of the weight, or of x, would run now."""
-    if not isinstance(tensor, Tensor):
-        return tensor.dtype
-    return autocast_dtype(tensor.device.type, tensor.dtype) or tensor.dtype
+def run_gated_mlp(
+    x: Tensor,
+    gate: LoraProjection,
+    up: LoraProjection | None,
+    down: LoraProjection,
+    dtype: torch.dtype,
+    activation: str,
+    slice_tokens: int | None,
+) -> Tensor:
+    """Compute what ``gated_mlp`` does, of arguments that fit, with products in a dtype."""
+    projections = [gate, down] if up is None else [gate, up, down]
+    fixed, parameters = flattened(projections)
+    layer = GatedLayer(fixed, dtype, activation)
+    if slice_tokens is not None and _can_slice(x, dtype, projections):
+        slices = slices_of(x, slice_tokens)
+        seeds = [[new_seed() if each.dropout else None for each in fixed] for _ in slices]
+        how = layer, slices, seeds
+        link = _InSlices.apply(x, *how, *parameters)
+        with without_autocast(x.device.type):
+            return _Result.apply(link, lambda: _result_of_slices(x, *how, parameters))
+    if down.a is None:
+        cast = [None if each is None else each.to(dtype) for each in parameters]
+        return _AtOnce.apply(x.to(dtype), layer, [], *cast)
+    adapters = layer.cast_adapters(parameters)
+    with without_autocast(x.device.type):
+        link, a, s_down = _AtOnce.apply(x, layer, adapters, *parameters)
+        part = down._replace(b=adapters[-1])
+        return _Result.apply(link, lambda: product(a, part, s_down, x.shape[:-1]))
+
+
+def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:
+    """Return False if dropout would need a mask as a tensor, which slices cannot make again."""
+    if not any(part.dropout for part in parts):
+        return True
+    return serves_lora(x.new_empty(1, dtype=dtype), max(len(part.a) for part in parts))

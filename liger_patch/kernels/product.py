@@ -8,10 +8,11 @@ SLABS = 16  # of rows, where the device cannot write a wider result itself: boun
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype_out")
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1.0) -> Tensor:
+def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1) -> Tensor:
     """Compute ``out = alpha a @ b`` or ``out += alpha a @ b``, also into a wider dtype, as float32
     from bf16: one call and one rounding where the device can.
     """
+    # alpha is an integer by default: with dynamic=True torch.compile traces a float as a symbol
     if not a.numel():  # of a shard without rows
         return out if add else out.zero_()
     beta, is_plain = (1.0 if add else 0.0), not add and alpha == 1.0

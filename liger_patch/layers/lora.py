@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.linears import run_lora_linears
-from liger_patch.kernels.lora.mlp import run_lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import (
     EVERYWHERE,
@@ -181,7 +181,7 @@ def lora_feed_forward(
         return None
     projections = gates[0].projection, gates[1].projection, downs[0].projection
     tokens = tokens_of_slice(x, projections[0].weight.shape[0])
-    y = run_lora_mlp(x, *projections, gates[0].product, activation, tokens)
+    y = run_gated_mlp(x, *projections, gates[0].product, activation, tokens)
     return y.to(downs[0].dtype)
 
 

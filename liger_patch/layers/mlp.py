@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from liger_patch.kernels.backend import autocast_dtype
-from liger_patch.kernels.gated import gated
-from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.gated import run_gated
+from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.graphs import is_compiled_here
+from liger_patch.kernels.lora.projection import without_adapter
 from liger_patch.layers.checks import (
     PRODUCT,
     has_hooks,
@@ -71,7 +72,7 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
     """Return whether the layer's own forward computes what its gate says, on a small input."""
 
     def on_kernel(layer: Any, x: Tensor) -> Tensor:
-        return _result(layer, gate, gated(*gate.products(layer, x), activation=activation))
+        return _result(layer, gate, run_gated(*gate.products(layer, x), activation))
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         return [forward(_with_few_features(module, gate), _few_numbers(2, PROBED_HIDDEN))]
@@ -149,36 +150,52 @@ def gated_layer(original: Any) -> type[nn.Module]:
         modules = [getattr(self, name) for name in projections]
         # hooks are asked for before weights are read: under ZeRO-3, reading gathers them
         if not has_hooks(*modules) and is_plain(self):
-            if len(modules) == 3:
-                y = lora_feed_forward(x, *modules, activation=kind)
-                if y is not None:
-                    return y
-            tokens = tokens_of_slice(x, getattr(modules[-1], "in_features", 0))
-            if tokens is not None:
-                weights = _plain_weights(modules, x)
-                if weights is not None:
-                    y = gated_mlp(x, *weights, activation=kind, slice_tokens=tokens)
-                    is_quantized = any(
-                        not isinstance(each, Tensor) for each in weights if each is not None
-                    )
-                    # bitsandbytes casts what a product gives to the dtype of its input
-                    return y.to(torch.promote_types(x.dtype, y.dtype)) if is_quantized else y
-            elif _keeps_tensors():
-                weights = _plain_weights(modules)
-                if weights is not None:
-                    return gated_mlp(x, *weights, activation=kind)
+            y = _as_one_function(x, modules, kind)
+            if y is not None:
+                return y
         gate, up = own.products(self, x)
         if needs_own_code(gate, up):
             return original.forward(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
             return _result(self, own, act(gate) * up)
-        return _result(self, own, gated(gate, up, activation=kind))
+        return _result(self, own, run_gated(gate, up, kind))
 
     return derived_class(original, gated_layer, forward=forward, _liger_patch_layers=("gated",))
 
 
 def _activation(act: Any) -> str | None:
     return ACTIVATIONS.get(getattr(type(act), "forward", None))
+
+
+def _as_one_function(x: Tensor, modules: Sequence[Any], activation: str) -> Tensor | None:
+    """Compute the layer as one function, or return None: if its projections do more than multiply
+    by a weight, or if one function would not pay.
+
+    Args:
+        modules: the projections, without hooks.
+    """
+    if len(modules) == 3:
+        y = lora_feed_forward(x, *modules, activation=activation)
+        if y is not None:
+            return y
+    tokens = tokens_of_slice(x, getattr(modules[-1], "in_features", 0))
+    if tokens is None and not _keeps_tensors():
+        return None
+    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
+    parts = []
+    for module in modules:
+        weight = _plain_weight(module, dtype)
+        if weight is None and tokens is not None:
+            weight = _weight_4bit(module, dtype)
+        if weight is None:
+            return None
+        parts.append(without_adapter(weight))
+    gate, up, down = parts if len(parts) == 3 else (parts[0], None, parts[1])
+    y = run_gated_mlp(x, gate, up, down, dtype, activation, tokens)
+    if all(isinstance(part.weight, Tensor) for part in parts):
+        return y
+    # bitsandbytes casts what a product gives to the dtype of its input
+    return y.to(torch.promote_types(x.dtype, y.dtype))
 
 
 def _keeps_tensors() -> bool:
@@ -193,36 +210,20 @@ def _keeps_tensors() -> bool:
     return torch.is_grad_enabled() and not packs_saved_tensors()
 
 
-def _plain_weights(
-    modules: Sequence[nn.Module], x: Tensor | None = None
-) -> tuple[Any, Any, Any] | None:
-    """Return the weights of gate, up and down if the layer only multiplies by them, else None.
-
-    Args:
-        modules: the projections, without hooks.
-        x: the input, if weights in 4 bits are allowed; None if they are not.
-    """
-    weights = [_plain_weight(module) for module in modules]
-    if x is not None:
-        pairs = zip(modules, weights, strict=True)
-        weights = [_weight_4bit(module, x) if w is None else w for module, w in pairs]
-    if any(weight is None for weight in weights):
-        return None
-    gate, *up, down = weights
-    return gate, up[0] if up else None, down
-
-
-def _plain_weight(module: nn.Module) -> Any:
-    """Return the weight if a call of the module only multiplies by it, else None."""
+def _plain_weight(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """Return the weight if a call of the module only multiplies by it, in a dtype; else None."""
     if type(module) is not nn.Linear or (nn.Linear.forward, nn.functional.linear) != PRODUCT:
         return None
     weight = module.weight
-    return weight if type(weight) in (nn.Parameter, Tensor) and module.bias is None else None
+    if type(weight) not in (nn.Parameter, Tensor) or module.bias is not None:
+        return None
+    own_dtype = autocast_dtype(weight.device.type, weight.dtype) or weight.dtype
+    return weight if own_dtype == dtype else None
 
 
-def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
-    """Return the weight of a bitsandbytes layer in 4 bits, if its forward multiplies x by the
-    dequantized weight and does nothing else; else None.
+def _weight_4bit(module: nn.Module, dtype: torch.dtype) -> Any:
+    """Return the weight of a bitsandbytes layer in 4 bits, if its forward multiplies by the
+    dequantized weight in a dtype and does nothing else; else None.
     """
     if "bitsandbytes" not in sys.modules:
         return None
@@ -230,6 +231,5 @@ def _weight_4bit(module: nn.Module, x: Tensor) -> Any:
 
     if not quantized_weights.is_4bit(module) or getattr(module, "bias", None) is not None:
         return None
-    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
     weight = quantized_weights.quantized_weight(module, dtype)
     return weight if weight is not None and weight.dtype == dtype else None

@@ -79,7 +79,7 @@ def check(arguments: argparse.Namespace) -> None:
         engine = make_engine(arguments, patch=True)
         if arguments.distrusted and dist.get_rank() == 0:
             record_of(engine.model).distrusted = "this rank's tokens differ"
-        with patch.object(mlp, "gated", wraps=mlp.gated) as gated:
+        with patch.object(mlp, "run_gated", wraps=mlp.run_gated) as gated:
             results = train(engine, arguments, computed)
     if arguments.layers:
         # ZeRO-3 gathers the weights of each projection at its call: no one function for all

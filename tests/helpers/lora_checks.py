@@ -17,7 +17,7 @@ from layer_checks import ACTIVATIONS
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 Layer = Callable[[Tensor, Sequence[LoraProjection]], tuple[Tensor, ...]]
@@ -120,7 +120,7 @@ def eager_mlp(activation: str) -> Layer:
 
 
 def our_mlp(activation: str) -> Layer:
-    return lambda x, parts: (lora_mlp(x, *parts, activation=activation),)
+    return lambda x, parts: (gated_mlp(x, *parts, activation=activation),)
 
 
 class Wide:

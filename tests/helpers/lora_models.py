@@ -109,7 +109,7 @@ class Calls:
 
         self._on_kernels: list[Sequence[Tensor]] = []
         self._by_peft: list[Any] = []
-        run_linears, run_mlp = lora.run_lora_linears, lora.run_lora_mlp
+        run_linears, run_mlp = lora.run_lora_linears, lora.run_gated_mlp
         check = LoraLayer._check_forward_args
 
         def linears(x: Tensor, projections: Any, *how: Any) -> Any:
@@ -125,7 +125,7 @@ class Calls:
             return check(layer, *arguments, **how)
 
         monkeypatch.setattr(lora, "run_lora_linears", linears)
-        monkeypatch.setattr(lora, "run_lora_mlp", mlp)
+        monkeypatch.setattr(lora, "run_gated_mlp", mlp)
         monkeypatch.setattr(LoraLayer, "_check_forward_args", checked)
 
     def taken(self, model: nn.Module) -> tuple[Groups, list[str]]:

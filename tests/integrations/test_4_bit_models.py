@@ -31,7 +31,7 @@ from transformers import Trainer, TrainingArguments
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels import sliced
+from liger_patch.kernels import gated_mlp, sliced
 from liger_patch.layers import checks
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
@@ -170,13 +170,13 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     runs: list[int] = []
     monkeypatch.setattr(sliced, "LONG_BYTES", 0)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
-    forward = sliced._Run.forward
+    result = gated_mlp._result_of_slices
 
-    def counted(ctx: Any, *arguments: Any) -> Any:
-        runs.append(len(arguments[3]))
-        return forward(ctx, *arguments)
+    def counted(x: Any, layer: Any, slices: Any, *others: Any) -> Any:
+        runs.append(len(slices))
+        return result(x, layer, slices, *others)
 
-    monkeypatch.setattr(sliced._Run, "forward", staticmethod(counted))
+    monkeypatch.setattr(gated_mlp, "_result_of_slices", counted)
 
     def make() -> nn.Module:
         model = peft.prepare_model_for_kbit_training(

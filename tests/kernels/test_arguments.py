@@ -200,7 +200,7 @@ def test_a_batch_of_upstream_gradients_is_an_error_that_says_so():
         torch.autograd.grad(losses, x, torch.eye(3), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rotary", "gated", "gated_mlp"])
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "gated"])
 def test_the_file_of_an_operator_can_be_imported_under_another_name(name):
     """As the link at the repository's root is."""
     file = Path(kernels.rms_norm.__file__).with_name(f"{name}.py")

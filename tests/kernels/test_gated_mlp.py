@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.gated_mlp import gated_mlp
+from liger_patch.kernels.lora.projection import LoraProjection
 
 HIDDEN, SIZE = 24, 40
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 3, HIDDEN), "none": (0, HIDDEN)}
@@ -25,8 +26,8 @@ def eager(activation: str) -> Callable[..., Tensor]:
     """As the models of Transformers have it."""
     act = ACTIVATIONS[activation]
 
-    def layer(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        return linear(act(linear(x, gate_weight)) * linear(x, up_weight), down_weight)
+    def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return linear(act(linear(x, gate)) * linear(x, up), down)
 
     return layer
 
@@ -34,9 +35,9 @@ def eager(activation: str) -> Callable[..., Tensor]:
 def made(shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     sizes = {
         "x": shape,
-        "gate_weight": (SIZE, HIDDEN),
-        "up_weight": (SIZE, HIDDEN),
-        "down_weight": (HIDDEN, SIZE),
+        "gate": (SIZE, HIDDEN),
+        "up": (SIZE, HIDDEN),
+        "down": (HIDDEN, SIZE),
     }
     return {n: (torch.randn(size) / 2).to(device, dtype) for n, size in sizes.items()}
 
@@ -60,28 +61,28 @@ def test_gated_mlp_of_one_row(device):
 
 def test_gated_mlp_without_intermediate_features(device):
     inputs = made(SHAPES["batch"], device, torch.float64)
-    for name in ("gate_weight", "up_weight"):
+    for name in ("gate", "up"):
         inputs[name] = inputs[name][:0]
-    inputs["down_weight"] = inputs["down_weight"][:, :0]
+    inputs["down"] = inputs["down"][:, :0]
     check(gated_mlp, eager("silu"), inputs)
 
 
 def test_gated_mlp_to_another_size(device):
     inputs = made(SHAPES["batch"], device, torch.float64)
-    inputs["down_weight"] = inputs["down_weight"][:5]
+    inputs["down"] = inputs["down"][:5]
     check(gated_mlp, eager("silu"), inputs)
 
 
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
 def test_gated_mlp_of_one_product(dtype, device):
     inputs = made(SHAPES["batch"], device, dtype)
-    both = torch.cat((inputs.pop("gate_weight"), inputs.pop("up_weight")))
+    both = torch.cat((inputs.pop("gate"), inputs.pop("up")))
 
-    def ours(x: Tensor, down_weight: Tensor, both: Tensor) -> Tensor:
-        return gated_mlp(x, both, None, down_weight)
+    def ours(x: Tensor, down: Tensor, both: Tensor) -> Tensor:
+        return gated_mlp(x, both, None, down)
 
-    def plain(x: Tensor, down_weight: Tensor, both: Tensor) -> Tensor:
-        return eager("silu")(x, *both.chunk(2), down_weight)
+    def plain(x: Tensor, down: Tensor, both: Tensor) -> Tensor:
+        return eager("silu")(x, *both.chunk(2), down)
 
     check(ours, plain, inputs | {"both": both})
 
@@ -90,7 +91,7 @@ def test_gated_mlp_of_one_product(dtype, device):
 def test_gated_mlp_of_any_strides(view, device):
     """Of x, of what comes back, and of the weights."""
     inputs = made((4, 6, 2 * HIDDEN), device, torch.float32)
-    inputs["down_weight"] = inputs["down_weight"].t().contiguous()
+    inputs["down"] = inputs["down"].t().contiguous()
     of = {
         "transposed": lambda x: x[..., :HIDDEN].transpose(0, 1),
         "expanded": lambda x: x[:, :1, :HIDDEN].expand(4, 6, HIDDEN),
@@ -98,8 +99,8 @@ def test_gated_mlp_of_any_strides(view, device):
     }[view]
 
     def way(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-            return of(layer(of(x), gate_weight, up_weight, down_weight.t()).repeat(1, 1, 2))
+        def call(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            return of(layer(of(x), gate, up, down.t()).repeat(1, 1, 2))
 
         return call
 
@@ -130,7 +131,7 @@ def test_two_backward_passes_are_the_same(device):
     assert torch.equal(dy, kept)
 
 
-@pytest.mark.parametrize("wanted", ["x", "gate_weight", "up_weight", "down_weight"])
+@pytest.mark.parametrize("wanted", ["x", "gate", "up", "down"])
 @pytest.mark.parametrize("alone", [True, False])
 def test_only_the_gradients_that_are_wanted(wanted, alone, device):
     inputs = made(SHAPES["rows"], device, torch.float64)
@@ -199,17 +200,21 @@ def test_a_second_derivative_is_refused(device):
 
 
 X, G, D = torch.zeros(2, 8), torch.zeros(6, 8), torch.zeros(8, 6)
+ADAPTED = LoraProjection(G, None, torch.zeros(3, 8), torch.zeros(6, 3), 1.0)
+DOWN = LoraProjection(D[:, :3], None, torch.zeros(3, 3), torch.zeros(8, 3), 1.0)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "activation": (lambda: gated_mlp(X, G, G, D, activation="relu"), "activation must be one of"),
-    "integers": (lambda: gated_mlp(X.long(), G, G, D), r"x must be floating point \(..., 8\)"),
-    "x": (lambda: gated_mlp(X[:, :7], G, G, D), r"x must be floating point \(..., 8\), as gate_we"),
-    "no matrix": (lambda: gated_mlp(X, G[0], G, D), r"gate_weight must be \(I, H\), got \(8,\)"),
-    "halves": (lambda: gated_mlp(X, G[:5], None, D), r"must be \(2 I, H\), got \(5, 8\)"),
-    "up": (lambda: gated_mlp(X, G, D, D), r"up_weight must have shape \(6, 8\), got \(8, 6\)"),
-    "down": (lambda: gated_mlp(X, G, G, D[:, :3]), r"down_weight must be \(O, 6\), got \(8, 3\)"),
-    "half": (lambda: gated_mlp(X, G, None, D), r"down_weight must be \(O, 3\), got \(8, 6\)"),
-    "device": (lambda: gated_mlp(X, G.to("meta"), G, D), "gate_weight must be on cpu"),
-    "dtype": (lambda: gated_mlp(X, G, G.half(), D), "up_weight must be torch.float32 as x is, got"),
+    "integers": (lambda: gated_mlp(X.long(), G, G, D), r"x must be floating point \(..., H\)"),
+    "x": (lambda: gated_mlp(X[:, :7], G, G, D), r"gate.weight must have shape \(O, 7\)"),
+    "no matrix": (lambda: gated_mlp(X, G[0], G, D), r"gate.weight must have shape \(O, 8\), got"),
+    "halves": (lambda: gated_mlp(X, G[:5], None, D[:, :2]), r"must be \(2 I, H\), got 5 rows"),
+    "up": (lambda: gated_mlp(X, G, G[:5], D), "up.weight must have 6 rows .* got 5"),
+    "down": (lambda: gated_mlp(X, G, G, D[:, :3]), r"down.weight must have shape \(O, 6\), got"),
+    "half": (lambda: gated_mlp(X, G, None, D), r"down.weight must have shape \(O, 3\), got"),
+    "device": (lambda: gated_mlp(X, G.to("meta"), G, D), "gate.weight must be on cpu"),
+    "dtype": (lambda: gated_mlp(X, G, G.half(), D), "up.weight must be torch.float32 as x is"),
+    "adapters": (lambda: gated_mlp(X, ADAPTED, G, D), "must all have adapters, or none of them"),
+    "one adapter": (lambda: gated_mlp(X, ADAPTED, None, DOWN), "must all have adapters, or none"),
 }
 
 

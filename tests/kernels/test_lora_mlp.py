@@ -15,7 +15,7 @@ from lora_inputs import HIDDEN, RANKS, SHAPES, mlp_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 
@@ -127,7 +127,7 @@ def test_quantized_bases(way: str, device: torch.device) -> None:
 
 def test_a_device_without_autocast_and_memory() -> None:
     x, parts = mlp_inputs("meta", "bfloat16")
-    y = lora_mlp(x, *parts)
+    y = gated_mlp(x, *parts)
     assert (y.shape, y.dtype, y.device.type) == (SHAPES["batch"], torch.bfloat16, "meta")
 
 
@@ -137,32 +137,32 @@ DOWN = LoraProjection(torch.zeros(8, 6), None, torch.zeros(3, 6), torch.zeros(8,
 SMALL = PART._replace(weight=torch.zeros(5, 8), bias=None, b=torch.zeros(5, 4))
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "activation": (
-        lambda: lora_mlp(X, PART, PART, DOWN, activation="relu"),
+        lambda: gated_mlp(X, PART, PART, DOWN, activation="relu"),
         r"activation must be one of .* got 'relu'",
     ),
     "integers": (
-        lambda: lora_mlp(X.long(), PART, PART, DOWN),
+        lambda: gated_mlp(X.long(), PART, PART, DOWN),
         "x must be floating point .* got torch.int64",
     ),
     "x": (
-        lambda: lora_mlp(X[:, :7], PART, PART, DOWN),
+        lambda: gated_mlp(X[:, :7], PART, PART, DOWN),
         r"^gate\.weight must have shape \(O, 7\), got \(6, 8\)",
     ),
-    "up": (lambda: lora_mlp(X, PART, SMALL, DOWN), r"up.weight must have 6 rows .* got 5"),
+    "up": (lambda: gated_mlp(X, PART, SMALL, DOWN), r"up.weight must have 6 rows .* got 5"),
     "down": (
-        lambda: lora_mlp(X, SMALL, SMALL, DOWN),
+        lambda: gated_mlp(X, SMALL, SMALL, DOWN),
         r"^down\.weight must have shape \(O, 5\), got \(8, 6\)",
     ),
     "A of down": (
-        lambda: lora_mlp(X, PART, PART, DOWN._replace(a=torch.zeros(3, 5))),
+        lambda: gated_mlp(X, PART, PART, DOWN._replace(a=torch.zeros(3, 5))),
         r"^down\.a must have shape \(3, 6\), got \(3, 5\)",
     ),
     "dtype of down": (
-        lambda: lora_mlp(X, PART, PART, DOWN._replace(b=DOWN.b.double())),
+        lambda: gated_mlp(X, PART, PART, DOWN._replace(b=DOWN.b.double())),
         r"^down\.b must be torch.float32 as x is, outside autocast, got torch.float64",
     ),
     "dropout": (
-        lambda: lora_mlp(X, PART, PART, DOWN._replace(dropout=1.5)),
+        lambda: gated_mlp(X, PART, PART, DOWN._replace(dropout=1.5)),
         r"^down\.dropout must be in \[0, 1\), got 1.5",
     ),
 }

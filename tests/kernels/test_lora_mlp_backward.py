@@ -14,8 +14,8 @@ from lora_inputs import SIZE, mlp_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora import mlp
-from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 
@@ -24,10 +24,10 @@ def test_what_is_kept(device: torch.device) -> None:
     leaves, parts = trainable(*mlp_inputs(device, "float16"))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = lora_mlp(leaves["x"], *parts)
+        y = gated_mlp(leaves["x"], *parts)
     given = {each.data_ptr() for each in leaves.values()}
     others = sorted(tuple(t.shape) for t in saved if t.data_ptr() not in given)
-    assert others == [(8 + 20, 40), (35, 8 + 20), (35, SIZE), (35, SIZE)]
+    assert others == [(8 + 20, 40), (35, 16), (35, 8 + 20), (35, SIZE), (35, SIZE)]
     y.sum().backward()
     assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
 
@@ -51,7 +51,7 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(
     monkeypatch.setattr(mlp, "activate_backward", activate_backward)
     monkeypatch.setattr(mlp, "gradients_of_input_", gradients_of_input_)
     leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
-    y = checkpoint(lambda x: lora_mlp(x, *parts), leaves["x"], use_reentrant=False)
+    y = checkpoint(lambda x: gated_mlp(x, *parts), leaves["x"], use_reentrant=False)
     y.sum().backward()
     assert alive == [False, False]
 
@@ -59,7 +59,7 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(
 def test_two_backward_passes_are_the_same(device: torch.device) -> None:
     """The first writes over none of what is kept, nor over the upstream gradient."""
     leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
-    y = lora_mlp(leaves["x"], *parts)
+    y = gated_mlp(leaves["x"], *parts)
     dy = torch.randn_like(y)
     before = dy.clone()
     runs = [
@@ -85,7 +85,7 @@ def test_a_backward_pass_under_autocast_computes_in_the_dtype_of_the_forward_pas
 ) -> None:
     leaves, parts = trainable(*mlp_inputs(device, "float32"))
     asked = [each for each in leaves.values() if each.requires_grad]
-    y = lora_mlp(leaves["x"], *parts).sum()
+    y = gated_mlp(leaves["x"], *parts).sum()
     expected = torch.autograd.grad(y, asked, retain_graph=True)
     with torch.autocast(device.type, torch.bfloat16):
         gradients = torch.autograd.grad(y, asked)
@@ -94,8 +94,13 @@ def test_a_backward_pass_under_autocast_computes_in_the_dtype_of_the_forward_pas
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("wanted", ["x", EVERYTHING], ids=["x", "everything"])
 def test_checkpointing_leaves_out_the_last_product(
-    dropout: float, reentrant: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dropout: float,
+    reentrant: bool,
+    wanted: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
     x, parts = mlp_inputs(device, "float16", dropout=dropout)
@@ -112,15 +117,15 @@ def test_checkpointing_leaves_out_the_last_product(
         def call(x: Tensor, parts: Any) -> tuple[Tensor]:
             torch.manual_seed(7)
             if checkpoints:
-                return (checkpoint(lora_mlp, x, *parts, use_reentrant=reentrant),)
-            return (lora_mlp(x, *parts),)
+                return (checkpoint(gated_mlp, x, *parts, use_reentrant=reentrant),)
+            return (gated_mlp(x, *parts),)
 
         return call
 
-    expected = results(way(False), x, parts, wanted="x")
+    expected = results(way(False), x, parts, wanted=wanted)
     assert len(products) == 3 + 3  # forward, and dx of each
     products.clear()
-    ours = results(way(True), x, parts, wanted="x")
+    ours = results(way(True), x, parts, wanted=wanted)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     assert len(products) == 3 + (3 if reentrant else 2) + 3
 
@@ -129,8 +134,8 @@ def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
     """As in a model's first layer, whose x takes no gradient."""
     leaves, parts = trainable(*mlp_inputs(device, "float16"), r"\d\.[ab]")
     adapters = [each for each in leaves.values() if each.requires_grad]
-    expected = torch.autograd.grad(lora_mlp(leaves["x"], *parts).sum(), adapters)
-    y = checkpoint(lora_mlp, leaves["x"], *parts, use_reentrant=False)
+    expected = torch.autograd.grad(gated_mlp(leaves["x"], *parts).sum(), adapters)
+    y = checkpoint(gated_mlp, leaves["x"], *parts, use_reentrant=False)
     ours = torch.autograd.grad(y.sum(), adapters)
     assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
 
@@ -138,18 +143,18 @@ def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
 @pytest.mark.parametrize("wanted", ["x", r"0\.b", r"2\.a", r"2\.b", EVERYTHING])
 def test_a_second_derivative_is_refused(wanted: str, device: torch.device) -> None:
     leaves, parts = trainable(*mlp_inputs(device, "float32"), wanted)
-    y = lora_mlp(leaves["x"], *parts).sum()
+    y = gated_mlp(leaves["x"], *parts).sum()
     asked = [each for each in leaves.values() if each.requires_grad]
-    with pytest.raises(RuntimeError, match="lora_mlp has no second derivative"):
+    with pytest.raises(RuntimeError, match="gated_mlp has no second derivative"):
         torch.autograd.grad(y, asked, create_graph=True)
 
 
 def test_no_gradients_are_recorded_without_grad(device: torch.device) -> None:
     leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
     with torch.no_grad():
-        y = lora_mlp(leaves["x"], *parts)
+        y = gated_mlp(leaves["x"], *parts)
     assert not y.requires_grad
-    assert torch.equal(y, lora_mlp(leaves["x"], *parts))
+    assert torch.equal(y, gated_mlp(leaves["x"], *parts))
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.b", "2.weight", "2.a", "2.b"])
@@ -157,7 +162,7 @@ def test_a_change_in_place_before_the_backward_pass_is_an_error(
     name: str, device: torch.device
 ) -> None:
     leaves, parts = trainable(*mlp_inputs(device, "float32"))
-    y = lora_mlp(leaves["x"], *parts).sum()
+    y = gated_mlp(leaves["x"], *parts).sum()
     with torch.no_grad():
         leaves[name].mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace|was changed in place between"):
@@ -172,7 +177,7 @@ def test_adapters_that_were_cast_may_change_in_place(name: str, device: torch.de
     for factor in (1.0, 2.0):
         leaves, parts = trainable(*inputs)
         with torch.autocast(device.type, torch.bfloat16):
-            y = lora_mlp(leaves["x"], *parts).sum()
+            y = gated_mlp(leaves["x"], *parts).sum()
         with torch.no_grad():
             leaves[name].mul_(factor)
         y.backward()
@@ -188,10 +193,10 @@ def test_bytes_kept_per_token() -> None:
     x, parts = mlp_inputs("cuda", "bfloat16", (tokens, hidden_size), "equal", size)
     leaves, parts = trainable(x, parts)
     del x
-    lora_mlp(leaves["x"], *parts).sum().backward()  # whatever is allocated once
+    gated_mlp(leaves["x"], *parts).sum().backward()  # whatever is allocated once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    y = lora_mlp(leaves["x"], *parts)
+    y = gated_mlp(leaves["x"], *parts)
     kept = torch.cuda.memory_allocated() - before
     thin = 2 * 3 * 16
     # x is there in any case; the allocator rounds each tensor up to 2 MiB at most
@@ -205,7 +210,7 @@ def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant: bo
     x, parts = mlp_inputs("cuda", "autocast", (300, 512), size=1024)
 
     def checkpointed(x: Tensor, parts: Any) -> tuple[Tensor]:
-        return (checkpoint(lora_mlp, x, *parts, use_reentrant=reentrant),)
+        return (checkpoint(gated_mlp, x, *parts, use_reentrant=reentrant),)
 
     how = {"autocast": True, "wanted": "x" if reentrant else ADAPTERS}
     runs = [results(layer, x, parts, **how) for layer in (checkpointed, our_mlp("silu"))]

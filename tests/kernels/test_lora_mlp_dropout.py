@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import HAS_TRITON
-from liger_patch.kernels.lora.mlp import lora_mlp
+from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 SQUARE = 24  # features of x, of gate and of y, so that one adapter can copy any of them
@@ -51,7 +51,7 @@ def test_dropout_has_one_mask_forward_and_backward(
 
     def seeded(x: Tensor, parts: Any) -> tuple[Tensor]:
         torch.manual_seed(7)
-        return (lora_mlp(x, *parts, activation=activation, slice_tokens=slice_tokens),)
+        return (gated_mlp(x, *parts, activation=activation, slice_tokens=slice_tokens),)
 
     masks = []
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

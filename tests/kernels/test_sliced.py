@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.kernels.lora.mlp import lora_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.sliced import LONG_BYTES, SLICE_BYTES, slice_tokens
 
@@ -73,7 +72,7 @@ def made(shape: tuple[int, ...], device: Any, dtype: torch.dtype, out: int = HID
 
 def sliced_lora(tokens: int | None, activation: str = "silu") -> Any:
     def layer(x: Tensor, parts: Any) -> tuple[Tensor]:
-        return (lora_mlp(x, *parts, activation=activation, slice_tokens=tokens),)
+        return (gated_mlp(x, *parts, activation=activation, slice_tokens=tokens),)
 
     return layer
 
@@ -194,8 +193,9 @@ def test_quantized_bases_are_dequantized_once_in_a_pass(
 
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("which", ["gate", "up", "down", "all"])
+@pytest.mark.parametrize("tokens", [4, None])
 def test_gated_mlp_of_quantized_weights(
-    which: str, dtype: torch.dtype, device: torch.device
+    tokens: int | None, which: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs = made(SHAPES["batch"], device, dtype)
     names = ("gate", "up", "down") if which == "all" else (which,)
@@ -203,23 +203,20 @@ def test_gated_mlp_of_quantized_weights(
 
     def ours(x: Tensor, **weights: Any) -> Tensor:
         given = held | weights
-        return sliced(4)(x, given["gate"], given["up"], given["down"])
+        return sliced(tokens)(x, given["gate"], given["up"], given["down"])
 
     def plain(x: Tensor, **weights: Any) -> Tensor:
         dense = {name: each.rows(0, each.shape[0]).to(x.dtype) for name, each in held.items()}
         return eager("silu")(x, **dense | weights)
 
     check_plain(ours, plain, inputs)
-    given = held | inputs
-    with pytest.raises(ValueError, match="must be a tensor without slice_tokens, got a quantized"):
-        gated_mlp(given["x"], given["gate"], given["up"], given["down"])
 
 
 def test_x_alone_is_kept(device: torch.device) -> None:
     leaves, parts = trainable(*made_lora(device, "float16"))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+        y = gated_mlp(leaves["x"], *parts, slice_tokens=3)
         z = gated_mlp(leaves["x"], *(each.weight for each in parts), slice_tokens=3)
     assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in leaves.values()}
     (y.sum() + z.sum()).backward()
@@ -247,7 +244,7 @@ def test_nothing_of_the_size_of_gate_is_made(layer: str, wanted: str, cpu_form: 
     for each in (None, 60):
         with Largest() as largest:
             if layer == "lora":
-                y = lora_mlp(leaves["x"], *parts, slice_tokens=each)
+                y = gated_mlp(leaves["x"], *parts, slice_tokens=each)
             else:
                 y = gated_mlp(leaves["x"], *(p.weight for p in parts), slice_tokens=each)
             y.backward(torch.ones_like(y))
@@ -266,7 +263,7 @@ def test_checkpointing_computes_as_many_products(
 
     def run(x: Tensor, tokens: int | None) -> Tensor:
         if layer == "lora":
-            return lora_mlp(x, *parts, slice_tokens=tokens)
+            return gated_mlp(x, *parts, slice_tokens=tokens)
         if tokens is None:  # as its modules compute it
             return eager("silu")(x, *(each.weight for each in parts))
         return gated_mlp(x, *(each.weight for each in parts), slice_tokens=tokens)
@@ -313,7 +310,7 @@ def test_checkpoints_give_the_same_bits(
 
 def test_two_backward_passes_are_the_same(device: torch.device) -> None:
     leaves, parts = trainable(*made_lora(device, "float16"), EVERYTHING)
-    y = lora_mlp(leaves["x"], *parts, slice_tokens=4)
+    y = gated_mlp(leaves["x"], *parts, slice_tokens=4)
     dy = torch.randn_like(y)
     before = dy.clone()
     runs = [
@@ -334,7 +331,7 @@ def test_slices_drop_other_features() -> None:
     constant = LoraProjection(base, ones, one, base, 1.0)
     through = LoraProjection(one, None, one, base, 1.0)
     x = torch.ones(200, HIDDEN, dtype=torch.float16)
-    masks = (lora_mlp(x, constant, copied, through, slice_tokens=50) != 0).view(4, 50, HIDDEN)
+    masks = (gated_mlp(x, constant, copied, through, slice_tokens=50) != 0).view(4, 50, HIDDEN)
     for i in range(4):
         for j in range(i):
             agree = (masks[i] == masks[j]).double().mean().item()
@@ -352,14 +349,14 @@ def test_masks_that_are_tensors_run_at_once() -> None:
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layer", ["gated_mlp", "lora_mlp"])
+@pytest.mark.parametrize("layer", ["plain", "lora"])
 def test_a_second_derivative_is_refused(layer: str, device: torch.device) -> None:
     leaves, parts = trainable(*made_lora(device, "float32"))
-    if layer == "lora_mlp":
-        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+    if layer == "lora":
+        y = gated_mlp(leaves["x"], *parts, slice_tokens=3)
     else:
         y = gated_mlp(leaves["x"], *(each.weight for each in parts), slice_tokens=3)
-    with pytest.raises(RuntimeError, match=f"{layer} has no second derivative"):
+    with pytest.raises(RuntimeError, match="gated_mlp has no second derivative"):
         torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
 
 
@@ -368,7 +365,7 @@ def test_a_change_in_place_before_the_backward_pass_is_an_error(
     name: str, device: torch.device
 ) -> None:
     leaves, parts = trainable(*made_lora(device, "float32"))
-    y = lora_mlp(leaves["x"], *parts, slice_tokens=3).sum()
+    y = gated_mlp(leaves["x"], *parts, slice_tokens=3).sum()
     with torch.no_grad():
         leaves[name].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -378,14 +375,14 @@ def test_a_change_in_place_before_the_backward_pass_is_an_error(
 def test_no_gradients_are_recorded_without_grad(device: torch.device) -> None:
     leaves, parts = trainable(*made_lora(device, "float16"), EVERYTHING)
     with torch.no_grad():
-        y = lora_mlp(leaves["x"], *parts, slice_tokens=3)
+        y = gated_mlp(leaves["x"], *parts, slice_tokens=3)
     assert not y.requires_grad
-    assert torch.equal(y, lora_mlp(leaves["x"], *parts, slice_tokens=3))
+    assert torch.equal(y, gated_mlp(leaves["x"], *parts, slice_tokens=3))
 
 
 def test_a_device_without_autocast_and_memory() -> None:
     x, parts = made_lora("meta", "bfloat16")
-    y = lora_mlp(x, *parts, slice_tokens=3)
+    y = gated_mlp(x, *parts, slice_tokens=3)
     assert (y.shape, y.dtype, y.device.type) == (SHAPES["batch"], torch.bfloat16, "meta")
 
 
@@ -394,7 +391,7 @@ def test_what_is_no_number_of_tokens_is_an_error_that_names_it(tokens: Any) -> N
     x, parts = made_lora("cpu", "float32")
     message = f"slice_tokens must be a number > 0 or None, got {tokens!r}"
     with pytest.raises(ValueError, match=message):
-        lora_mlp(x, *parts, slice_tokens=tokens)
+        gated_mlp(x, *parts, slice_tokens=tokens)
     with pytest.raises(ValueError, match=message):
         gated_mlp(x, *(each.weight for each in parts), slice_tokens=tokens)
 

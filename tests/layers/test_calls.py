@@ -23,8 +23,8 @@ ROWS = {row.model_type: row for row in registry.available()}
 OPERATORS: list[tuple[Any, str]] = [
     (norm, "run_rms_norm"),
     (attention, "computed_together"),
-    (mlp, "gated"),
-    (mlp, "gated_mlp"),
+    (mlp, "run_gated"),
+    (mlp, "run_gated_mlp"),
 ]
 
 
@@ -161,7 +161,7 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
 
     model = apply_patch(make_model(model_type), layers=True)
     layer = model.model.layers[0]
-    for module, name in ((norm, "run_rms_norm"), (mlp, "gated")):
+    for module, name in ((norm, "run_rms_norm"), (mlp, "run_gated")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
     monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
     x = torch.randn(2, 9, model.config.hidden_size)
@@ -213,7 +213,7 @@ def test_a_device_without_kernels_runs_the_models_own_layers(
         apply_patch(model, layers=["rms_norm", "gated"])
         run.clear()  # the probes
         step(model, batch)
-        assert {*run} == {"run_rms_norm", "gated_mlp"}
+        assert {*run} == {"run_rms_norm", "run_gated_mlp"}
         assert "calls on cpu" not in str(patch_status(model))
         apply_patch(model)
         run.clear()

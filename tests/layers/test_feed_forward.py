@@ -29,13 +29,13 @@ def make_model(model_type: str = "llama") -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each feed-forward layer that ran as one function."""
     found: list[Any] = []
-    function = mlp.gated_mlp
+    function = mlp.run_gated_mlp
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
         found.append(arguments)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(mlp, "gated_mlp", counted)
+    monkeypatch.setattr(mlp, "run_gated_mlp", counted)
     return found
 
 
@@ -143,7 +143,7 @@ def test_the_activation_is_not_kept(
         parameter.requires_grad_(not (frozen and "mlp" in name))
     batch = tiny_batch(model)
     ours = bytes_kept(model, batch)
-    monkeypatch.setattr(mlp, "_plain_weight", lambda module: None)
+    monkeypatch.setattr(mlp, "_plain_weight", lambda *_: None)
     of_modules = bytes_kept(model, batch)
     activations = 2 * batch["input_ids"].numel() * model.config.intermediate_size  # of two layers
     assert ours == of_modules - (0 if frozen else 4 * activations)

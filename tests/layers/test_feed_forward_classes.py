@@ -104,7 +104,7 @@ def hold_to_the_rule(layer: Any, dtype: torch.dtype) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that ran, by name."""
     found: list[str] = []
-    for name in ("gated", "gated_mlp"):
+    for name in ("run_gated", "run_gated_mlp"):
         function = getattr(mlp, name)
 
         def counted(
@@ -126,7 +126,7 @@ def test_layers_compute_what_their_class_does(
     on_kernels(layer)
     calls.clear()
     hold_to_the_rule(layer, dtype)
-    assert set(calls) <= {"gated", "gated_mlp"}
+    assert set(calls) <= {"run_gated", "run_gated_mlp"}
     assert calls
 
 
@@ -135,7 +135,7 @@ def test_plain_layers_are_one_function(name: str, calls: list[str]) -> None:
     layer = on_kernels(own_layer(name))
     calls.clear()
     layer(torch.randn(2, HIDDEN))
-    assert calls == ["gated_mlp"]
+    assert calls == ["run_gated_mlp"]
 
 
 @pytest.mark.parametrize("name", DROPPING)
@@ -149,7 +149,7 @@ def test_layers_that_drop_features_are_two_functions(name: str, calls: list[str]
         torch.manual_seed(0)
         results.append(each(x))
     torch.testing.assert_close(*results)
-    assert calls == ["gated"]
+    assert calls == ["run_gated"]
     assert not torch.equal(replaced(x), results[1])  # other features
     hold_to_the_rule(layer, torch.float32)
 

@@ -92,8 +92,8 @@ def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
         vars(module)["_parameters"] = Partitioned(module._parameters)
         module.register_forward_pre_hook(hook)
         module.register_forward_hook(hook)
-    calls, gated = [], mlp.gated
-    monkeypatch.setattr(mlp, "gated", lambda *a, **o: calls.append(1) or gated(*a, **o))
+    calls, gated = [], mlp.run_gated
+    monkeypatch.setattr(mlp, "run_gated", lambda *a, **o: calls.append(1) or gated(*a, **o))
     torch.testing.assert_close(model(**batch).loss, truth)
     assert len(calls) == len(layers) > 0
 

@@ -188,8 +188,8 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
         (norm, "run_rms_norm"),
         (rotations, "needs_own_code"),
         (masked_attention, "is_compiled_here"),
-        (mlp, "gated"),
-        (mlp, "gated_mlp"),
+        (mlp, "run_gated"),
+        (mlp, "run_gated_mlp"),
     ]
     for module, name in kernels:
         monkeypatch.setattr(module, name, lambda *_, **__: calls.append(1))

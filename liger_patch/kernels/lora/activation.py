@@ -55,9 +55,11 @@ def activate_backward(
     kept: Kept,
     dropout: float,
     activation: str,
-    dtypes: Sequence[torch.dtype],  # of dB of both and of dA of down
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]:
-    """Return dgate, dup (N, I), ds (N, R of gate + R of up), dB of both and dA of down."""
+    dtypes: Sequence[torch.dtype | None],  # of dB of both and of dA of down
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
+    """Return dgate, dup (N, I), ds (N, R of gate + R of up), dB of both and dA of down; None where
+    no dtype is given.
+    """
     *b_dtypes, a_dtype = dtypes
     if _serves(gate, parts, down_a) and not isinstance(kept, Tensor):
         from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
@@ -68,18 +70,19 @@ def activate_backward(
         dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
             da, ds_down, gate, up, s, *adapters, kept, dropout, activation
         )
-        dbs = [db.to(dtype) for db, dtype in zip((dgate_b, dup_b), b_dtypes, strict=True)]
         ds = upstream_thin_products((dgate, dup), parts)
-        return dgate, dup, ds, dbs, ddown_a.t().to(a_dtype)
+        found = zip((dgate_b, dup_b, ddown_a.t()), dtypes, strict=True)
+        *dbs, ddown_a = (None if dtype is None else each.to(dtype) for each, dtype in found)
+        return dgate, dup, ds, dbs, ddown_a
     gate, up = _with_adapters(gate, up, s, parts)
     a = gated_forward(gate, up, activation)
     ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, a_dtype, dropout)
-    assert ddown_a is not None
     del a
     dgate, dup = gated_backward(da, gate, up, activation)
     ds = upstream_thin_products((dgate, dup), parts)
     each = zip((dgate, dup), parts, columns_of(s, parts), b_dtypes, strict=True)
-    return dgate, dup, ds, [b_gradient(*one) for one in each], ddown_a
+    dbs = [None if d is None else b_gradient(dy, part, thin, d) for dy, part, thin, d in each]
+    return dgate, dup, ds, dbs, ddown_a
 
 
 def _with_adapters(

@@ -1,229 +1,260 @@
-"""A gated feed-forward layer (arXiv:2002.05202) whose projections carry LoRA adapters.
+"""The steps of a gated feed-forward layer (arXiv:2002.05202), forward and backward.
 
     gate = x Wg' + sg Sg Bg'      up = x Wu' + su Su Bu'      S = x A'
     a    = act(gate) * up         y  = a Wd' + sd Sd Bd'      Sd = a Ad'
 
-Kept are x, the base's products x Wg' and x Wu', and the thin S and Sd: 2 H + 4 I bytes a token in
-16 bits. What the adapters add to gate and up, the activation, and the part of da that comes through
-Ad are computed again within the kernel that turns da into dgate and dup. It also sums dB of gate
-and of up and dA of down, so that nothing of the size of gate is read or written for them.
+Without adapters, the terms of S and Sd are left out. With da = dy Wd + what comes through Ad, and
+dgate and dup as in ``gated``:
 
-y is computed by a function of its own, which saves no tensor for the backward pass, but a where Wd
-trains. Gradient checkpointing computes a layer again only up to the last saved tensor, so it leaves
-out the product of y. The function holds Sd, 2 R bytes a token that checkpoints keep too, and the
-cast Bd. In slices (``sliced``), only x is kept.
+    dWd = dy' a       dWg = dgate' x       dWu = dup' x       dx = dgate Wg + dup Wu + dS A
 
-H: hidden size, I: intermediate size, R: rank, N: tokens.
+One kernel turns da into dgate and dup. Without adapters it leaves a in da's place. With adapters it
+computes again what they add to gate and up, and sums dB of both and dA of down, so that nothing of
+the size of gate is read or written for them.
+
+H: hidden size, I: intermediate size, O: features of y, R: rank, n: tokens of a call.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import (
-    LAYER_ADVICE,
-    check_backward,
-    without_autocast,
-)
-from liger_patch.kernels.gated import ACTIVATIONS
+from liger_patch.kernels.backend import accumulation_dtype
+from liger_patch.kernels.gated import gated_backward, gated_backward_, gated_forward
 from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
+    Kept,
     b_gradient,
-    base_gradients,
     base_product,
     gradients_of_input_,
-    joined_kept,
-    product,
-    split_kept,
     thin_products,
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
-    a_dtypes,
     bases_of,
     cast_matrices,
-    check_projection,
-    flattened,
-    products_dtype,
     restored,
 )
-from liger_patch.kernels.lora.sliced import SlicedMlp
-from liger_patch.kernels.rows import rows_of
-from liger_patch.kernels.sliced import check_slice_tokens, run_sliced, slices_of
+from liger_patch.kernels.product import product_
+
+FIELDS = 4  # tensors of a projection: weight, bias, a, b
 
 
-class _GatedLora(torch.autograd.Function):
-    """x to a and Sd."""
+class Parts(NamedTuple):
+    """The projections, with their adapters as products take them.
 
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,  # (..., H)
-        dtype: torch.dtype,
-        activation: str,
-        dropout: float,  # of the projection behind the activation
-        fixed: list[Constants],  # of all three
-        adapters: list[Tensor],  # A of gate and up as one, B of both and A of down, cast
-        *tensors: Tensor | None,  # of gate and up, and A (R, I) of down
-    ):
-        ctx.set_materialize_grads(False)
-        bases, (a_gates, *bs, down_a) = bases_of(tensors[:-1]), adapters
-        parts = restored(fixed[:2], bases, a_gates, bs)
-        with without_autocast(x.device.type):
-            rows = rows_of(x).to(dtype)
-            s, kept = thin_products(rows, a_gates, parts)
-            gate, up = (base_product(rows, part) for part in parts)
-            a, s_down, kept_a = activate(gate, up, s, parts, down_a, dropout, activation)
-        ctx.fixed, ctx.activation, ctx.dropout = fixed, activation, dropout
-        ctx.dtype, ctx.shape = x.dtype, x.shape
-        ctx.seeds, masks = split_kept((*kept, kept_a))
-        ctx.save_for_backward(rows, s, gate, up, *adapters, *masks, *bases)
-        return a, s_down
+    Attributes:
+        a: A of gate and up as one (sum of R, H); None without adapters.
+        first: gate and up, or both as one.
+    """
 
-    @staticmethod
-    def backward(ctx, da: Tensor | None, ds_down: Tensor | None):
-        if da is None or ds_down is None:
-            return (None,) * len(ctx.needs_input_grad)
-        x, s, gate, up, a_gates, gate_b, up_b, down_a, *tensors = ctx.saved_tensors
-        masks, bases = tensors[:3], tensors[3:]
-        *kept, kept_a = joined_kept(ctx.seeds, masks)
-        *fixed, of_down = ctx.fixed
-        parts = restored(fixed, bases, a_gates, (gate_b, up_b))
-        wants_x, _, _, _, _, _, *wanted, _ = ctx.needs_input_grad
-        how = kept_a, ctx.dropout, ctx.activation, [*(f.b_dtype for f in fixed), of_down.a_dtype]
-        with without_autocast(x.device.type):
-            dgate, dup, ds, dbs, ddown_a = activate_backward(
-                da, ds_down, gate, up, s, parts, down_a, *how
-            )
-            del da, gate, up  # under checkpoints, nothing else holds them
-            dys = (dgate, dup)
-            dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
-            dtypes = a_dtypes(fixed, wanted[2::4])
-            das = gradients_of_input_(dx, x, a_gates, dys, parts, ds, kept, dtypes)
-            gradients: list[Tensor | None] = []
-            for i, (dy, part) in enumerate(zip(dys, parts, strict=True)):
-                gradients += [*base_gradients(dy, x, part, wanted[4 * i :][:2]), das[i], dbs[i]]
-        dx = None if dx is None else dx.view(ctx.shape)
-        return dx, None, None, None, None, None, *gradients, ddown_a
+    a: Tensor | None
+    first: list[LoraProjection]
+    down: LoraProjection
 
 
-class _DownLora(torch.autograd.Function):
-    """a and Sd to y. Saves no tensor but a, where the weight trains."""
+class Gates:
+    """What a layer computes before its last product; a backward pass frees each after its use.
 
-    @staticmethod
-    def forward(
-        ctx,
-        a: Tensor,
-        s: Tensor,
-        leading: Sequence[int],  # of y (..., O)
-        part: LoraProjection,  # with B cast
-        b_dtype: torch.dtype,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        b: Tensor,
-    ):
-        with without_autocast(a.device.type):
-            y = product(a, part, s, leading)
-        ctx.part, ctx.s, ctx.b_dtype, ctx.versions = part, s, b_dtype, _versions(part)
-        ctx.save_for_backward(a if ctx.needs_input_grad[5] else None)
-        return y
+    Attributes:
+        gate, up: (n, I), of the bases; without ``up``, ``gate`` is (n, 2 I).
+        s, s_down: (n, sum of R) and (n, R); None without adapters.
+        kept: the features of x, x and a that each adapter sees.
+        a: (n, I).
+    """
 
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        check_backward("lora_mlp", dy, advice=LAYER_ADVICE)
-        part, (a,) = ctx.part, ctx.saved_tensors
-        if _versions(part) != ctx.versions:
-            raise RuntimeError(
-                "a weight of the feed-forward layer was changed in place between its forward and "
-                "its backward pass"
-            )
-        *_, wants_weight, wants_bias, wants_b = ctx.needs_input_grad
-        dy = rows_of(dy).contiguous()
-        with without_autocast(dy.device.type):
-            da = dy @ part.dense(dy.dtype)
-            ds = upstream_thin_products((dy,), (part,))
-            wanted = wants_weight, wants_bias
-            base = base_gradients(dy, dy if a is None else a, part, wanted)
-            db = b_gradient(dy, part, ctx.s, ctx.b_dtype) if wants_b else None
-        return da, ds, None, None, None, *base, db
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        s: Tensor | None,
+        a: Tensor | None = None,
+        s_down: Tensor | None = None,
+        kept: Sequence[Kept] = (),
+    ) -> None:
+        # not Optional, though freed: each is there when it is read
+        self.gate: Any = gate
+        self.up: Any = up
+        self.s: Any = s
+        self.a: Any = a
+        self.s_down: Any = s_down
+        self.kept = [*kept]
 
 
-def _versions(part: LoraProjection) -> list[int]:
-    """Return the versions of what the backward pass reads: not A, whose product is the input."""
-    read = part.weight, part.b
-    tensors = (each for each in read if isinstance(each, Tensor) and not each.is_inference())
-    return [each._version for each in tensors]
-
-
-def lora_mlp(
-    x: Tensor,  # (..., H)
-    gate: LoraProjection,
-    up: LoraProjection,
-    down: LoraProjection,
-    *,
-    activation: str = "silu",
-    slice_tokens: int | None = None,
-) -> Tensor:
-    """Compute ``(act(gate(x)) * up(x)) Wd'`` and what three adapters add.
-
-    Under autocast the products run in the autocast dtype. Each gradient has its input's dtype.
+class Gradients:
+    """The gradients of parameters.
 
     Args:
-        x: (..., H), floating point.
-        gate, up: of H features to I.
-        down: of I features to O, which is mostly H.
-        activation: "silu", "gelu_tanh" or "gelu".
-        slice_tokens: the tokens of a slice. Both passes then run slice by slice, only x is kept,
-            and the backward pass computes the first two products again. It is meant for gradient
-            checkpointing, which then need not compute them again. None, and dropout with masks that
-            are tensors: all tokens at once.
-
-    Returns:
-        (..., O), in the dtype of the products.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or values that do not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``, or where a weight of
-            ``down`` was changed in place since the forward pass.
+        dtypes: of each parameter; None for one that does not exist.
+        wanted: whose gradients are computed.
+        in_slices: whether they are sums over slices, in float32.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    dtype = products_dtype(x)
-    check_projection("gate", gate, x.shape[-1], x, dtype)
-    check_projection("up", up, x.shape[-1], x, dtype)
-    size = gate.weight.shape[0]
-    if up.weight.shape[0] != size:
-        raise ValueError(
-            f"up.weight must have {size} rows as gate.weight has, got {up.weight.shape[0]}"
+
+    def __init__(
+        self,
+        dtypes: Sequence[torch.dtype | None],
+        wanted: Sequence[bool],
+        *,
+        in_slices: bool = False,
+    ) -> None:
+        # those that gradients are computed in, None where none is wanted
+        self.dtypes = [
+            None if dtype is None or not w else accumulation_dtype(dtype) if in_slices else dtype
+            for dtype, w in zip(dtypes, wanted, strict=True)
+        ]
+        self.found: list[Tensor | None] = [None] * len(self.dtypes)
+        self._in_slices = in_slices
+
+    def add(self, i: int, gradient: Tensor | None) -> None:
+        """Add to the gradient of a parameter, if it is wanted."""
+        total = self.found[i]
+        if gradient is None or self.dtypes[i] is None:
+            return
+        if total is not None:
+            total += gradient
+        elif self._in_slices:
+            self.found[i] = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            self.found[i] = gradient
+
+    def add_base(self, i: int, dy: Tensor, x: Tensor | None) -> None:
+        """Add ``dy' x`` to the gradient of weight i, and the sum of dy (n, O) to that of the bias
+        behind it, if they are wanted. Then x (n, H) is not None.
+        """
+        dtype, total = self.dtypes[i], self.found[i]
+        if dtype is not None:
+            assert x is not None
+            if total is None:
+                total = self.found[i] = x.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
+                product_(total, dy.t(), x)
+            else:
+                product_(total, dy.t(), x, add=True)
+        if self.dtypes[i + 1] is not None:
+            self.add(i + 1, dy.sum(0, dtype=self.dtypes[i + 1]))
+
+    def rounded(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the sums over slices, each in its parameter's dtype; zeros of no slices."""
+        for i, parameter in enumerate(parameters):
+            if parameter is None or self.dtypes[i] is None:
+                continue
+            total, self.found[i] = self.found[i], None  # freed as it is rounded
+            if total is None:
+                total = torch.zeros_like(parameter)
+            self.found[i] = total.to(parameter.dtype)
+        return self.found
+
+
+class GatedLayer(NamedTuple):
+    """A feed-forward layer without its tensors, as autograd functions take it.
+
+    Attributes:
+        fixed: the constants of gate and up, or of both as one, and of down.
+        dtype: of the products.
+        activation: "silu", "gelu_tanh" or "gelu".
+    """
+
+    fixed: Sequence[Constants]
+    dtype: torch.dtype
+    activation: str
+
+    def out_features(self, parameters: Sequence[Tensor | None]) -> int:
+        """Return O."""
+        weight = (
+            parameters[-FIELDS] if self.fixed[-1].quantized is None else self.fixed[-1].quantized
         )
-    check_projection("down", down, size, x, dtype)
-    check_slice_tokens(slice_tokens)
-    return run_lora_mlp(x, gate, up, down, dtype, activation, slice_tokens)
+        assert weight is not None
+        return weight.shape[0]
 
+    def cast_adapters(self, parameters: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return A of gate and up as one, B of both, A and B of down, cast; nothing without
+        adapters.
+        """
+        adapters: Any = parameters[2::FIELDS], parameters[3::FIELDS]
+        all_a, all_b = adapters
+        if all_a[0] is None:
+            return []
+        groups = [all_a[:-1], *([b] for b in all_b[:-1]), all_a[-1:], all_b[-1:]]
+        return cast_matrices(groups, self.dtype)
 
-def run_lora_mlp(
-    x: Tensor,
-    gate: LoraProjection,
-    up: LoraProjection,
-    down: LoraProjection,
-    dtype: torch.dtype,
-    activation: str,
-    slice_tokens: int | None,
-) -> Tensor:
-    """Compute what ``lora_mlp`` does, of arguments that fit, with products in a dtype."""
-    fixed, tensors = flattened((gate, up, down))
-    if slice_tokens is not None and SlicedMlp.serves(x, dtype, (gate, up, down)):
-        slices = slices_of(x, slice_tokens)
-        out_features = down.weight.shape[0]
-        layer = SlicedMlp(fixed, dtype, activation, out_features, len(slices))
-        return run_sliced(layer, x, tensors, slices)
-    *of_gates, weight, bias, _, _ = tensors
-    matrices = (gate.a, up.a), (gate.b,), (up.b,), (down.a,), (down.b,)
-    *adapters, down_b = cast_matrices(matrices, dtype)
-    how = dtype, activation, down.dropout, fixed, adapters
-    a, s = _GatedLora.apply(x, *how, *of_gates, down.a)
-    part = down._replace(b=down_b)
-    return _DownLora.apply(a, s, x.shape[:-1], part, down.b.dtype, weight, bias, down.b)
+    def parts(self, bases: Sequence[Tensor | None], adapters: Sequence[Tensor]) -> Parts:
+        """Return the projections of weights and biases, and of what ``cast_adapters`` returns."""
+        a, *bs, down_a, down_b = adapters or [None] * (len(self.fixed) + 2)
+        first = restored(self.fixed[:-1], bases[:-2], a, bs)
+        (down,) = restored(self.fixed[-1:], bases[-2:], down_a, [down_b])
+        return Parts(a, first, down)
+
+    def prepared(self, parameters: Sequence[Tensor | None]) -> Parts:
+        """Return the projections with weights cast or dequantized, for several slices."""
+        parts = self.parts(bases_of(parameters), self.cast_adapters(parameters))
+        *first, down = (p._replace(weight=p.dense(self.dtype)) for p in (*parts.first, parts.down))
+        return Parts(parts.a, first, down)
+
+    def first_products(
+        self, x: Tensor, parts: Parts, seeds: Sequence[int | None] | None = None
+    ) -> Gates:
+        """Return gate and up of x (n, H), not yet their activation."""
+        s, kept = None, []
+        if parts.a is not None:
+            s, kept = thin_products(x, parts.a, parts.first, seeds)
+        gate, *up = [base_product(x, part) for part in parts.first]
+        return Gates(gate, up[0] if up else None, s, kept=kept)
+
+    def activate(self, gates: Gates, parts: Parts, seed: int | None = None) -> None:
+        """Compute a and Sd."""
+        if parts.a is None:
+            gates.a = gated_forward(gates.gate, gates.up, self.activation)
+            return
+        down, products = parts.down, (gates.gate, gates.up, gates.s)
+        how = down.dropout, self.activation, seed
+        gates.a, gates.s_down, kept = activate(*products, parts.first, down.a, *how)
+        gates.kept.append(kept)
+
+    def gradients_(
+        self,
+        dx: Tensor | torch.dtype | None,  # (n, H), or the dtype of a new one, if it is wanted
+        dy: Tensor,  # (n, O)
+        x: Tensor | None,  # (n, H), if gradients of gate and up need it
+        parts: Parts,
+        gates: Gates,  # with a where there are adapters and Wd trains
+        sums: Gradients,
+    ) -> Tensor | None:
+        """Return dx, and add the gradients of the parameters."""
+        last, down = FIELDS * len(parts.first), parts.down
+        ds, dbs = None, [None, None]
+        if parts.a is None:
+            da = dy @ down.dense(dy.dtype)
+            backward = gated_backward if sums.dtypes[last] is None else gated_backward_
+            dgate, dup = backward(da, gates.gate, gates.up, self.activation)
+            sums.add_base(last, dy, da)  # a has taken its place
+        else:
+            sums.add_base(last, dy, gates.a)
+            gates.a = None
+            b_dtype = sums.dtypes[last + 3]
+            if b_dtype is not None:
+                sums.add(last + 3, b_gradient(dy, down, gates.s_down, b_dtype))
+            if dx is None and not any(sums.dtypes[:last]) and sums.dtypes[last + 2] is None:
+                return None
+            da = dy @ down.dense(dy.dtype)
+            ds_down = upstream_thin_products((dy,), (down,))
+            products = gates.gate, gates.up, gates.s, parts.first, down.a
+            dtypes = [sums.dtypes[i] for i in (3, FIELDS + 3, last + 2)]
+            how = gates.kept[-1], down.dropout, self.activation, dtypes
+            dgate, dup, ds, dbs, ddown_a = activate_backward(da, ds_down, *products, *how)
+            del products
+            sums.add(last + 2, ddown_a)
+        dys = [dgate] if gates.up is None else [dgate, dup]
+        del da
+        gates.gate = gates.up = None  # under checkpoints, nothing else holds them
+        if isinstance(dx, torch.dtype):  # not made before da is freed
+            dx = dy.new_empty(len(dy), parts.first[0].weight.shape[1], dtype=dx)
+        dtypes = [sums.dtypes[FIELDS * j + 2] for j in range(len(dys))]
+        das = gradients_of_input_(dx, x, parts.a, dys, parts.first, ds, gates.kept[:-1], dtypes)
+        for j, each in enumerate(dys):
+            sums.add_base(FIELDS * j, each, x)
+            sums.add(FIELDS * j + 2, das[j])
+            sums.add(FIELDS * j + 3, dbs[j])
+        return dx

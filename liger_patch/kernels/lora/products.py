@@ -72,12 +72,14 @@ def base_product(x: Tensor, part: LoraProjection) -> Tensor:
 def product(
     x: Tensor,  # (N, H)
     part: LoraProjection,
-    s: Tensor,  # (N, R)
+    s: Tensor | None,  # (N, R); None without an adapter
     leading: Sequence[int],
 ) -> Tensor:
     """Return y (*leading, O) of N rows. What the adapter gives is written first: the base's product
     adds to it as it writes, and no pass over y is needed for the sum.
     """
+    if s is None:
+        return base_product(x.view(*leading, x.shape[1]), part)
     b = part.b.t()
     y = x.new_empty(*leading, b.shape[1])
     rows = y.view(len(x), b.shape[1])
@@ -108,11 +110,11 @@ def upstream_thin_products(
 
 def gradients_of_input_(
     dx: Tensor | None,  # (N, H)
-    x: Tensor,  # (N, H)
-    a: Tensor,  # (sum of R, H)
+    x: Tensor | None,  # (N, H); None without adapters or trained weights
+    a: Tensor | None,  # (sum of R, H); None without adapters
     dys: Sequence[Tensor | None],  # (N, O) each
     parts: Sequence[LoraProjection],
-    ds: Tensor,  # (N, sum of R)
+    ds: Tensor | None,  # (N, sum of R)
     kept: Sequence[Kept],
     dtypes: Sequence[torch.dtype | None],
 ) -> list[Tensor | None]:
@@ -121,14 +123,17 @@ def gradients_of_input_(
     """
     is_whole = not any([part.dropout for part in parts])  # each adapter sees all features
     if dx is not None:
-        if is_whole:
+        add = False
+        if is_whole and ds is not None and a is not None:
             product_(dx, ds, a)
-        add = is_whole
+            add = True
         for dy, part in zip(dys, parts, strict=True):
             if dy is not None:
                 product_(dx, dy, part.dense(dy.dtype), add=add)
                 add = True
     wanted = set(dtypes) - {None}
+    if ds is None or x is None:  # no adapters
+        return [None] * len(parts)
     if not is_whole or len(wanted) > 1:
         each = zip(parts, columns_of(ds, parts), kept, dtypes, strict=True)
         left = None if is_whole else dx

@@ -20,16 +20,15 @@ class LoraProjection(NamedTuple):
     Attributes:
         weight: (O, H); a quantized one gets no gradient.
         bias: (O,), or None.
-        a: (R, H).
-        b: (O, R).
+        a, b: (R, H) and (O, R); None for no adapter, which only ``gated_mlp`` takes.
         scaling: factor on what the adapter adds.
         dropout: probability with which each feature of the adapter's input is dropped, in [0, 1).
     """
 
     weight: Tensor | QuantizedWeight
     bias: Tensor | None
-    a: Tensor
-    b: Tensor
+    a: Any
+    b: Any
     scaling: float
     dropout: float = 0.0
 
@@ -40,19 +39,25 @@ class LoraProjection(NamedTuple):
         return self.weight.rows(0, self.weight.shape[0]).to(dtype)
 
 
+def without_adapter(weight: Tensor | QuantizedWeight) -> LoraProjection:
+    """Return the projection of a weight alone."""
+    # no defaults: with dynamic=True torch.compile traces those that are floats as symbols
+    return LoraProjection(weight, None, None, None, 1.0, 0.0)
+
+
 class Constants(NamedTuple):
     """The constants of a projection, beside its tensors.
 
     Attributes:
         quantized: the weight, if it is quantized; else None.
-        a_dtype, b_dtype: the dtypes of the gradients of A and B.
+        a_dtype, b_dtype: the dtypes of the gradients of A and B, None without an adapter.
     """
 
     quantized: QuantizedWeight | None
     scaling: float
     dropout: float
-    a_dtype: torch.dtype
-    b_dtype: torch.dtype
+    a_dtype: torch.dtype | None
+    b_dtype: torch.dtype | None
 
 
 def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], list[Tensor | None]]:
@@ -62,7 +67,8 @@ def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], l
     fixed, tensors = [], []
     for weight, bias, a, b, scaling, dropout in projections:
         is_dense = isinstance(weight, Tensor)
-        fixed.append(Constants(None if is_dense else weight, scaling, dropout, a.dtype, b.dtype))
+        dtypes = (None, None) if a is None else (a.dtype, b.dtype)
+        fixed.append(Constants(None if is_dense else weight, scaling, dropout, *dtypes))
         tensors += [weight if is_dense else None, bias, a, b]
     return fixed, tensors
 
@@ -75,12 +81,12 @@ def bases_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def restored(
     fixed: Sequence[Constants],
     bases: Sequence[Tensor | None],  # weight and bias of each
-    a: Tensor,  # (sum of R, H)
-    bs: Sequence[Tensor],  # (O, R) each
+    a: Tensor | None,  # (sum of R, H); None without adapters
+    bs: Sequence[Any],  # (O, R) each
 ) -> list[LoraProjection]:
     """Return the projections of one input, with the adapters that ``cast_matrices`` has cast."""
     parts = []
-    rows = (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
+    rows = bs if a is None else (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
     for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):
         weight, bias = bases[2 * i : 2 * i + 2]
         held: Any = weight if constants.quantized is None else constants.quantized
@@ -133,9 +139,9 @@ def check_projection(
     products in a dtype.
     """
     weight, bias, a, b, _, dropout = projection
-    size, rank = weight.shape[0], a.shape[0]
+    size, rank = weight.shape[0], 0 if a is None else a.shape[0]
     casts = autocast_dtype(x.device.type, x.dtype) is not None
-    if weight.shape[1] != features:
+    if len(weight.shape) != 2 or weight.shape[1] != features:
         raise ValueError(
             f"{name}.weight must have shape (O, {features}), got {tuple(weight.shape)}"
         )
