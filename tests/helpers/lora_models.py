@@ -93,6 +93,12 @@ def replaced(module: Any) -> None:
     module.forward = lambda *args, **options: 2 * forward(*args, **options)
 
 
+def first(model: nn.Module, name: str) -> Any:
+    """The first decoder layer's module of that name."""
+    named = model.named_modules()
+    return next(m for n, m in named if ".layers.0." in n and n.endswith(f".{name}"))
+
+
 def lora_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
@@ -140,6 +146,12 @@ class Calls:
         by_peft = [layers[layer] for layer in self._by_peft]
         self.clear()
         return groups, by_peft
+
+    def of_step(self, model: nn.Module, batch: Any) -> tuple[Groups, list[str]]:
+        """Return those of a training step."""
+        self.clear()
+        training_step(model, batch)
+        return self.taken(model)
 
     def clear(self) -> None:
         self._on_kernels.clear()

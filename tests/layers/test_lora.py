@@ -22,7 +22,7 @@ from lora_models import (
     assert_same,
     batch_of,
     copies,
-    training_step,
+    first,
 )
 from slow_cases import slow_but
 from tiny_models import tiny_model
@@ -61,9 +61,7 @@ def test_projections_of_one_input_are_one_function(
     assert f"{len(names) * layers} lora" in status
     assert "PEFT's own forward" not in status
     assert_same(model, eager, batch)
-    calls.clear()
-    training_step(model, batch)
-    assert calls.taken(model) == (groups * layers, [])
+    assert calls.of_step(model, batch) == (groups * layers, [])
 
 
 def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
@@ -71,14 +69,12 @@ def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     eager = adapted(base=tiny_model(ROWS["phi3"]).double(), target_modules=list(names))
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     assert_same(model, eager, batch)
-    calls.clear()
-    training_step(model, batch)
-    assert calls.taken(model) == ([(name,) for name in names] * 2, [])
+    assert calls.of_step(model, batch) == ([(name,) for name in names] * 2, [])
 
 
 def test_projections_of_other_widths_are_not_computed_together(calls: Calls) -> None:
     _, model, _ = copies()
-    attention = next(m for n, m in model.named_modules() if n.endswith("0.self_attn"))
+    attention = first(model, "self_attn")
     k_proj, width = attention.k_proj, attention.k_proj.in_features // 2
     for each in (k_proj.base_layer, k_proj.lora_A["default"]):
         each.weight = torch.nn.Parameter(each.weight.detach()[:, :width])
@@ -118,7 +114,7 @@ def test_an_input_that_a_hook_changes_in_place() -> None:
     """Between two projections that are computed together."""
     eager, model, batch = copies()
     for each in (eager, model):
-        layer = next(m for n, m in each.named_modules() if n.endswith("0.self_attn.v_proj"))
+        layer = first(each, "v_proj")
         layer.register_forward_pre_hook(doubles_in_place)
     with torch.no_grad():
         expected, loss = (each(**batch).loss for each in (eager, model))
@@ -127,7 +123,7 @@ def test_an_input_that_a_hook_changes_in_place() -> None:
 
 def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) -> None:
     eager, model, batch = copies()
-    attention = next(m for n, m in model.named_modules() if n.endswith("0.self_attn"))
+    attention = first(model, "self_attn")
 
     def fails(*_: Any) -> None:
         raise KeyError("k")
@@ -145,7 +141,7 @@ def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) ->
 
 def test_one_row_and_no_rows() -> None:
     _, model, _ = copies()
-    layer = next(m for n, m in model.named_modules() if n.endswith("0.self_attn.q_proj"))
+    layer = first(model, "q_proj")
     for shape in ((32,), (0, 32), (2, 0, 32)):
         y = layer(torch.randn(shape).double())
         assert y.shape == (*shape[:-1], layer.out_features)

@@ -1,9 +1,11 @@
-"""Adapters that change between the calls of a model with LoRA layers on kernels."""
+"""Adapters, and what hangs on their layers, change between the calls of a patched model: each call
+asks which layers are plain, and the others run PEFT's own forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,18 +16,21 @@ from lora_models import (
     MARKS,
     ROWS,
     Calls,
-    Groups,
     adapted,
     assert_same,
     batch_of,
     copies,
+    first,
     lora_layers,
     peft,
+    replaced,
     training_step,
 )
 from peft.optimizers import create_lorafa_optimizer
 from peft.utils import hotswap
+from slow_cases import slow_but
 from tiny_models import tiny_model
+from torch import Tensor, nn
 from training_step import call
 
 from liger_patch import apply_patch, patch_status, revert_patch
@@ -35,28 +40,27 @@ from liger_patch.layers.replace import count_layers
 pytestmark = MARKS
 
 
-def second(model: Any) -> Any:
+def added(model: Any, name: str = "second", **options: Any) -> Any:
     """Add an adapter of another rank and scale, and leave the first active."""
     torch.manual_seed(2)
-    config = peft.LoraConfig(
-        r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"], init_lora_weights=False
-    )
-    model.add_adapter("second", config)
+    options = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "up_proj"], **options}
+    model.add_adapter(name, peft.LoraConfig(init_lora_weights=False, **options))
     return model
 
 
-def switched(model: Any) -> None:
-    second(model).set_adapter("second")
-
-
-def switched_back(model: Any) -> None:
-    switched(model)
-    model.set_adapter("default")
+def switched(model: Any, back: bool = False, **options: Any) -> None:
+    added(model, **options).set_adapter("default" if back else "second")
 
 
 def deleted(model: Any) -> None:
     switched(model)
     model.delete_adapter("default")
+
+
+def exchanged(model: Any) -> None:
+    """Another adapter of the same name, of other layers."""
+    model.delete_adapter("default")
+    added(model, "default", target_modules=list(ALL)).set_adapter("default")
 
 
 def unmerged(model: Any) -> None:
@@ -86,34 +90,164 @@ def hotswapped(model: Any, **options: Any) -> None:
         parameter.requires_grad_("lora_" in name)  # a larger one comes without
 
 
-SECOND: Groups = [("q_proj",), ("up_proj",)]
-PLAIN_STATES: dict[str, tuple[Callable[[Any], object], Groups]] = {
-    "second adapter, not active": (second, LAYER),
-    "switched": (switched, SECOND),
-    "switched back": (switched_back, LAYER),
-    "first one deleted": (deleted, SECOND),
-    "merged and unmerged": (unmerged, LAYER),
-    "scaled": (scaled, LAYER),
-    "new memory": (renewed, LAYER),
-    "swapped for one of a smaller rank": (hotswapped, LAYER),
-    "swapped for one of a larger rank": (lambda model: hotswapped(model, r=6), LAYER),
-    "evaluation and training": (lambda model: model.eval().train(), LAYER),
+def transposed(model: Any) -> None:
+    """PEFT warns and corrects it of a linear layer, but by hand it stays."""
+    for layer in lora_layers(model).values():
+        layer.fan_in_fan_out = True
+
+
+def doubles(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, args, output: 2 * output)
+
+
+def parametrized(layer: Any) -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    nn.utils.parametrize.register_parametrization(layer.lora_A["default"], "weight", Half())
+
+
+def of_another_class(layer: Any) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    layer.base_layer.__class__ = Doubled
+
+
+def of(name: str, change: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda model: change(first(model, name))
+
+
+class Case(NamedTuple):
+    """What changes a model, and why which of its projections then run PEFT's own forward."""
+
+    change: Callable[[Any], object]
+    reason: str = ""
+    projections: tuple[str, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012
+    layers: int = 2
+    trains: bool = True
+
+
+OTHERS_THAN_SECOND = tuple(name for name in ALL if name not in ("q_proj", "up_proj"))
+FEW = {"target_modules": ["q_proj"]}
+CASES = {
+    "second adapter, not active": Case(added),
+    "switched": Case(switched, "0 active", OTHERS_THAN_SECOND),
+    "switched back": Case(lambda m: switched(m, back=True)),
+    "switched to one of more layers": Case(
+        lambda m: switched(m, target_modules=list(ALL)), options=FEW
+    ),
+    "first one deleted": Case(deleted, "0 active", OTHERS_THAN_SECOND),
+    "one in the place of a deleted one": Case(exchanged, options=FEW),
+    "merged and unmerged": Case(unmerged),
+    "scaled": Case(scaled),
+    "new memory": Case(renewed),
+    "swapped for one of a smaller rank": Case(hotswapped),
+    "swapped for one of a larger rank": Case(lambda m: hotswapped(m, r=6)),
+    "evaluation and training": Case(lambda m: m.eval().train()),
+    "several active adapters": Case(
+        lambda m: added(m).base_model.set_adapter(["default", "second"]),
+        "2 active",
+        ("q_proj", "up_proj"),
+    ),
+    "no active adapter": Case(
+        lambda m: m.base_model.set_adapter([]), "0 active", ALL, trains=False
+    ),
+    "DoRA": Case(lambda _: None, "DoraLinearVariant", ALL, {"use_dora": True}),
+    "bias of B": Case(lambda _: None, "lora_bias=True", ALL, {"lora_bias": True}),
+    "merged": Case(lambda m: m.merge_adapter(), "adapters are merged", ALL, trains=False),
+    "disabled": Case(
+        lambda m: m.base_model.disable_adapter_layers(), "adapters are disabled", ALL, trains=False
+    ),
+    "stored transposed": Case(transposed, "fan_in_fan_out=True", ALL),
+    "scaling for hotswaps": Case(
+        hotswap.prepare_model_for_compiled_hotswap, "its scaling is a tensor", ALL
+    ),
+    "hook of A": Case(
+        of("v_proj", lambda m: doubles(m.lora_A["default"])), "hooks", ("v_proj",), layers=1
+    ),
+    "hook of B": Case(
+        of("up_proj", lambda m: doubles(m.lora_B["default"])), "hooks", ("up_proj",), layers=1
+    ),
+    "hook of a base": Case(
+        of("o_proj", lambda m: doubles(m.base_layer)), "hooks", ("o_proj",), layers=1
+    ),
+    "forward of a base": Case(
+        of("down_proj", lambda m: replaced(m.base_layer)), "hooks", ("down_proj",), layers=1
+    ),
+    "parametrization of A": Case(
+        of("q_proj", parametrized), "another class", ("q_proj",), layers=1
+    ),
+    "class of a base": Case(
+        of("q_proj", of_another_class), "the base is a Doubled", ("q_proj",), layers=1
+    ),
 }
 
 
-@pytest.mark.parametrize("state", PLAIN_STATES)
-def test_adapters_are_asked_for_at_every_call(state: str, calls: Calls) -> None:
-    change, groups = PLAIN_STATES[state]
-    eager, model, batch = copies()
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # of a base without one
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_asks_which_layers_are_plain(name: str, calls: Calls) -> None:
+    """And the status says why the others are not."""
+    case = CASES[name]
+    eager, model, batch = copies(**case.options)
     training_step(model, batch)
     for each in (eager, model):
-        change(each)
-    assert_same(model, eager, batch)
+        case.change(each)
+    if case.trains:
+        assert_same(model, eager, batch)
+    else:
+        truth, ours = (call(each.train(), batch).loss for each in (eager, model))
+        assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
     calls.clear()
-    training_step(model, batch)
-    ran, by_peft = calls.taken(model)
-    assert ran == groups * 2
-    assert len(by_peft) == (2 * 5 if groups == SECOND else 0)  # those without an active adapter
+    with torch.no_grad():
+        model(**batch)
+    groups, by_peft = calls.taken(model)
+    assert sorted(by_peft) == sorted(case.projections * case.layers)
+    if not case.projections:
+        assert groups == LAYER * 2
+        assert not_plain(model) == {}
+        return
+    on_kernels = {each for group in groups for each in group}
+    assert on_kernels == set(ALL) - set(case.projections if case.layers == 2 else ())
+    ((reason, count),) = not_plain(model).items()
+    assert case.reason in reason
+    assert count == len(case.projections) * case.layers
+    assert f"{count} in PEFT's own forward: {reason}" in str(patch_status(model))
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "gate_proj", "down_proj", "o_proj"])
+@pytest.mark.parametrize("how", slow_but(["hook"], ["hook", "pre-hook", "forward"]))
+def test_what_hangs_on_a_projection_itself_runs(projection: str, how: str) -> None:
+    change: Callable[[Any], object] = {
+        "hook": doubles,
+        "pre-hook": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+        "forward": replaced,
+    }[how]
+    for when in ("before", "after"):
+        eager, model, batch = copies()
+        if when == "before":
+            revert_patch(model)
+        of(projection, change)(eager)
+        of(projection, change)(model)
+        assert_same(apply_patch(model) if when == "before" else model, eager, batch)
+
+
+def test_full_backward_hooks_of_a_projection_see_its_gradients() -> None:
+    eager, model, batch = copies()
+    seen: list[list[Tensor]] = [[], []]
+    for each, found in zip((eager, model), seen, strict=True):
+        each.enable_input_require_grads()
+        for name in ("k_proj", "up_proj"):
+            first(each, name).register_full_backward_hook(
+                lambda _, dx, dy, found=found: found.extend([*dx, *dy])
+            )
+        training_step(each, batch)
+    truth, ours = ({str(i): each for i, each in enumerate(found)} for found in seen)
+    assert len(truth) == 4
+    assert_no_worse(ours, truth, truth, torch.float32)
 
 
 def test_swaps_of_a_model_that_is_prepared_for_them() -> None:
@@ -153,7 +287,7 @@ def test_contexts_of_peft(name: str) -> None:
             truth, ours = eager(**batch).loss, model(**batch).loss
     else:  # an adapter for each row of the batch
         for each in (eager, model):
-            second(each).eval()
+            added(each).eval()
         names = {"adapter_names": ["second", "default"]}
         truth, ours = eager(**batch, **names).loss, model(**batch, **names).loss
     assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
@@ -174,44 +308,12 @@ def test_weights_that_are_merged_for_good() -> None:
     revert_patch(merged)
 
 
-def test_an_adapter_that_is_added_after_the_patch(calls: Calls) -> None:
-    """To layers that had none."""
-    eager, model, batch = copies(target_modules=["q_proj"])
-    options = {"r": 2, "target_modules": list(ALL), "init_lora_weights": False}
-    for each in (eager, model):
-        torch.manual_seed(2)
-        each.add_adapter("second", peft.LoraConfig(**options))
-        each.set_adapter("second")
-    assert_same(model, eager, batch)
-    calls.clear()
-    training_step(model, batch)
-    assert calls.taken(model) == (LAYER * 2, [])
-
-
-def test_an_adapter_in_the_place_of_a_deleted_one(calls: Calls) -> None:
-    """Of the same name, and of other layers."""
-    eager, model, batch = copies(target_modules=["q_proj"])
-    training_step(model, batch)
-    for each in (eager, model):
-        torch.manual_seed(2)
-        options = {"r": 2, "target_modules": list(ALL), "init_lora_weights": False}
-        each.delete_adapter("default")
-        each.add_adapter("default", peft.LoraConfig(**options))
-        each.set_adapter("default")
-    assert_same(model, eager, batch)
-    calls.clear()
-    training_step(model, batch)
-    assert calls.taken(model) == (LAYER * 2, [])
-
-
 def test_the_same_configuration_once_more(calls: Calls) -> None:
     base: Any = apply_patch(tiny_model(ROWS["llama"]).double())
     config = peft.LoraConfig(r=4, target_modules=list(ALL), task_type="CAUSAL_LM")
     for _ in range(2):
         model = peft.get_peft_model(base, config)
-        calls.clear()
-        training_step(model, batch_of(model))
-        assert calls.taken(model) == (LAYER * 2, [])
+        assert calls.of_step(model, batch_of(model)) == (LAYER * 2, [])
         assert model.unload() is base
         if "peft_config" in vars(base):  # PEFT 0.18
             pytest.skip("PEFT keeps the configurations of a model that it has unloaded")
