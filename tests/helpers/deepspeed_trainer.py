@@ -1,18 +1,16 @@
 """Trainer, or TRL's SFTTrainer, with DeepSpeed's engine on the CPU, for test_distributed.
 
-Run once for each process with a folder, "transformers" or "trl", and stages of ZeRO. Exits with an
-error unless a patched model is trained as an unpatched one is, fused, and without real logits.
+Its cases are "transformers" or "trl", and a stage of ZeRO. Exits with an error unless a patched
+model is trained as an unpatched one is, fused, and without real logits.
 """
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from distributed_step import count_logits
-from gloo_group import compile_no_collectives, join, leave
+from gloo_group import compile_no_collectives, each_case
 from tiny_models import tiny_batch, tiny_model
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -21,22 +19,20 @@ from liger_patch import apply_patch, patch_status
 from liger_patch.registry import available
 
 
-def main(folder: Path, library: str, *stages: str) -> None:
-    join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def check(case: str, folder: Path, *_: object) -> None:
+    library, stage = case.split()
     compile_no_collectives()
     (row,) = (row for row in available() if row.model_type == "llama")
     if dist.get_rank() == 0:
         tiny_model(row).save_pretrained(folder / "model")
     dist.barrier()
     train = {"transformers": train_with_trainer, "trl": train_with_trl}[library]
-    for stage in map(int, stages):
-        expected, _ = trained(*train(stage, folder, patch=False))
-        with count_logits() as computed:
-            results, model = trained(*train(stage, folder, patch=True))
-        assert patch_status(model).fused, patch_status(model).reason
-        assert not computed, f"real logits were computed {len(computed)} times"
-        torch.testing.assert_close(results, expected)
-    leave()
+    expected, _ = trained(*train(int(stage), folder, patch=False))
+    with count_logits() as computed:
+        results, model = trained(*train(int(stage), folder, patch=True))
+    assert patch_status(model).fused, patch_status(model).reason
+    assert not computed, f"real logits were computed {len(computed)} times"
+    torch.testing.assert_close(results, expected)
 
 
 def trained(trainer: Any, model: Any) -> tuple[dict[str, Any], Any]:
@@ -109,4 +105,4 @@ def train_with_trl(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    each_case(check)

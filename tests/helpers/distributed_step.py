@@ -8,9 +8,6 @@ backward; or, where ``--fallback`` gives a reason, unless that is why they are.
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -23,7 +20,7 @@ import torch
 from collectives import Collective, record_collectives
 from engine_models import TWO_LOSSES, make_model
 from engines import ACCUMULATED, ENGINES, Engine, base_of
-from gloo_group import join, leave
+from gloo_group import each_case
 from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist
@@ -40,33 +37,7 @@ LOSS_ERROR, ERROR = 1e-6, 1e-5  # in float32, of the largest value
 NUM_ITEMS = 25  # of labels, in the mean of each forward pass with --labels
 
 
-def main(file: str, device_type: str, *cases: str) -> None:
-    rank = int(os.environ["RANK"])
-    join(file, rank, int(os.environ["WORLD_SIZE"]), device_type)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--model", default="llama")
-    parser.add_argument("--layers", action="store_true")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--lora", action="store_true", help="on all layers and the head")
-    parser.add_argument("--quantized", action="store_true", help="such adapters on 4 bits")
-    parser.add_argument("--compiled", action="store_true", help="the whole model")
-    parser.add_argument("--labels", choices=["uneven", "none"], help="of the last batch")
-    parser.add_argument("--no-sync", action="store_true", help="between steps")
-    parser.add_argument("--metric", action="store_true", help="reads logits before backward")
-    parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--alone", action="store_true", help="compares with one process")
-    parser.add_argument("--leftover", action="store_true", help="a forward without a backward pass")
-    parser.add_argument("--distrusted", action="store_true", help="on one rank, the model is")
-    parser.add_argument("--fallback", default="")
-    parser.add_argument("--late", choices=["evaluation", "backward", "step"])
-    for case in cases:
-        print(f"case {case}", flush=True)
-        check(parser.parse_args(shlex.split(case)))
-    leave()
-
-
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace, *_: object) -> None:
     with record_collectives() as eager_collectives:
         expected = train(make_engine(arguments, patch=False), arguments)
     with (
@@ -355,4 +326,21 @@ def check_read_late(engine: Engine, arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--model", default="llama")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--lora", action="store_true", help="on all layers and the head")
+    parser.add_argument("--quantized", action="store_true", help="such adapters on 4 bits")
+    parser.add_argument("--compiled", action="store_true", help="the whole model")
+    parser.add_argument("--labels", choices=["uneven", "none"], help="of the last batch")
+    parser.add_argument("--no-sync", action="store_true", help="between steps")
+    parser.add_argument("--metric", action="store_true", help="reads logits before backward")
+    parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="compares with one process")
+    parser.add_argument("--leftover", action="store_true", help="a forward without a backward pass")
+    parser.add_argument("--distrusted", action="store_true", help="on one rank, the model is")
+    parser.add_argument("--fallback", default="")
+    parser.add_argument("--late", choices=["evaluation", "backward", "step"])
+    each_case(check, parser)

@@ -1,4 +1,4 @@
-"""The cases that test_engines runs for each engine, and the table of docs/distributed.md that
+"""The cases that test_distributed runs for each engine, and the table of docs/distributed.md that
 they say.
 """
 

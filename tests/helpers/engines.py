@@ -183,42 +183,31 @@ def fsdp2_offload(model: PreTrainedModel) -> Engine:
     return fsdp2("lm_head", every={"offload_policy": policy})(model)
 
 
-def accelerate_fsdp2(model: PreTrainedModel) -> Engine:
-    return _accelerate_fsdp2(model, type(base_of(model).model.layers[0]).__name__)
+def accelerate_fsdp2(*units: str, **options: Any) -> Callable[[PreTrainedModel], Engine]:
+    """``Accelerator.prepare``: each layer is a unit, and modules of these types are."""
 
+    def make(model: PreTrainedModel) -> Engine:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState
 
-def accelerate_fsdp2_linear(model: PreTrainedModel) -> Engine:
-    """Linear layers are units too: the head is one, which frees its weight."""
-    return _accelerate_fsdp2(model, type(base_of(model).model.layers[0]).__name__, "Linear")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[type(base_of(model).model.layers[0]).__name__, *units],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        on_cpu = dist.get_backend() != "nccl"
+        if on_cpu:
+            shard_on_cpus()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, **options)
+        engine = Engine(model, model)
+        prepared, optimizer = accelerator.prepare(model, engine.optimizer)
+        engine.module = engine.model = prepared
+        engine.optimizer, engine.accelerator = optimizer, accelerator
+        return engine
 
-
-def accelerate_fsdp2_mixed(model: PreTrainedModel) -> Engine:
-    """accelerate's autocast, and its policy of mixed precision."""
-    layer = type(base_of(model).model.layers[0]).__name__
-    return _accelerate_fsdp2(model, layer, mixed_precision="bf16")
-
-
-def _accelerate_fsdp2(model: PreTrainedModel, *units: str, **options: Any) -> Engine:
-    """``Accelerator.prepare``."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=list(units),
-        state_dict_type="SHARDED_STATE_DICT",
-    )
-    on_cpu = dist.get_backend() != "nccl"
-    if on_cpu:
-        shard_on_cpus()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, **options)
-    engine = Engine(model, model)
-    prepared, optimizer = accelerator.prepare(model, engine.optimizer)
-    engine.module = engine.model = prepared
-    engine.optimizer, engine.accelerator = optimizer, accelerator
-    return engine
+    return make
 
 
 def shard_on_cpus() -> None:
@@ -382,9 +371,9 @@ ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
     "fsdp2_offload": fsdp2_offload,
     "hsdp_head": fsdp2("lm_head", replicas=1),
     "hsdp_replicated_head": fsdp2("lm_head", replicas=2),
-    "accelerate_fsdp2": accelerate_fsdp2,
-    "accelerate_fsdp2_linear": accelerate_fsdp2_linear,
-    "accelerate_fsdp2_mixed": accelerate_fsdp2_mixed,
+    "accelerate_fsdp2": accelerate_fsdp2(),
+    "accelerate_fsdp2_linear": accelerate_fsdp2("Linear"),  # the head, too, frees its weight
+    "accelerate_fsdp2_mixed": accelerate_fsdp2(mixed_precision="bf16"),  # with its autocast
     "transformers_fsdp": transformers_own(),
     "transformers_fsdp_tp": transformers_own(tp_size=2),
     "tensor_parallel": tensor_parallel,

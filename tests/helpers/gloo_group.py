@@ -4,7 +4,10 @@ import gc
 import multiprocessing
 import os
 import runpy
+import shlex
 import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
@@ -42,6 +45,27 @@ def run(script: str, *arguments: str, processes: int = 2) -> None:
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     _run_each(HELPERS / script, arguments, ROOT, [group | rank for rank in ranks])
+
+
+def run_cases(
+    script: str, folder: Path, *cases: str, device: str = "cpu", processes: int = 2
+) -> None:
+    """Run a script that ends in ``each_case``."""
+    run(script, str(folder), device, *cases, processes=processes)
+
+
+def each_case(
+    check: Callable[[Any, Path, str], object], parser: ArgumentParser | None = None
+) -> NoReturn:
+    """Be a process of ``run_cases``: enter the group, and check each case, which the parser reads
+    where there is one, in the folder, on the device.
+    """
+    folder, device, *cases = sys.argv[1:]
+    join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+    for case in cases:
+        print(f"case {case}", flush=True)
+        check(parser.parse_args(shlex.split(case)) if parser else case, Path(folder), device)
+    leave()
 
 
 def run_alone(script: Path, *arguments: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Trainer on sequences that are split over the processes, for test_engines. Run once for each
+"""Trainer on sequences that are split over the processes, for test_distributed. Run once for each
 process, with one argument for each case ("context --layers").
 
 Exits with an error unless a patched model is trained and evaluated as an unpatched one is (in one
@@ -16,9 +16,6 @@ than twice as far from those of float32 as an unpatched model's by the same engi
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState
 from distributed_step import count_logits
 from engines import shard_on_cpus, whole
-from gloo_group import compile_no_collectives, join, leave
+from gloo_group import compile_no_collectives, each_case
 from lora_models import adapted
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
@@ -48,19 +45,6 @@ DEEPSPEED = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
-
-
-def main(folder: Path, device: str, *cases: str) -> None:
-    join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=["context", "ulysses"])
-    parser.add_argument("--layers", action="store_true")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--bf16", action="store_true")
-    for case in cases:
-        print(f"case {case}", flush=True)
-        check(parser.parse_args(shlex.split(case)), folder, device)
-    leave()
 
 
 def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
@@ -261,4 +245,9 @@ def gathered_attention(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=["context", "ulysses"])
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    each_case(check, parser)

@@ -7,15 +7,13 @@ and gives its weights to an unpatched and to a patched model.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_models import make_model
 from engines import ENGINES, Engine
-from gloo_group import join, leave
+from gloo_group import each_case
 from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist
@@ -25,15 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from liger_patch import apply_patch, patch_status
 
 
-def main(folder: Path, *engines: str) -> None:
-    join(f"{folder}/group", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    for name in engines:
-        print(f"case {name}", flush=True)
-        check(name, folder / name)
-    leave()
-
-
-def check(name: str, folder: Path) -> None:
+def check(name: str, folder: Path, _: str) -> None:
+    folder = folder / name
     trained = make_engine(name, patch=True)
     trained.backward(loss_of(trained))
     trained.step()
@@ -81,4 +72,4 @@ def load(engine: Engine, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    each_case(check)

@@ -1,23 +1,22 @@
 """Compare steps whose feed-forward layers run in slices with steps at once, in each process of a
 group, under wrappers of torch.
-
-    sliced_step.py FILE ENGINE...       FILE: where the group meets
+Its cases are engines.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from engines import ENGINES
 from exactness import assert_no_worse
-from gloo_group import join, leave
+from gloo_group import each_case
 from lora_models import ROWS, adapted
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import distributed as dist
 
 from liger_patch import apply_patch
 from liger_patch.kernels import gated_mlp, sliced
@@ -25,27 +24,7 @@ from liger_patch.kernels import gated_mlp, sliced
 LONG_BYTES, SLICE_BYTES = 2**31, 5 * 8 * 64 * 7  # 7 tokens of 64 float64 features
 
 
-def wrapped(model: Any, base: Any, engine: str) -> Any:
-    if engine.startswith("ddp"):
-        return DistributedDataParallel(model, static_graph=engine == "ddp_static")
-    if engine == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in base.model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({type(base.model.layers[0])}),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )
-
-
-def step(engine: str, kind: str, reentrant: bool, rank: int, long_bytes: int) -> dict[str, Tensor]:
+def step(engine: str, kind: str, reentrant: bool, long_bytes: int) -> dict[str, Tensor]:
     """The loss, and the gradients that this rank holds, by name; in float64."""
     sliced.LONG_BYTES, sliced.SLICE_BYTES = long_bytes, SLICE_BYTES
     model = (adapted() if kind == "lora" else tiny_model(ROWS["llama"])).double()
@@ -54,21 +33,13 @@ def step(engine: str, kind: str, reentrant: bool, rank: int, long_bytes: int) ->
         model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     apply_patch(model.train())
-    engined = wrapped(model, base, engine)
-    loss = engined(**tiny_batch(base, seed=rank, length=31)).loss
+    engined = ENGINES[engine](model)
+    loss = engined.module(**tiny_batch(base, seed=dist.get_rank(), length=31)).loss
     loss.backward()
-    found = {"loss": loss.detach()}
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            full = getattr(gradient, "full_tensor", None)
-            found[name] = gradient if full is None else full()
-    return found
+    return {"loss": loss.detach(), **engined.gradients()}
 
 
-def main(file: str, *engines: str) -> None:
-    rank = int(os.environ["RANK"])
-    join(file, rank, int(os.environ["WORLD_SIZE"]))
+def check(engine: str, *_: object) -> None:
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*")
     runs: list[int] = []
     result = gated_mlp._result_of_slices
@@ -77,11 +48,10 @@ def main(file: str, *engines: str) -> None:
         runs.append(len(slices))
         return result(x, layer, slices, *others)
 
-    gated_mlp._result_of_slices = counted
-    for engine in engines:
+    with patch.object(gated_mlp, "_result_of_slices", counted):
         for kind in ("full", "lora"):
             for reentrant in (False, True):
-                case = engine, kind, reentrant, rank
+                case = engine, kind, reentrant
                 at_once = step(*case, LONG_BYTES)
                 assert not runs, case
                 in_slices = step(*case, 0)
@@ -92,5 +62,4 @@ def main(file: str, *engines: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    leave()
+    each_case(check)

@@ -1,5 +1,5 @@
 """The cells of the support matrix on the first page of the docs: what trains what, and how. Each
-of a trainer is run by test_support, each of an engine by test_engines.
+of a trainer is run by test_support, each of an engine by test_distributed.
 """
 
 from __future__ import annotations

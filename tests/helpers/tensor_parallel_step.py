@@ -1,4 +1,4 @@
-"""Steps of patched models whose head is distributed over ranks, for test_tensor_parallel.
+"""Steps of patched models whose head is distributed over ranks, for test_distributed.
 
 Run once for each process of the group, with one argument for each case ("gathered --layers").
 Exits with an error unless losses, gradients and logits are those of one process, and no real logits
@@ -11,8 +11,6 @@ import argparse
 import contextlib
 import copy
 import os
-import shlex
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +23,7 @@ from attention_models import Calls, seen_masks
 from distributed_step import count_logits, device
 from engine_models import saved
 from engines import mesh_of_all, tensor_parallel, whole
-from gloo_group import join, leave
+from gloo_group import each_case
 from packaging.version import Version
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
@@ -48,31 +46,7 @@ from liger_patch.registry import ARCHITECTURES, available
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
 
 
-def main(file: str, device_type: str, *cases: str) -> None:
-    join(file, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device_type)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("style", choices=STYLES)
-    parser.add_argument("--model", default="llama")
-    parser.add_argument("--layers", action="store_true")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--bias", action="store_true", help="of all projections")
-    parser.add_argument("--checkpoints", action="store_true")
-    parser.add_argument("--hooked", action="store_true", help="on the first rank alone")
-    parser.add_argument("--even", action="store_true", help="shards of one size")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--packed", action="store_true", help="rows of two sequences")
-    parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--untested", action="store_true", help="without a row")
-    parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
-    parser.add_argument("--compiled", action="store_true", help="as a whole")
-    parser.add_argument("--fallback", default="")
-    for case in cases:
-        print(f"case {case}", flush=True)
-        check(parser.parse_args(shlex.split(case)))
-    leave()
-
-
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace, *_: object) -> None:
     # adapters start at random, on shards: those of one process would have other values
     alone = distributed(arguments) if arguments.lora else make(arguments)
     batch = {
@@ -316,4 +290,20 @@ STYLES: dict[str, Callable[[Any], Any]] = {
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("style", choices=STYLES)
+    parser.add_argument("--model", default="llama")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--bias", action="store_true", help="of all projections")
+    parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--hooked", action="store_true", help="on the first rank alone")
+    parser.add_argument("--even", action="store_true", help="shards of one size")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--packed", action="store_true", help="rows of two sequences")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--untested", action="store_true", help="without a row")
+    parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
+    parser.add_argument("--compiled", action="store_true", help="as a whole")
+    parser.add_argument("--fallback", default="")
+    each_case(check, parser)

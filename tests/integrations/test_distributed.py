@@ -5,250 +5,260 @@ be. The engines are set up by their libraries' own functions.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gloo_group import run
-from slow_cases import slow_but
+import transformers
+from engine_cases import ROWS, SEQUENCES, cases_of
+from gloo_group import run_cases
+from packaging.version import Version
 
 from liger_patch.layers import checks
 
-fully_shard = pytest.mark.skipif(
-    torch.__version__.startswith("2.6"), reason="fully_shard of torch 2.6 needs an accelerator"
-)
+STEP, TENSOR_PARALLEL = "distributed_step.py", "tensor_parallel_step.py"
+SEQUENCE, SLICED, DEEPSPEED = "sequence_trainer.py", "sliced_step.py", "deepspeed_trainer.py"
+DEEPSPEEDS = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest of the process
+GRID = ("transformers_fsdp_tp",)  # of two times two processes
+OTHERS = [r.engine for r in ROWS if r.engine not in (*SEQUENCES, *DEEPSPEEDS, *GRID)]
+DOCUMENTED = ("accelerate>=1.15", "bitsandbytes", "deepspeed", "peft")
+HAS_SHARD_BIASES = Version(transformers.__version__) >= Version("5.17")
+slow, gpu = pytest.mark.slow, pytest.mark.gpu
 
 
-def steps(folder: Path, *cases: str, device: str = "cpu", processes: int = 2) -> None:
-    run("distributed_step.py", str(folder / "group"), device, *cases, processes=processes)
+class Run(NamedTuple):
+    """Cases that share a group of processes.
 
-
-def test_wrappers_of_torch(tmp_path: Path) -> None:
-    engines = ["ddp", "ddp_unused", "ddp_static"]
-    steps(
-        tmp_path, *engines, *(f"{engine} --layers" for engine in engines), "ddp --no-sync --alone"
-    )
-
-
-@fully_shard
-def test_fsdp2(tmp_path: Path) -> None:
-    """Where the whole model is a unit that frees the head, logits can be read once it is gathered
-    again.
+    Attributes:
+        script: of tests/helpers, which says what the cases mean and what holds of them.
+        needs: packages, with the oldest version, and names of SKIPS.
+        mark: slow, or gpu for a run on two GPUs.
     """
-    steps(
-        tmp_path,
-        "fsdp2",
-        "fsdp2 --layers",
-        "fsdp2_resharded --late evaluation",
-        "fsdp2_resharded --layers --late backward",
-    )
+
+    script: str
+    cases: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    mark: Any = None
+    processes: int = 2
 
 
-@fully_shard
-def test_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
-    """The weight stays from the head's call to its backward pass."""
-    pytest.importorskip("peft")
-    steps(
-        tmp_path,
-        "fsdp2_head --no-sync --alone --late backward",
-        "fsdp2_head --evaluate --labels none --metric",
-        "fsdp2_norm_head --layers --labels uneven",
-        "fsdp2_tied_head --tied --evaluate",
-        "fsdp2_mixed",
-        "fsdp2_offload --layers",
-        "hsdp_head",
-        "hsdp_replicated_head --layers",
-        "fsdp2_head --lora --evaluate",
-        "fsdp2_head --leftover",
-        "fsdp2_head --distrusted",
-        "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
-    )
+RUNS = {
+    "DDP": Run(
+        STEP,
+        (
+            *("ddp", "ddp_unused", "ddp_static", "ddp --layers", "ddp_unused --layers"),
+            *("ddp_static --layers", "ddp --no-sync --alone"),
+        ),
+    ),
+    # where the whole model is a unit that frees the head, logits can be read once it is gathered
+    # again
+    "FSDP2": Run(
+        STEP,
+        (
+            "fsdp2",
+            "fsdp2 --layers",
+            "fsdp2_resharded --late evaluation",
+            "fsdp2_resharded --layers --late backward",
+        ),
+        ("fully_shard",),
+    ),
+    # the weight stays from the head's call to its backward pass
+    "FSDP2 units that free the head": Run(
+        STEP,
+        (
+            "fsdp2_head --no-sync --alone --late backward",
+            "fsdp2_head --evaluate --labels none --metric",
+            "fsdp2_norm_head --layers --labels uneven",
+            "fsdp2_tied_head --tied --evaluate",
+            "fsdp2_mixed",
+            "fsdp2_offload --layers",
+            "hsdp_head",
+            "hsdp_replicated_head --layers",
+            "fsdp2_head --lora --evaluate",
+            "fsdp2_head --leftover",
+            "fsdp2_head --distrusted",
+            "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
+        ),
+        ("fully_shard", "peft"),
+    ),
+    "FSDP2, compiled": Run(
+        STEP, ('fsdp2_head --compiled --fallback "torch.compile traces"',), ("fully_shard",), slow
+    ),
+    # a copy of the weight stays where the head is a unit
+    "FSDP1": Run(
+        STEP,
+        (
+            "fsdp1 --layers --no-sync --alone",
+            "fsdp1_head --layers --lora --evaluate --labels none --metric",
+            "fsdp1_head --no-sync --leftover --late evaluation",
+            "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
+        ),
+        ("peft",),
+    ),
+    "accelerate's FSDP2": Run(
+        STEP,
+        (
+            "accelerate_fsdp2 --labels none",
+            "accelerate_fsdp2 --tied --no-sync --alone",
+            "accelerate_fsdp2_linear --layers --evaluate",
+            "accelerate_fsdp2_linear --lora --layers",
+            "accelerate_fsdp2_mixed --layers",
+        ),
+        ("fully_shard", "accelerate", "a unit of the last norm", "peft"),
+    ),
+    "sharded checkpoints": Run(
+        "sharded_checkpoints.py",
+        ("fsdp2_head", "hsdp_replicated_head", "accelerate_fsdp2"),
+        ("fully_shard", "accelerate>=1.15"),
+    ),
+    "Transformers' own FSDP2": Run(
+        STEP, ("transformers_fsdp --layers",), ("fully_shard", "DistributedConfig")
+    ),
+    "ZeRO": Run(
+        STEP,
+        (
+            "zero1 --late step",
+            "zero3 --lora --evaluate --late step",
+            "zero3 --tied --layers --labels uneven --alone",
+            "zero3 --model two_losses",
+            "zero3_plain --layers --late backward",
+        ),
+        ("deepspeed", "peft"),
+    ),
+    "ZeRO, other settings": Run(
+        STEP,
+        (
+            "zero2 --late step",
+            "zero3 --distrusted",
+            "zero3 --model two_losses --lora --evaluate",
+            "zero3 --model two_losses --distrusted",
+            "zero3_regathered --model two_losses",
+            "zero3_offload --model two_losses --layers",
+            "zero3 --layers --labels none --metric",
+            "zero3_plain --tied --evaluate --metric",
+            "zero3_plain --lora --layers --labels none",
+        ),
+        ("deepspeed", "peft"),
+        slow,
+    ),
+    "Trainer, ZeRO-3": Run(DEEPSPEED, ("transformers 3",), ("deepspeed",)),
+    "trainers, ZeRO": Run(
+        DEEPSPEED, ("transformers 1", "transformers 2", "trl 3"), ("deepspeed", "trl"), slow
+    ),
+    # of both kinds of checkpoints, with and without adapters
+    "feed-forward layers in slices": Run(
+        SLICED, ("ddp", "ddp_static", "fsdp1"), ("hooks at the top", "peft")
+    ),
+    "feed-forward layers in slices, FSDP2": Run(SLICED, ("fsdp2",), ("fully_shard", "peft")),
+    "a distributed vocabulary": Run(STEP, ("tensor_parallel --layers",), ("fully_shard",)),
+    "plans of torch": Run(
+        TENSOR_PARALLEL,
+        (
+            "gathered --layers",
+            "gathered --model gemma2 --tied",
+            "sharded",
+            "sharded --model gemma2 --layers",
+            "sharded --model cohere --tied",
+            "sequence",
+            "gathered --verify --model gemma2",
+            "gathered --untested",
+            "sharded --untested --layers",
+            'gathered --verify --wrong --fallback "found a difference"',
+        ),
+    ),
+    "plans of Transformers": Run(
+        TENSOR_PARALLEL,
+        (
+            "transformers --layers --hooked",
+            f"transformers --layers {'--bias' if HAS_SHARD_BIASES else ''} --checkpoints",
+            "transformers --tied",
+            "transformers --model gemma2 --layers",
+            "transformers --packed --layers",
+        ),
+    ),
+    # their layers have hooks of PEFT and Transformers, and run their own code
+    "adapters on shards": Run(
+        TENSOR_PARALLEL, ("transformers --lora --layers",), ("peft>=0.21", "transformers>=5.17")
+    ),
+    "shards, compiled": Run(
+        TENSOR_PARALLEL,
+        (
+            "transformers --compiled --layers --fallback "
+            '"torch.compile traces a head whose weight is a DTensor"',
+        ),
+        ("torch>=2.11",),  # older ones trace no such model
+        slow,
+    ),
+    "three ranks with fewer rows on the last": Run(TENSOR_PARALLEL, ("head_alone",), processes=3),
+    # also where a process has no label, and loss_average="sequence" says why it cannot be
+    "split sequences": Run(SEQUENCE, tuple(cases_of(*SEQUENCES)), DOCUMENTED),
+    "split sequences, bf16": Run(SEQUENCE, ("context --layers --bf16",), DOCUMENTED, slow),
+    # what the table in docs/distributed.md says
+    "documented engines": Run(STEP, tuple(cases_of(*OTHERS[:6])), DOCUMENTED, slow),
+    "documented engines, others": Run(STEP, tuple(cases_of(*OTHERS[6:])), DOCUMENTED, slow),
+    "documented ZeRO": Run(STEP, tuple(cases_of(*DEEPSPEEDS)), DOCUMENTED, slow),
+    "documented grid": Run(
+        STEP, tuple(cases_of(*GRID)), (*DOCUMENTED, "DistributedConfig"), processes=4
+    ),
+    "engines on GPUs": Run(
+        STEP,
+        (
+            "ddp_static",
+            "ddp_unused --layers",
+            "accelerate_fsdp2 --layers",
+            "accelerate_fsdp2 --tied",
+            "fsdp2_resharded --late backward",
+            "fsdp1_head --layers",
+            "tensor_parallel --layers",
+        ),
+        mark=gpu,
+    ),
+    "QLoRA on GPUs": Run(
+        STEP,
+        tuple(f"{e} --quantized --layers --alone" for e in ("ddp", "accelerate_fsdp2", "zero3")),
+        ("bitsandbytes",),
+        gpu,
+    ),
+    "shards on GPUs": Run(
+        TENSOR_PARALLEL,
+        # Transformers 5.17 has no shards of two sizes
+        ("gathered --layers", "sharded --model gemma2", "transformers --even --layers"),
+        mark=gpu,
+    ),
+    # with PyTorch's ring attention, which has kernels for GPUs alone, and stays in its process
+    "ring attention on GPUs": Run(SEQUENCE, ("context --layers --bf16",), DOCUMENTED, gpu),
+    "Ulysses on GPUs": Run(SEQUENCE, ("ulysses --layers",), DOCUMENTED, gpu),
+}
 
 
-@pytest.mark.slow
-@fully_shard
-def test_other_settings_of_fsdp2_units_that_free_the_head(tmp_path: Path) -> None:
-    steps(tmp_path, "fsdp2_offload", "hsdp_replicated_head")
+def has_unit_of_last_norm() -> bool:
+    return hasattr(pytest.importorskip("accelerate.utils.fsdp_utils"), "_find_final_norm")
 
 
-def test_fsdp1(tmp_path: Path) -> None:
-    """A copy of the weight stays where the head is a unit."""
-    pytest.importorskip("peft")
-    steps(
-        tmp_path,
-        "fsdp1 --layers --no-sync --alone",
-        "fsdp1_head --layers --lora --evaluate --labels none --metric",
-        "fsdp1_head --no-sync --leftover --late evaluation",
-        "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
-    )
+def has_own_sharding() -> bool:
+    return hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig")
 
 
-@pytest.mark.slow
-def test_other_settings_of_fsdp1(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    steps(
-        tmp_path,
-        "fsdp1 --layers --no-sync",
-        "fsdp1_head --evaluate --labels none --metric",
-        "fsdp1_head --no-sync --late evaluation",
-        "fsdp1_head --layers --lora --alone",
-        "fsdp1_head --leftover",
-    )
+SKIPS = {  # which of this machine's versions have it
+    "fully_shard": lambda: not torch.__version__.startswith("2.6"),  # needs an accelerator there
+    "hooks at the top": lambda: checks.TOP_HOOKS is not None,  # torch 2.6 does not tell them
+    "a unit of the last norm": has_unit_of_last_norm,
+    "DistributedConfig": has_own_sharding,
+}
 
 
-@pytest.mark.slow
-@fully_shard
-def test_fsdp2_of_a_compiled_model(tmp_path: Path) -> None:
-    steps(tmp_path, 'fsdp2_head --compiled --fallback "torch.compile traces"')
-
-
-def skip_without_last_unit() -> None:
-    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
-    if not hasattr(fsdp_utils, "_find_final_norm"):
-        pytest.skip("this accelerate makes no unit of the last norm and the head")
-
-
-@fully_shard
-def test_fsdp2_as_accelerate_prepares_it(tmp_path: Path) -> None:
-    skip_without_last_unit()
-    steps(
-        tmp_path,
-        "accelerate_fsdp2 --labels none",
-        "accelerate_fsdp2 --tied --no-sync --alone",
-        "accelerate_fsdp2_linear --layers --evaluate",
-        "accelerate_fsdp2_linear --lora --layers",
-        "accelerate_fsdp2_mixed --layers",
-    )
-
-
-@pytest.mark.slow
-@fully_shard
-def test_other_settings_of_accelerates_fsdp2(tmp_path: Path) -> None:
-    skip_without_last_unit()
-    steps(
-        tmp_path,
-        "accelerate_fsdp2 --layers",
-        "accelerate_fsdp2 --tied",
-        "accelerate_fsdp2 --no-sync --alone",
-    )
-
-
-@fully_shard
-def test_sharded_checkpoints(tmp_path: Path) -> None:
-    """Of PyTorch's functions and of accelerate's, into unpatched and patched models."""
-    pytest.importorskip("accelerate", minversion="1.15")
-    engines = "fsdp2_head", "hsdp_replicated_head", "accelerate_fsdp2"
-    run("sharded_checkpoints.py", str(tmp_path), *engines)
-
-
-def skip_without_own_sharding() -> None:
-    if not hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig"):
-        pytest.skip("this Transformers shards nothing itself")
-
-
-@fully_shard
-def test_fsdp2_of_transformers_own(tmp_path: Path) -> None:
-    skip_without_own_sharding()
-    steps(tmp_path, "transformers_fsdp --layers")
-
-
-@pytest.mark.slow
-@fully_shard
-def test_fsdp2_and_tensor_parallel_of_transformers_own(tmp_path: Path) -> None:
-    """Two times two processes."""
-    skip_without_own_sharding()
-    steps(tmp_path, "transformers_fsdp_tp --layers --alone", processes=4)
-
-
-@fully_shard
-def test_a_distributed_vocabulary(tmp_path: Path) -> None:
-    steps(tmp_path, "tensor_parallel --layers")
-
-
-def test_deepspeeds_engine(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("peft")
-    steps(
-        tmp_path,
-        "zero1 --late step",
-        "zero3 --lora --evaluate --late step",
-        "zero3 --tied --layers --labels uneven --alone",
-        "zero3 --model two_losses",
-        "zero3_plain --layers --late backward",
-    )
-
-
-@pytest.mark.slow
-def test_other_settings_of_deepspeeds_engine(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("peft")
-    steps(
-        tmp_path,
-        "zero2 --late step",
-        "zero1 --layers",
-        "zero2 --layers",
-        "zero3 --alone --evaluate --late step",
-        "zero3 --lora --evaluate",
-        "zero3 --distrusted",
-        "zero3 --model two_losses --lora --evaluate",
-        "zero3 --model two_losses --distrusted",
-        "zero3_regathered --model two_losses",
-        "zero3_offload --model two_losses --layers",
-        "zero3 --layers --labels none --metric",
-        "zero3_plain --tied --evaluate --metric",
-        "zero3_regathered",
-        "zero3_offload --layers",
-        "zero3_plain --lora --layers --labels none",
-    )
-
-
-@pytest.mark.parametrize("stage", slow_but(["3"], ["1", "2", "3"]))
-def test_trainer_with_deepspeed(stage: str, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    run("deepspeed_trainer.py", str(tmp_path), "transformers", stage)
-
-
-@pytest.mark.slow
-def test_trainer_of_trl_with_deepspeed(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("trl")
-    run("deepspeed_trainer.py", str(tmp_path), "trl", "3")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_engines_on_gpus(tmp_path: Path) -> None:
-    steps(
-        tmp_path,
-        "ddp_static",
-        "ddp_unused --layers",
-        "accelerate_fsdp2 --layers",
-        "accelerate_fsdp2 --tied",
-        "fsdp2_resharded --late backward",
-        "fsdp1_head --layers",
-        "tensor_parallel --layers",
-        device="cuda",
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_qlora_on_gpus(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    engines = "ddp", "accelerate_fsdp2", "zero3"
-    cases = [f"{engine} --quantized --layers --alone" for engine in engines]
-    steps(tmp_path, *cases, device="cuda")
-
-
-@pytest.mark.parametrize("engines", [("ddp", "ddp_static"), ("fsdp1",)], ids=" ".join)
-def test_feed_forward_layers_in_slices(engines: tuple[str, ...], tmp_path: Path) -> None:
-    """Under checkpoints of both kinds, with and without adapters."""
-    pytest.importorskip("peft")
-    if checks.TOP_HOOKS is None:
-        pytest.skip("torch 2.6 does not tell its hooks")
-    run("sliced_step.py", str(tmp_path / "group"), *engines)
-
-
-@fully_shard
-def test_feed_forward_layers_in_slices_under_fsdp2(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run("sliced_step.py", str(tmp_path / "group"), "fsdp2")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[each.mark] if each.mark else []) for n, each in RUNS.items()]
+)
+def test_steps_are_eagers(name: str, tmp_path: Path) -> None:
+    each = RUNS[name]
+    for need in each.needs:
+        package, _, version = need.partition(">=")
+        if need not in SKIPS:
+            pytest.importorskip(package, minversion=version or None)
+        elif not SKIPS[need]():
+            pytest.skip(f"no {need} here")
+    if each.mark is gpu and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    device = "cuda" if each.mark is gpu else "cpu"
+    run_cases(each.script, tmp_path, *each.cases, device=device, processes=each.processes)

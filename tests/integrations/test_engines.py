@@ -1,5 +1,5 @@
-"""Each cell of the table in docs/distributed.md, in two or four processes. UPDATE_README=1 writes
-it.
+"""The table in docs/distributed.md, which test_distributed runs (UPDATE_README=1 writes it), and
+the examples for several processes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import ROWS, cases_of, table
-from gloo_group import run
+from engine_cases import table
 from sections import check_section
 
 pytest.importorskip("accelerate", minversion="1.15")
@@ -24,27 +23,6 @@ pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "distributed.md"
-SPLIT = ("context", "ulysses")
-DEEPSPEED = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest of the process
-GRID = ("transformers_fsdp_tp",)  # of two times two processes
-OTHERS = tuple(row.engine for row in ROWS if row.engine not in (*SPLIT, *DEEPSPEED, *GRID))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engines", [OTHERS[:6], OTHERS[6:], DEEPSPEED], ids="-".join)
-def test_engines(engines: tuple[str, ...], tmp_path: Path) -> None:
-    run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases_of(*engines))
-
-
-@pytest.mark.slow
-def test_engines_of_a_grid(tmp_path: Path) -> None:
-    cases = cases_of(*GRID)
-    run("distributed_step.py", str(tmp_path / "group"), "cpu", *cases, processes=4)
-
-
-def test_trainer_with_split_sequences(tmp_path: Path) -> None:
-    """Also where a process has no label, and ``loss_average="sequence"`` says why it cannot be."""
-    run("sequence_trainer.py", str(tmp_path), "cpu", *cases_of(*SPLIT))
 
 
 def test_the_document_has_the_table_of_the_cases() -> None:
@@ -108,16 +86,3 @@ def test_a_configuration_says_what_starts_it(path: Path) -> None:
     command = f"accelerate launch --config_file examples/{path.name} examples/train.py"
     assert command in path.read_text(encoding="utf-8")
     assert f"`{command}`" in DOCUMENT.read_text(encoding="utf-8")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("case", ["context --layers --bf16", "ulysses --layers"])
-def test_split_sequences_on_gpus(case: str, tmp_path: Path) -> None:
-    """With PyTorch's ring attention, which has kernels for GPUs alone, and stays in its process."""
-    run("sequence_trainer.py", str(tmp_path), "cuda", case)
-
-
-@pytest.mark.slow
-def test_split_sequences_in_bf16(tmp_path: Path) -> None:
-    run("sequence_trainer.py", str(tmp_path), "cpu", "context --layers --bf16")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gloo_group import run_cases
 from packed_samples import (
     AVERAGES,
     IGNORED,
@@ -34,9 +32,6 @@ from training_step import Step, call, gradients, patched
 
 from liger_patch import apply_patch, registry
 from liger_patch.patch.packing import count_sequences
-
-ROOT = Path(__file__).parents[2]
-HELPERS = ROOT / "tests" / "helpers"
 
 
 def takes_no_number_of_tokens(row: registry.Architecture) -> bool:
@@ -138,26 +133,7 @@ def test_a_step_without_a_label_leaves_the_weights_alone(average: str, tmp_path:
 def test_steps_of_two_processes_are_those_of_one(average: str, tmp_path: Path) -> None:
     model = apply_patch(make_model(), loss_average=average)
     expected = weights_after(model, tmp_path, per_device=4, accumulated=1)
-    shared = {
-        "PYTHONPATH": f"{HELPERS}{os.pathsep}{ROOT}",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HELPERS / "distributed_trainer.py"), average, str(tmp_path)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    run_cases("distributed_trainer.py", tmp_path, average)
     for rank in range(2):
         weights = torch.load(tmp_path / f"weights{rank}.pt")
         torch.testing.assert_close(weights, expected)
