@@ -184,30 +184,20 @@ def test_hooks_come_and_go(when: str) -> None:
     assert type(revert_patch(model)) is eager_class
 
 
-def dispatch(model: PreTrainedModel, folder: Path) -> None:
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+def dispatch(devices: dict[str, str], **how: Any) -> Callable[[PreTrainedModel, Path], Any]:
+    return lambda model, folder: accelerate.dispatch_model(
+        model, devices, main_device="cpu", offload_dir=str(folder), **how
+    )
 
 
-def dispatch_parts(model: PreTrainedModel, folder: Path) -> None:
-    devices = {"model": "cpu", "lm_head": "cpu"}
-    accelerate.dispatch_model(model, devices, main_device="cpu", force_hooks=True)
-
-
-def head_on_disk(model: PreTrainedModel, folder: Path) -> None:
-    devices = {"model": "cpu", "lm_head": "disk"}
-    accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=str(folder))
-
-
-def head_offloaded(model: PreTrainedModel, folder: Path) -> None:
-    accelerate.cpu_offload(model.lm_head, execution_device=CPU)
-
-
-def all_offloaded(model: PreTrainedModel, folder: Path) -> None:
-    accelerate.cpu_offload(model, execution_device=CPU)
-
-
-def all_on_disk(model: PreTrainedModel, folder: Path) -> None:
-    accelerate.disk_offload(model, str(folder), execution_device=CPU)
+PLACES: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
+    "all": dispatch({"": "cpu"}, force_hooks=True),
+    "parts": dispatch({"model": "cpu", "lm_head": "cpu"}, force_hooks=True),
+    "head on disk": dispatch({"model": "cpu", "lm_head": "disk"}),
+    "head offloaded": lambda m, _: accelerate.cpu_offload(m.lm_head, execution_device=CPU),
+    "all offloaded": lambda m, _: accelerate.cpu_offload(m, execution_device=CPU),
+    "all on disk": lambda m, folder: accelerate.disk_offload(m, str(folder), execution_device=CPU),
+}
 
 
 def gradients_that_exist(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
@@ -220,24 +210,15 @@ def gradients_that_exist(model: nn.Module, loss: Tensor) -> dict[str, Tensor | N
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize(
     ("place", "model_type"),
-    [
-        (dispatch, "llama"),
-        (dispatch_parts, "llama"),
-        (head_on_disk, "llama"),
-        (head_offloaded, "llama"),
-        (all_offloaded, "llama"),
-        (all_on_disk, "llama"),
-        (dispatch, "gemma2"),
-        (all_offloaded, "gemma2"),
-    ],
+    [*((place, "llama") for place in PLACES), ("all", "gemma2"), ("all offloaded", "gemma2")],
 )
 def test_a_dispatched_model_is_fused_and_trains_as_eager(
-    place: Callable[[PreTrainedModel, Path], None], model_type: str, when: str, tmp_path: Path
+    place: str, model_type: str, when: str, tmp_path: Path
 ) -> None:
     batch: Batch = tiny_batch(make_model(model_type))
     results = {}
     for patch in ("", when):
-        model = patched_around(lambda m: place(m, tmp_path), patch, model_type)
+        model = patched_around(lambda m: PLACES[place](m, tmp_path), patch, model_type)
         outputs = model(**batch)
         results[patch] = {
             "loss": outputs.loss.detach(),
@@ -251,16 +232,6 @@ def test_a_dispatched_model_is_fused_and_trains_as_eager(
     # a weight that is offloaded has no gradient, patched or not
     truth = {name: None if value is None else truth[name] for name, value in results[""].items()}
     assert_no_worse(results[when], results[""], truth, torch.float32)
-
-
-def test_logits_of_an_offloaded_head_can_be_read_after_the_forward_pass() -> None:
-    batch = tiny_batch(make_model())
-    expected = make_model()(**batch).logits
-    model = apply_patch(make_model())
-    accelerate.cpu_offload(model, execution_device=CPU)
-    outputs = model(**batch)
-    assert_deferred(model, outputs.logits)
-    assert torch.equal(outputs.logits, expected)
 
 
 def test_a_head_that_is_cast_for_its_call_alone_falls_back() -> None:
@@ -281,7 +252,7 @@ def test_a_head_that_is_cast_for_its_call_alone_falls_back() -> None:
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-PLACES = [
+DEVICES = [  # of the decoder, and of the head
     ("cuda:0", "cpu"),
     ("cpu", "cuda:0"),
     pytest.param("cuda:0", "cuda:1", marks=two_gpus),
@@ -290,9 +261,29 @@ PLACES = [
 ]
 
 
+def assert_trains_as_eager(
+    place: Callable[[PreTrainedModel], Any], when: str, batch: Any, **options: Any
+) -> PreTrainedModel:
+    """Return the patched model, of which the parameters' gradients are where they are."""
+    truth, results = step(widened(make_model()), tiny_batch(make_model())), {}
+    for patch in ("", when):
+        model = patched_around(place, patch, **options)
+        results[patch] = step(model, batch)
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    for name, parameter in model.named_parameters():
+        assert results[when][name].device == parameter.device, name
+    truth, eager, ours = (
+        {name: value.cpu() for name, value in result.items()}
+        for result in (truth, results[""], results[when])
+    )
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+    return model
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize(("body", "head"), PLACES)
+@pytest.mark.parametrize(("body", "head"), DEVICES)
 def test_a_head_on_a_device_of_its_own_is_fused_and_trains_as_eager(
     body: str, head: str, when: str
 ) -> None:
@@ -303,41 +294,19 @@ def test_a_head_on_a_device_of_its_own_is_fused_and_trains_as_eager(
         add_hook_to_module(model, AlignDevicesHook(body, io_same_device=True))
         add_hook_to_module(model.lm_head, AlignDevicesHook(head))
 
-    batch = tiny_batch(make_model())
-    truth, results = step(widened(make_model()), batch), {}
-    batch = {name: value.to(body) for name, value in batch.items()}
-    for patch in ("", when):
-        model = patched_around(place, patch, layers=False)  # with its own logits, bit for bit
-        results[patch] = step(model, batch)
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    batch = {name: value.to(body) for name, value in tiny_batch(make_model()).items()}
+    # with its own logits, bit for bit
+    model = assert_trains_as_eager(place, when, batch, layers=False)
     outputs = model(**batch)
     assert_deferred(model, outputs.logits)
     assert outputs.loss.device == outputs.logits.device == torch.device(body)
     assert torch.equal(outputs.logits, revert_patch(model)(**batch).logits)
-    for name, parameter in model.named_parameters():
-        assert results[when][name].device == parameter.device, name
-    truth, eager, ours = (
-        {name: value.cpu() for name, value in result.items()}
-        for result in (truth, results[""], results[when])
-    )
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
 
 
 @pytest.mark.gpu
 @two_gpus
 def test_a_model_that_device_map_spreads_is_fused_and_trains_as_eager() -> None:
-    batch = tiny_batch(make_model())
     devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     devices |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
-    truth, results = step(widened(make_model()), batch), {}
-    for patch in ("", "after"):
-        model = patched_around(lambda m: accelerate.dispatch_model(m, devices), patch)
-        results[patch] = step(model, batch)
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
-    truth, eager, ours = (
-        {name: value.cpu() for name, value in result.items()}
-        for result in (truth, results[""], results["after"])
-    )
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    place: Any = lambda model: accelerate.dispatch_model(model, devices)  # noqa: E731
+    assert_trains_as_eager(place, "after", tiny_batch(make_model()))

@@ -321,21 +321,6 @@ def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any])
     assert_same(ours, call(apply_trl_patch(with_head(make_model())), batch))
 
 
-def test_a_reverted_model_can_be_patched_without_another_trainer() -> None:
-    with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
-        model = with_head(apply_patch(widened(make_model())))
-    revert_patch(model)
-    batch = tiny_batch(model)
-    trls = call(model, batch)
-    apply_trl_patch(model)
-    with trls_calls() as calls:
-        assert_same(call(model, batch), trls)
-    assert calls == []
-    assert_fused(model)
-    revert_patch(model)
-    assert_bitwise(call(model, batch), trls)
-
-
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ARCHITECTURES", registry.ARCHITECTURES[:1])
