@@ -84,6 +84,23 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(found[name], value), name
 
 
+def assert_as_without(
+    run: Callable[[Any], Any], make: Callable[[], Any] = model_of, every: int = 1
+) -> CheckpointOffload:
+    """Run a patched model whose checkpoints are offloaded, and one whose are not: what the runs
+    return, or else the gradients behind them, are the same bit for bit.
+    """
+    results = []
+    for is_offloaded in (False, True):
+        model = apply_patch(make())
+        offload = offloaded(model, every) if is_offloaded else None
+        torch.manual_seed(0)
+        results.append(run(model) or gradients(model))
+    assert_same_bits(results[1], results[0])
+    assert offload is not None
+    return offload
+
+
 def inputs_alive(model: Any, call: Callable[[], Any]) -> tuple[Any, list[bool]]:
     """Return a call's result, and for each decoder layer whether its input's memory is held."""
     storages: list[Any] = []

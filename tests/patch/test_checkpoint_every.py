@@ -4,7 +4,6 @@ memory.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
 from typing import Any
@@ -16,11 +15,9 @@ from offloaded_models import (
     MARKS,
     assert_same_bits,
     gradients,
-    inputs_alive,
     model_of,
     offloaded,
     step,
-    tiny_batch_of,
 )
 from slow_cases import slow_but
 from torch import Tensor, nn
@@ -40,6 +37,8 @@ ROWS = {row.model_type: row for row in registry.available()}
     ("reentrant", "every", "autocast", "layers"),
     slow_but(
         [
+            (False, 1, False, False),
+            (True, 1, True, True),
             (False, 2, False, True),
             (True, 2, True, False),
             (False, 3, True, True),
@@ -47,7 +46,7 @@ ROWS = {row.model_type: row for row in registry.available()}
             (False, 9, False, False),
             (True, 9, True, True),
         ],
-        list(itertools.product((False, True), (2, 3, 9), (False, True), (False, True))),
+        list(itertools.product((False, True), (1, 2, 3, 9), (False, True), (False, True))),
     ),
 )
 def test_gradients_are_those_of_plain_checkpoints(
@@ -63,19 +62,10 @@ def test_gradients_are_those_of_plain_checkpoints(
             assert_same_bits(step(model, seed), step(plain, seed))
     kept = -(-5 // every)
     mib = (kept - 1) * PIECE_BYTES / 2**20
-    said = f"{kept - 1} layer inputs, {mib:g} MiB of host memory, {5 - kept} computed again"
+    said = f"{kept - 1} layer inputs, {mib:g} MiB of host memory"
+    said += f", {5 - kept} computed again" if every > 1 else ""
     assert str(offload) == said
     assert dict(patch_status(model).rows)["checkpoint offload"] == said
-
-
-@KINDS
-def test_only_every_nth_input_is_held(reentrant: bool) -> None:
-    model = model_of(reentrant, num_hidden_layers=6)
-    batch = tiny_batch_of(model)
-    offloaded(model, every=3)
-    loss, alive = inputs_alive(model, lambda: model(**batch).loss)
-    assert alive == [False, False, False, True, False, False]
-    loss.backward()
 
 
 @KINDS
@@ -126,20 +116,6 @@ def test_an_input_that_is_not_what_the_layer_before_returned_is_kept(
     assert str(offload).endswith("1 computed again")
 
 
-def test_a_second_backward_pass_through_one_graph() -> None:
-    results = []
-    for is_offloaded in (False, True):
-        model = apply_patch(model_of(False, num_hidden_layers=4))
-        if is_offloaded:
-            offloaded(model, every=2)
-        torch.manual_seed(0)
-        loss = model(**tiny_batch_of(model)).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        results.append(gradients(model))
-    assert_same_bits(results[1], results[0])
-
-
 @KINDS
 def test_random_numbers_after_a_step_are_those_of_plain_checkpoints(reentrant: bool) -> None:
     drawn = []
@@ -148,15 +124,6 @@ def test_random_numbers_after_a_step_are_those_of_plain_checkpoints(reentrant: b
         step(model)
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
-
-
-def test_host_memory_is_given_back() -> None:
-    offload = offloaded(model := model_of(num_hidden_layers=4), every=2)
-    for seed in range(3):
-        step(model, seed)
-        gc.collect()
-        assert offload.host_bytes == PIECE_BYTES
-        assert offload.used_bytes == 0
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])

@@ -201,26 +201,3 @@ def test_frozen_layers_run_once(every: int) -> None:
     assert_same_bits(found[1], found[0])
     assert calls[:3] == [1, 1, 1]
     assert calls[3] == 3
-
-
-@KINDS
-def test_an_optimizer_that_steps_in_the_backward_pass(reentrant: bool) -> None:
-    """A layer runs again before its own backward pass, so with the weights that it had."""
-    found = []
-    for is_offloaded in (False, True):
-        model = apply_patch(model_of(reentrant, num_hidden_layers=6))
-        if is_offloaded:
-            offloaded(model, every=3)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(descend)
-        torch.manual_seed(0)
-        for seed in range(2):
-            model(**batch_of(model, seed), use_cache=False).loss.backward()
-        found.append({name: values.detach() for name, values in model.named_parameters()})
-    assert_same_bits(found[1], found[0])
-
-
-def descend(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.data.sub_(parameter.grad, alpha=0.1)
-    parameter.grad = None

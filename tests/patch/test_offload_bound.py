@@ -83,16 +83,11 @@ def test_inputs_are_on_their_way_before_they_are_needed(
 
 def test_a_bound_with_a_retained_graph_and_several_forward_passes() -> None:
     results = []
-    for is_offloaded in (False, True):
-        model = apply_patch(model_of(num_hidden_layers=5))
-        if is_offloaded:
-            offloaded(model).host_gib = 5 * PIECE_BYTES / 2**30
+    for gib in (None, 5 * PIECE_BYTES / 2**30):
+        offloaded(model := model_of(num_hidden_layers=5)).host_gib = gib
         torch.manual_seed(0)
-        with (
-            pytest.warns(UserWarning, match="keeps 4 of 5")
-            if is_offloaded
-            else contextlib.nullcontext()
-        ):
+        short = pytest.warns(UserWarning, match="keeps 4 of 5")
+        with short if gib else contextlib.nullcontext():
             losses = [model(**tiny_batch_of(model, seed)).loss for seed in (0, 1, 2)]
         losses[1].backward(retain_graph=True)
         sum(losses).backward()
