@@ -36,6 +36,10 @@ def make_model(model_type: str = "llama") -> PreTrainedModel:
     return model
 
 
+def eager_and_patched(model_type: str = "llama", **options: Any) -> tuple[Any, Any]:
+    return make_model(model_type), apply_patch(make_model(model_type), **options)
+
+
 def make_samples(model: PreTrainedModel, count: int = 10) -> list[Batch]:
     """Return samples with different numbers of supervised tokens."""
     batch = tiny_batch(model, batch=count, length=LENGTH)

@@ -15,6 +15,7 @@ from trainer_runs import (
     MODEL_TYPES,
     assert_fused,
     assert_same_training,
+    eager_and_patched,
     losses,
     make_model,
     make_samples,
@@ -51,14 +52,9 @@ def test_each_step_has_eagers_loss_and_gradients(
 def test_training_is_no_worse_than_eager(
     model_type: str, gradient_accumulation_steps: int, bf16: bool, tmp_path: Path
 ) -> None:
-    options = {"gradient_accumulation_steps": gradient_accumulation_steps, "learning_rate": 1e-3}
-    truth = train(widened(make_model(model_type)), tmp_path, **options)
-    eager = train(make_model(model_type), tmp_path, bf16=bf16, **options)
-    model = apply_patch(make_model(model_type))
-    ours = train(model, tmp_path, bf16=bf16, **options)
-    assert_fused(model)
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.bfloat16 if bf16 else torch.float32)
+    low = {"bf16": True} if bf16 else {}
+    options = {"gradient_accumulation_steps": gradient_accumulation_steps}
+    assert_no_worse_training(model_type, tmp_path, low, **options)
 
 
 @pytest.mark.parametrize("average_tokens_across_devices", slow_but([True], [False, True]))
@@ -67,10 +63,7 @@ def test_tokens_are_counted_as_for_the_eager_model(
     model_type: str, average_tokens_across_devices: bool, tmp_path: Path
 ) -> None:
     counts = []
-    for patch in (False, True):
-        model = make_model(model_type)
-        if patch:
-            apply_patch(model)
+    for model in eager_and_patched(model_type):
         trainer = make_trainer(
             model,
             tmp_path,
@@ -107,15 +100,20 @@ def test_a_model_patched_after_its_trainer_was_made_trains_as_eager(tmp_path: Pa
 def test_gradient_checkpointing_is_no_worse_than_eager(
     model_type: str, use_reentrant: bool, tmp_path: Path
 ) -> None:
-    options = {"learning_rate": 1e-3}
-    truth = train(widened(make_model(model_type)), tmp_path, **options)
-    options |= checkpointing(use_reentrant)
-    eager = train(make_model(model_type), tmp_path, **options)
-    model = apply_patch(make_model(model_type))
-    ours = train(model, tmp_path, **options)
+    assert_no_worse_training(model_type, tmp_path, checkpointing(use_reentrant))
+
+
+def assert_no_worse_training(
+    model_type: str, folder: Path, ours_too: dict[str, Any], **options: Any
+) -> None:
+    """Hold every loss and gradient to the rule; ``ours_too``: options of all but the truth."""
+    options["learning_rate"] = 1e-3
+    truth = train(widened(make_model(model_type)), folder, **options)
+    eager_model, model = eager_and_patched(model_type)
+    eager, ours = (train(each, folder, **options, **ours_too) for each in (eager_model, model))
     assert_fused(model)
     truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_no_worse(ours, eager, truth, torch.bfloat16 if "bf16" in ours_too else torch.float32)
 
 
 def checkpointing(use_reentrant: bool) -> dict[str, Any]:

@@ -11,13 +11,11 @@ from trainer_runs import (
     LENGTH,
     assert_fused,
     assert_same_training,
-    make_model,
+    eager_and_patched,
     make_samples,
     make_trainer,
 )
 from trainers import LargestTensor
-
-from liger_patch import apply_patch
 
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
 
@@ -28,10 +26,7 @@ def test_training_and_loss_only_evaluation_hold_no_logits(
     model_type: str, bf16: bool, tmp_path: Path
 ) -> None:
     largest = {}
-    for patch in (False, True):
-        model = make_model(model_type)
-        if patch:
-            apply_patch(model)
+    for patch, model in enumerate(eager_and_patched(model_type)):
         # wide batches: their logits are larger than any weight
         sizes = {"per_device_train_batch_size": 10, "per_device_eval_batch_size": 10}
         trainer = make_trainer(model, tmp_path, bf16=bf16, **sizes)
@@ -41,8 +36,8 @@ def test_training_and_loss_only_evaluation_hold_no_logits(
             largest[patch, part.__name__] = seen.elements
     logits = 10 * LENGTH * model.config.vocab_size
     assert {name for name, elements in largest.items() if elements >= logits} == {
-        (False, "train"),
-        (False, "evaluate"),
+        (0, "train"),
+        (0, "evaluate"),
     }
     assert_fused(model)
 
@@ -67,23 +62,19 @@ def test_evaluation_between_the_steps_leaves_training_alone(tmp_path: Path) -> N
 def test_compute_metrics_gets_eagers_logits(
     model_type: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    seen = {}
-    for patch in (False, True):
-        model = make_model(model_type)
-        if patch:
-            apply_patch(model, layers=False)
-        seen[patch] = []
+    seen: tuple[list[Any], list[Any]] = [], []
+    for model, into in zip(eager_and_patched(model_type, layers=False), seen, strict=True):
         trainer = make_trainer(
             model,
             tmp_path,
-            compute_metrics=lambda p, compute_result=True, into=seen[patch]: (
+            compute_metrics=lambda p, compute_result=True, into=into: (
                 into.append(p.predictions) or {}
             ),
             **options,
         )
         trainer.evaluate()
-    assert len(seen[True]) == len(seen[False]) > 0
-    for ours, eager in zip(seen[True], seen[False], strict=True):
+    assert len(seen[1]) > 0
+    for eager, ours in zip(*seen, strict=True):
         assert isinstance(ours, type(eager))
         assert np.array_equal(ours, eager)
     assert_fused(model)
@@ -92,13 +83,10 @@ def test_compute_metrics_gets_eagers_logits(
 @pytest.mark.parametrize("labels", [True, False])
 def test_predict_gives_eagers_logits(labels: bool, tmp_path: Path) -> None:
     predictions = []
-    for patch in (False, True):
-        model = make_model("gemma2")
+    for model in eager_and_patched("gemma2"):
         samples = make_samples(model)
         if not labels:
             samples = [{k: v for k, v in sample.items() if k != "labels"} for sample in samples]
-        if patch:
-            apply_patch(model)
         predictions.append(make_trainer(model, tmp_path).predict(samples))
     eager, ours = predictions
     assert isinstance(ours.predictions, np.ndarray)
@@ -110,10 +98,7 @@ def test_predict_gives_eagers_logits(labels: bool, tmp_path: Path) -> None:
 
 def test_preprocess_logits_for_metrics_gets_eagers_logits(tmp_path: Path) -> None:
     metrics = []
-    for patch in (False, True):
-        model = make_model("gemma2")
-        if patch:
-            apply_patch(model)
+    for model in eager_and_patched("gemma2"):
         trainer = make_trainer(
             model,
             tmp_path,

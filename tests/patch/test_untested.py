@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,25 +41,44 @@ PICKED = [
 ]
 
 
-class Unshifted(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+def with_loss(name: str, loss_of: Callable[[Any, Any, Tensor], Any], base: Any = Tomorrow) -> Any:
+    """Return a class whose loss this is of the model, the logits and the labels."""
+    return type(name, (base,), {"loss_of": loss_of})
 
 
-class WithZLoss(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return super().loss_of(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
+def refuse_types(model: Any, logits: Any, labels: Tensor) -> Any:
+    if type(logits) is not Tensor:
+        raise TypeError("plain tensors only")
+    return Tomorrow.loss_of(model, logits, labels)
 
 
-class NotCausal(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return nn.functional.mse_loss(logits.tanh(), torch.zeros_like(logits))
+cross_entropy = nn.functional.cross_entropy
+Unshifted = with_loss(
+    "Unshifted", lambda _, x, y: cross_entropy(x.view(-1, x.shape[-1]), y.view(-1))
+)
+WithZLoss = with_loss(
+    "WithZLoss",
+    lambda m, x, y: Tomorrow.loss_of(m, x, y) + 0.1 * x.logsumexp(-1).square().mean(),
+)
+NotCausal = with_loss(
+    "NotCausal", lambda _, x, y: nn.functional.mse_loss(x.tanh(), torch.zeros_like(x))
+)
+LossOfStates = with_loss("LossOfStates", lambda m, *_: m.lm_head.weight.square().mean())
+RefusesTypes = with_loss("RefusesTypes", refuse_types)
+# casts its logits to bf16, and caps them there
+Narrow = with_loss(
+    "Narrow", lambda m, x, y: Unshifted.loss_of(m, 5.0 * torch.tanh(x.bfloat16() / 5.0), y)
+)
+# has class weights in its own dtype, which cross_entropy takes beside no wider logits
+WeighsClasses = with_loss(
+    "WeighsClasses",
+    lambda m, x, y: cross_entropy(
+        x.flatten(0, 1), y.flatten(), torch.ones(x.shape[-1], dtype=m.dtype)
+    ),
+)
 
 
-class NoHeadCall(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
+class NoHeadCall(Unshifted):
     def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
         states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
         logits = nn.functional.linear(states, self.lm_head.weight)
@@ -70,29 +90,15 @@ class ByMatmul(nn.Linear):
         return input @ self.weight.T
 
 
-class NoLinearHead(NoHeadCall):
-    forward = Tomorrow.forward
-
+class NoLinearHead(Unshifted):
     def get_output_embeddings(self) -> Any:
         self.lm_head.__class__ = ByMatmul
         return self.lm_head
 
 
-class LossOfStates(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return self.lm_head.weight.square().mean()
-
-
 class OtherHead(Tomorrow):
     def get_output_embeddings(self) -> Any:
         return self.model.layers[0].mlp.up_proj
-
-
-class RefusesTypes(Tomorrow):
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        if type(logits) is not Tensor:
-            raise TypeError("plain tensors only")
-        return super().loss_of(logits, labels)
 
 
 class Changes(Tomorrow):
@@ -201,21 +207,6 @@ def test_a_loss_off_by_little_is_found_in_any_dtype(dtype: torch.dtype, scale: f
         _, said = training_step(apply_patch(model), tiny_batch(model, length=40))
         found.append((len(said), patch_status(model).fused))
     assert found == [(1, True), (1, False)]
-
-
-class Narrow(Unshifted):
-    """Casts its logits to bf16, and caps them there."""
-
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        return super().loss_of(5.0 * torch.tanh(logits.bfloat16() / 5.0), labels)
-
-
-class WeighsClasses(Tomorrow):
-    """Has class weights in its own dtype, which ``cross_entropy`` takes beside no wider logits."""
-
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        weight = torch.ones(logits.shape[-1], dtype=self.dtype)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 100.0])
@@ -384,12 +375,7 @@ def test_only_transformers_own_layers_are_on_kernels() -> None:
     }
     assert type(model.model.norm).__name__ == "OwnRMSNorm"
     with pytest.raises(ValueError, match="has no rms_norm layer that has a kernel"):
-        apply_patch(make_model_without_norms(), layers=["rms_norm"])
-
-
-def make_model_without_norms() -> Any:
-    row = Architecture("gpt2", "GPT2LMHeadModel", "")
-    return tiny_model(row)
+        apply_patch(tiny_model(Architecture("gpt2", "GPT2LMHeadModel", "")), layers=["rms_norm"])
 
 
 def test_a_class_with_a_row_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
