@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +20,22 @@ QUIET: dict[str, Any] = {  # on the CPU, with a log of each step, and no other o
     "use_cpu": True,
     "dataloader_pin_memory": False,
 }
+
+
+def losses_and_norms(model: Any, folder: Path, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    """Train a model with Transformers' Trainer on the rows of a batch. Return (steps, 2): the loss
+    and the norm of the gradients of each step.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    rows = len(batch["input_ids"])
+    samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(rows)]
+    arguments = TrainingArguments(str(folder), **QUIET, **options)
+    trainer = Trainer(model, arguments, train_dataset=samples)
+    trainer.train()
+    history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+    assert len(history) == arguments.max_steps
+    return torch.tensor(history, dtype=torch.float64)
 
 
 class LargestTensor(TorchDispatchMode):

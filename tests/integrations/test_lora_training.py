@@ -13,13 +13,12 @@ from exactness import assert_no_worse
 from lora_models import ALL, MLP, OUT, QKV, Calls, adapted
 from slow_cases import slow_but
 from tiny_models import tiny_batch
-from trainers import QUIET
+from trainers import losses_and_norms
 from training_step import Float64
 
 from liger_patch import apply_patch, patch_status
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-from transformers import Trainer, TrainingArguments
 
 pytestmark = [
     pytest.mark.usefixtures("imported_objects_are_not_collected"),
@@ -33,27 +32,19 @@ STEPS = 5
 
 def trained(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     """The losses and gradient norms of some steps, and the adapters behind them."""
-    batch = tiny_batch(model.get_base_model(), batch=8)
-    samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
-    arguments = TrainingArguments(
-        str(folder),
+    history = losses_and_norms(
+        model,
+        folder,
+        tiny_batch(model.get_base_model(), batch=8),
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=0.05,
         optim="sgd",
-        **QUIET,
         **options,
     )
-    trainer = Trainer(model, arguments, train_dataset=samples)
-    trainer.train()
-    history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
-    assert len(history) == STEPS
     adapters = [p.detach().double().flatten() for n, p in model.named_parameters() if "lora_" in n]
-    return {
-        "losses and norms": torch.tensor(history, dtype=torch.float64),
-        "adapters": torch.cat(adapters),
-    }
+    return {"losses and norms": history, "adapters": torch.cat(adapters)}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import QUIET
+from trainers import losses_and_norms
 from training_step import Float64, call, joined, step, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -333,29 +333,15 @@ def test_revert_through_the_wrapper_restores_the_base_model(patch: str) -> None:
 
 def test_trainer_trains_adapters_as_eager(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    from transformers import Trainer, TrainingArguments
-
     runs = []
     for patch in ("", "before"):
         model = wrapped(widened(tiny_model(ROWS["llama"])), lora(), patch)
-        batch = tiny_batch(model, batch=8)
-        samples = [{name: value[i] for name, value in batch.items()} for i in range(8)]
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=0.05,
-            **QUIET,
-        )
-        trainer = Trainer(model, arguments, train_dataset=samples)
+        options = {"max_steps": 3, "per_device_train_batch_size": 1, "learning_rate": 0.05}
+        options["gradient_accumulation_steps"] = 2
         with Float64():
-            trainer.train()
-        assert trainer.model_accepts_loss_kwargs
-        history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
-        runs.append({"loss and norm": torch.tensor(history, dtype=torch.float64)})
+            history = losses_and_norms(model, tmp_path, tiny_batch(model, batch=8), **options)
+        runs.append({"loss and norm": history})
     assert patch_status(model).fused
-    assert len(history) == 3
     assert_no_worse(runs[1], runs[0], runs[0], torch.float32)
 
 

@@ -5,6 +5,7 @@ boundary, and both averages are those of the unpacked batch.
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +42,16 @@ from liger_patch.patch.packing import count_sequences, sequence_starts
 # --- packed equals unpacked -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", slow_but(["gemma2"], MODEL_TYPES))
 @pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    ("packing", "model_type"),
+    slow_but(
+        [*((each, "gemma2") for each in PACKINGS), *((positions_only, n) for n in MODEL_TYPES)],
+        list(itertools.product(PACKINGS, MODEL_TYPES)),
+    ),
+)
 def test_packed_trains_as_unpacked(packing: Callable, average: str, model_type: str) -> None:
+    """Rotary embeddings take each token's own position."""
     model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
     truth = truth_of(model, samples, average)
     with patched(model, loss_average=average):
@@ -52,16 +59,6 @@ def test_packed_trains_as_unpacked(packing: Callable, average: str, model_type: 
         assert patch_status(model).fused
     torch.testing.assert_close(unpacked, truth)
     torch.testing.assert_close(packed, truth)
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.parametrize("average", AVERAGES)
-def test_packed_trains_as_unpacked_with_layers_on_kernels(average: str, model_type: str) -> None:
-    """Rotary embeddings take each token's own position."""
-    model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
-    with patched(model, loss_average=average, layers=True):
-        torch.testing.assert_close(step(model, positions_only(samples)), truth)
 
 
 @pytest.mark.gpu
@@ -81,44 +78,39 @@ def test_packed_trains_as_unpacked_on_a_gpu(average: str, model_type: str) -> No
     assert_no_worse(ours, eager, truth, torch.float32)
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-def test_real_logits_have_the_same_loss(average: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    with patched(model, loss_average=average):
-        torch.testing.assert_close(step(model, positions_only(samples)), truth)
-        assert not patch_status(model).fused
-
-
-@pytest.mark.parametrize("average", AVERAGES)
-def test_a_verified_step_is_fused(average: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    with patched(model, loss_average=average):
-        step(model, positions_only(samples))
-        assert patch_status(model).fused
-
-
-@pytest.mark.parametrize("average", AVERAGES)
-def test_labels_that_the_collator_has_shifted(average: str) -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
+def shifted_by_the_collator(samples: Any) -> dict[str, Tensor]:
     batch = flattened(samples)
     batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     assert count_sequences(batch) == len(samples)
-    with patched(model, loss_average=average):
-        torch.testing.assert_close(step(model, batch), truth)
+    return batch
+
+
+def ignored_by_another_number(samples: Any) -> dict[str, Any]:
+    batch: dict[str, Any] = positions_only(samples)
+    batch["labels"][batch["labels"] == IGNORED] = -7
+    return batch | {"ignore_index": -7}
 
 
 @pytest.mark.parametrize("average", AVERAGES)
-def test_labels_that_are_ignored_by_another_number(average: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "flag"),
+    [
+        (positions_only, "LIGER_PATCH_RETURN_LOGITS"),
+        (positions_only, "LIGER_PATCH_VERIFY"),
+        (shifted_by_the_collator, ""),
+        (ignored_by_another_number, ""),
+    ],
+)
+def test_packed_rows_of_other_calls_train_as_unpacked(
+    make: Callable, flag: str, average: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6)
     truth = truth_of(model, samples, average)
-    batch = positions_only(samples)
-    batch["labels"][batch["labels"] == IGNORED] = -7
+    if flag:
+        monkeypatch.setenv(flag, "1")
     with patched(model, loss_average=average):
-        torch.testing.assert_close(step(model, batch, ignore_index=-7), truth)
+        torch.testing.assert_close(step(model, make(samples)), truth)
+        assert patch_status(model).fused is (flag != "LIGER_PATCH_RETURN_LOGITS")
 
 
 @pytest.mark.parametrize("average", AVERAGES)

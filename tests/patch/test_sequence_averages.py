@@ -75,17 +75,6 @@ def test_a_number_of_tokens_alone_is_refused() -> None:
         call(model, batch, num_items_in_batch=11)
 
 
-@pytest.mark.usefixtures("imported_objects_are_not_collected")
-@pytest.mark.parametrize("average", AVERAGES)
-def test_accumulated_steps_are_those_of_whole_batches(average: str, tmp_path: Path) -> None:
-    results = []
-    for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
-        model = apply_patch(make_model(), loss_average=average)
-        results.append(weights_after(model, tmp_path, per_device, accumulated))
-    torch.testing.assert_close(results[1], results[0])
-    torch.testing.assert_close(results[2], results[0])
-
-
 def padded_for(model_type: str) -> Callable[[list[Sample]], dict[str, Tensor]]:
     """With what models of images ask for in training."""
     taken = inspect.signature(getattr(transformers, ROWS[model_type].class_name).forward).parameters
@@ -100,16 +89,21 @@ def padded_for(model_type: str) -> Callable[[list[Sample]], dict[str, Tensor]]:
 
 
 @pytest.mark.usefixtures("imported_objects_are_not_collected")
-@pytest.mark.parametrize("model_type", slow_but(QUICK, UNCOUNTED))
-def test_models_that_take_no_number_of_tokens_take_that_of_sequences(
-    model_type: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model_type", "average"),
+    [
+        *(("llama", average) for average in AVERAGES),
+        *slow_but([(n, "sequence") for n in QUICK], [(n, "sequence") for n in UNCOUNTED]),
+    ],
+)
+def test_accumulated_steps_are_those_of_whole_batches(
+    model_type: str, average: str, tmp_path: Path
 ) -> None:
-    """Transformers' Trainer counts nothing for them."""
-    results = []
+    """Transformers' Trainer counts nothing for models that take no number of tokens."""
+    collate, results = flattened if model_type == "llama" else padded_for(model_type), []
     for per_device, accumulated in [(4, 1), (1, 4), (2, 2)]:
-        model = apply_patch(make_model(model_type), loss_average="sequence")
-        how: Any = {"collate": padded_for(model_type)}
-        results.append(weights_after(model, tmp_path, per_device, accumulated, **how))
+        model = apply_patch(make_model(model_type), loss_average=average)
+        results.append(weights_after(model, tmp_path, per_device, accumulated, collate=collate))
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
 
@@ -185,24 +179,20 @@ def test_a_loss_outside_the_model_is_refused(compiled: bool, tmp_path: Path) -> 
         weights_after(model, tmp_path, 2, 2, **how)
 
 
-@pytest.mark.parametrize("number", ["3", -1, 0, 2.5, True])
-def test_a_number_of_sequences_that_is_none_is_an_error(number: Any) -> None:
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        *((number, f"must be .* got {number!r}") for number in ("3", -1, 0, 2.5, True)),
+        (torch.tensor(2.0), "got torch.float32"),
+        (torch.tensor([2, 2]), "got torch.int64"),
+        (torch.tensor(True), "got torch.bool"),
+        (torch.tensor(-2), "must not be negative.*-2"),
+    ],
+)
+def test_a_number_of_sequences_that_is_none_is_an_error(number: Any, message: str) -> None:
     model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=f"num_sequences_in_batch must be .* got {number!r}"):
+    with pytest.raises(ValueError, match=f"num_sequences_in_batch .*{message}"):
         call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
-
-
-@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor([2, 2]), torch.tensor(True)])
-def test_a_tensor_of_sequences_holds_one_whole_number(number: Tensor) -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=f"num_sequences_in_batch .* got {number.dtype}"):
-        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=number)
-
-
-def test_a_negative_tensor_of_sequences_is_an_error() -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
-    with pytest.raises(ValueError, match=r"num_sequences_in_batch must not be negative.*-2"):
-        call(model, flattened(make_samples(9, 4)), num_sequences_in_batch=torch.tensor(-2))
 
 
 def test_a_number_of_sequences_of_any_kind_is_the_same() -> None:
