@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "distributed.md"
 
 
+def printed_by(*module: str) -> str:
+    """Run a module of Python in the root of the repository, and return what it prints."""
+    folders = [str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-m", *module], env=os.environ | own, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_the_document_has_the_table_of_the_cases() -> None:
     check_section(DOCUMENT, "engines", table())
 
@@ -33,19 +44,10 @@ def test_the_document_has_the_table_of_the_cases() -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_the_examples_configurations_train(engine: str) -> None:
     """As ``accelerate launch`` starts them, by the functions of examples/train.py."""
-    folders = [str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    launch += ["--config_file", f"examples/{engine}.yaml", "--main_process_port", "0"]
-    done = subprocess.run(
-        [*launch, "tests/helpers/launched_training.py"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = re.findall(r"^\{.*\}$", done.stdout, re.M)
+    launch = ("accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
+    config = ("--config_file", f"examples/{engine}.yaml")
+    printed = printed_by(*launch, *config, "tests/helpers/launched_training.py")
+    (found,) = re.findall(r"^\{.*\}$", printed, re.M)
     result = json.loads(found)
     wrappers = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine"}
     assert result["wrapper"] == wrappers.get(engine, "FSDPLlamaForCausalLM")
@@ -57,17 +59,9 @@ def test_the_example_of_tensor_parallelism_trains() -> None:
     """As its command starts it, on CPUs."""
     script = "examples/tensor_parallel.py"
     assert f"`torchrun --nproc-per-node 2 {script}`" in DOCUMENT.read_text(encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    done = subprocess.run(
-        [*launch, "--device", "cpu", "--steps", "3", "--vocab-size", "300"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", done.stdout, re.M)
+    launch = ("torch.distributed.run", "--nproc-per-node", "2", script, "--device", "cpu")
+    printed = printed_by(*launch, "--steps", "3", "--vocab-size", "300")
+    lines = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", printed, re.M)
     losses = torch.tensor([[float(each) for each in line] for line in lines])
     assert len(losses) == 3
     torch.testing.assert_close(losses[:, 1], losses[:, 0])

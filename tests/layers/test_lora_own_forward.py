@@ -31,6 +31,11 @@ from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
 
 pytestmark = MARKS
+of_the_compiler = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], int]] = {  # class, options, layers on kernels
@@ -44,16 +49,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], int]] = {  # class, options, layers
     "saved modules": (
         "LoraConfig",
         {"init_lora_weights": False, "modules_to_save": ["lm_head", "up_proj"]},
-        2,
-    ),
-    "head": (
-        "LoraConfig",
-        {"init_lora_weights": False, "target_modules": ["q_proj", "lm_head"]},
-        2,
-    ),
-    "embedding": (
-        "LoraConfig",
-        {"init_lora_weights": False, "target_modules": ["q_proj", "embed_tokens"]},
         2,
     ),
 }
@@ -110,11 +105,7 @@ def test_bases_without_a_weight() -> None:
     assert not_plain(model) == {"the base is a PackedLinear": 14}
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-)
+@of_the_compiler
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.slow
 def test_a_compiled_model_runs_peft_s_own_layers() -> None:
@@ -133,11 +124,7 @@ def test_a_compiled_model_runs_peft_s_own_layers() -> None:
     assert_no_worse(ours, plain, truth, torch.float32)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-)
+@of_the_compiler
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
     """Those of an unpatched model, and at the call, the head and the loss. Dynamo counts a break
@@ -163,7 +150,7 @@ def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
     assert len(graphs[1]) <= len(graphs[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@of_the_compiler
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_a_compiled_feed_forward_layer_is_one_graph(calls: Calls) -> None:
     _, model, _ = copies()
