@@ -221,7 +221,9 @@ def test_a_device_without_kernels_runs_the_models_own_layers(
         assert run == []
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "model_type", sorted(ROWS.keys() & {"llama", "gemma3_text", "qwen3_moe", "qwen3_5_text"})
+)
 def test_steps_of_generation_run_the_models_own_layers(model_type: str) -> None:
     """Their time is that of launches. The prompt runs on kernels, and so does training."""
     model, run = apply_patch(make_model(model_type).eval()), []
