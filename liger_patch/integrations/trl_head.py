@@ -207,7 +207,7 @@ class LogProbsCall:
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
         with one_at_a_time(model), ExitStack() as stack:
-            forward_pass = defer_logits(stack, model, record)
+            forward_pass = defer_logits(stack, model, record, flags.return_logits())
             if forward_pass.unfused is not None:
                 record.fall_back(forward_pass.unfused)
                 return None

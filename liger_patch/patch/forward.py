@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,13 @@ class PatchArguments:
 
     num_sequences: Tensor | int | None = None
     loss_weights: Tensor | None = None  # (B, T)
+
+
+class Sequences(NamedTuple):
+    """What ``packing`` says of the rows of a call: ``sequence_starts`` and ``leaking_labels``."""
+
+    starts: Tensor | None = None  # (B, T)
+    leaks: Tensor | None = None  # (B, T)
 
 
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
@@ -194,11 +201,12 @@ def _forward_with_loss(
             f"{LOSS_WEIGHTS} weigh tokens, but apply_patch was given "
             f"loss_average={record.settings.loss_average!r}"
         )
-    if _is_to_be_compared(model, record, named["labels"]):
+    return_logits = flags.return_logits()
+    if _is_to_be_compared(model, record, named["labels"], return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _deferred_forward(
-                model, trial, inner, args, kwargs, {}, None, None, PatchArguments()
+                model, trial, inner, args, kwargs, {}, PatchArguments(), Sequences(), None
             )
 
         compare_losses(model, record, forward, args, kwargs)
@@ -207,7 +215,8 @@ def _forward_with_loss(
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
-    if _needs_sequence_starts(record, labels, added) and not is_plain:
+    is_ordinary = record.is_ordinary(return_logits) and added.loss_weights is None
+    if not (is_ordinary or is_plain) and _may_be_packed(record, labels):
         starts = sequence_starts(labels.shape, named)
     ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     leaks = None
@@ -226,7 +235,8 @@ def _forward_with_loss(
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    return _deferred_forward(model, record, inner, args, kwargs, named, starts, leaks, added)
+    how = added, Sequences(starts, leaks), return_logits
+    return _deferred_forward(model, record, inner, args, kwargs, named, *how)
 
 
 def _deferred_forward(
@@ -236,9 +246,9 @@ def _deferred_forward(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
-    starts: Tensor | None,  # (B, T)
-    leaks: Tensor | None,  # (B, T)
     added: PatchArguments,
+    sequences: Sequences,
+    return_logits: bool | None,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
@@ -248,8 +258,8 @@ def _deferred_forward(
             other or why_transformed()
         )
         with ExitStack() as stack:
-            forward_pass = defer_logits(stack, model, record, other)
-            forward_pass.starts, forward_pass.leaks = starts, leaks
+            forward_pass = defer_logits(stack, model, record, return_logits, other)
+            forward_pass.starts, forward_pass.leaks = sequences
             forward_pass.num_sequences = added.num_sequences
             if added.loss_weights is not None:
                 shifted = named.get("shift_labels") is not None
@@ -259,7 +269,7 @@ def _deferred_forward(
                 _read_logits(stack, forward_pass.head)
             elif is_transformers_loss:
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
-                if not (is_traced() or forward_pass.unfused or flags.return_logits()):
+                if not (is_traced() or forward_pass.unfused or return_logits):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not is_traced():
                 used = UsedTokens(
@@ -301,23 +311,22 @@ def gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
     return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
-def _is_to_be_compared(model: PreTrainedModel, record: PatchRecord, labels: object) -> bool:
+def _is_to_be_compared(
+    model: PreTrainedModel, record: PatchRecord, labels: object, return_logits: bool | None
+) -> bool:
     """Return whether a model without a row in the registry is called with labels for the first
     time, and its logits would be deferred.
     """
     if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
-    if flags.return_logits() is True or why_loss_is_other():
+    if return_logits is True or why_loss_is_other():
         return False
     return why_not_deferred(model, model.get_output_embeddings()) is None
 
 
-def _needs_sequence_starts(record: PatchRecord, labels: object, added: PatchArguments) -> bool:
-    """Return whether the loss depends on where the sequences of packed rows begin."""
-    is_ordinary = record.is_ordinary and added.loss_weights is None
-    if not isinstance(labels, Tensor) or is_ordinary:
-        return False
-    return record.tested or labels.dim() == 2
+def _may_be_packed(record: PatchRecord, labels: object) -> bool:
+    """Return whether these are labels of rows in which sequences may begin."""
+    return isinstance(labels, Tensor) and (record.tested or labels.dim() == 2)
 
 
 def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
@@ -328,7 +337,11 @@ def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
 
 
 def defer_logits(
-    stack: ExitStack, model: PreTrainedModel, record: PatchRecord, why_not: str | None = None
+    stack: ExitStack,
+    model: PreTrainedModel,
+    record: PatchRecord,
+    return_logits: bool | None,
+    why_not: str | None = None,
 ) -> ForwardPass:
     """Defer the logits of a patched model until the stack is closed, unless something prevents it
     or LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
@@ -339,9 +352,9 @@ def defer_logits(
     """
     head = model.get_output_embeddings()
     unfused = record.distrusted or why_not or why_not_deferred(model, head)
-    forward_pass = ForwardPass(record, head, unfused)
+    forward_pass = ForwardPass(record, head, return_logits, unfused)
     stack.callback(setattr, forward_pass, "running", False)
-    if head is not None and not (flags.return_logits() is True or unfused):
+    if head is not None and not (return_logits is True or unfused):
         defer_head(stack, model, head, forward_pass)
     return forward_pass
 
@@ -366,7 +379,7 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
             f"{options} cannot reach the loss that {name} computes: {why}. Use the options of "
             f"apply_patch with their defaults, and no {LOSS_WEIGHTS}"
         )
-    if flags.return_logits() is True:
+    if forward_pass.return_logits is True:
         record.note_logits_asked()
         return
     why = forward_pass.unfused

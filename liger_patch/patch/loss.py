@@ -22,7 +22,6 @@ from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
-from liger_patch.patch import flags
 from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
 from liger_patch.patch.packing import average_of_sequences
@@ -40,6 +39,7 @@ class ForwardPass:
     Attributes:
         record: that of the model.
         head: the output embedding.
+        return_logits: LIGER_PATCH_RETURN_LOGITS, as the call has read it.
         unfused: why the logits of this forward pass are not deferred, None where they are.
         starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
         leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
@@ -57,6 +57,7 @@ class ForwardPass:
 
     record: PatchRecord
     head: nn.Module | None
+    return_logits: bool | None = None
     unfused: str | None = None
     starts: Tensor | None = None
     leaks: Tensor | None = None
@@ -140,7 +141,7 @@ class ForwardPass:
         if leaks is not None and leaks.shape == labels.shape:
             given = labels = labels.masked_fill(leaks.to(labels.device), ignore_index)
         flat = flat_targets(given, ignore_index, shifted=shifted, expected=self.expected)
-        is_ordinary = self.record.is_ordinary and self.loss_weights is None
+        is_ordinary = self.record.is_ordinary(self.return_logits) and self.loss_weights is None
         if is_ordinary:
             # Transformers' mean of no supervised token is nan
             is_ordinary = bool((flat != ignore_index).any())  # the host reads the labels, only here
@@ -215,7 +216,7 @@ class ForwardPass:
         """Return what the logits are made of, for the fused operators. If these cannot be used,
         return None; the record then has the reason.
         """
-        if flags.return_logits():
+        if self.return_logits:
             self.record.note_logits_asked()
             return None
         if self.unfused is not None:

@@ -155,13 +155,12 @@ class PatchRecord:
         """Return the MiB of logits held at once, None for the operator's default."""
         return flags.chunk_mib() or self.settings.chunk_mib
 
-    @property
-    def is_ordinary(self) -> bool:
+    def is_ordinary(self, return_logits: bool | None) -> bool:
         """Return whether the loss is Transformers' own where a token is supervised: with
         LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it. It is so bit for
         bit, but in a graph of torch.compile, where the mean is a sum over the number of tokens.
         """
-        return flags.return_logits() is True and not self.settings.changes_loss
+        return return_logits is True and not self.settings.changes_loss
 
     def before_loss(self) -> None:
         """Give back device memory that a fused loss can use."""
