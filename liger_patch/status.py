@@ -129,7 +129,8 @@ def _architecture_status(record: PatchRecord) -> str:
 def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str], ...]:
     """Return a row where layers wait for another device; see ``checks.is_left_to_model``."""
     device = next((each.device.type for each in model.parameters()), "cpu")
-    if record.layers is not True or device in checks.DEVICES:
+    waits = record.layers is True and device not in checks.DEVICES
+    if not waits or not any(count_layers(model).values()):
         return ()
     return (("", f"calls on {device} run the model's own layers: no kernels for this device"),)
 

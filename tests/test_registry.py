@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import transformers
+from packaging.version import Version
 from tiny_models import tiny_model
 
 from liger_patch import apply_patch, registry
+from liger_patch.cli.doctor import PACKAGES
 from liger_patch.registry import ARCHITECTURES, Architecture
 
 
@@ -23,6 +25,12 @@ def stand_in(model_type: Any, class_name: str, *bases: type) -> Any:
 
 def row_of(model_type: str) -> Architecture:
     return next(row for row in ARCHITECTURES if row.model_type == model_type)
+
+
+def test_the_pinned_transformers_exports_the_class_of_every_row() -> None:
+    """Otherwise tests and `apply_patch` take it for an older one, and expect less of all rows."""
+    if Version(transformers.__version__) >= Version(PACKAGES["transformers"]):
+        assert registry.missing() == []
 
 
 def test_find_gives_the_row() -> None:
