@@ -24,6 +24,9 @@ _TRACING_MODES = (
     checkpoint._CachingTorchDispatchMode,
     checkpoint._CachedTorchDispatchMode,
 )
+# sets Dynamo's callback of this thread, and returns the one before. It is private, the same from
+# torch 2.6 to 2.13; without it, a compiled call with labels compiles nothing
+SET_CALLBACK = getattr(cast(Any, torch._C)._dynamo.eval_frame, "set_eval_frame", None)
 _thread = threading.local()  # whether it runs ``between_graphs``
 
 
@@ -49,17 +52,19 @@ def between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
     Args:
         function: takes the arguments, and then a decorator of what is to be compiled.
     """
-    eval_frame = cast(Any, torch._C)._dynamo.eval_frame  # private, the same from torch 2.6 on
+    set_callback = SET_CALLBACK
+    if set_callback is None:
+        return runs_eagerly(function)(*arguments, lambda inner: inner)
     before = getattr(_thread, "is_between_graphs", False)
-    callback, _thread.is_between_graphs = eval_frame.set_eval_frame(None), True
+    callback, _thread.is_between_graphs = set_callback(None), True
 
     def compiled(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            eval_frame.set_eval_frame(callback)
+            set_callback(callback)
             try:
                 return inner(*args, **options)
             finally:
-                eval_frame.set_eval_frame(None)
+                set_callback(None)
 
         return call
 
@@ -67,7 +72,7 @@ def between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments, compiled)
     finally:
         _thread.is_between_graphs = before
-        eval_frame.set_eval_frame(callback)
+        set_callback(callback)
 
 
 def is_in_compiled_call() -> bool:

@@ -150,6 +150,19 @@ def test_a_model_that_is_compiled_in_place_trains_as_uncompiled(
     assert [count for count in graphs.linears if count] == [layers - 1]
 
 
+def test_a_torch_without_the_private_function_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("liger_patch.kernels.graphs.SET_CALLBACK", None)
+    model, graphs = make_model(), Graphs()
+    apply_patch(model)
+    model.compile(backend=graphs)
+    batch = batch_of(model, 0)
+    assert_same_step(run(model, batch), run(make_model(), batch))
+    assert patch_status(model).fused
+    assert graphs.linears == []
+
+
 def test_a_compiled_model_is_to_be_patched_before() -> None:
     with pytest.raises(TypeError, match="OptimizedModule: give the model within"):
         apply_patch(torch.compile(make_model(patch=False), backend=Graphs()))
