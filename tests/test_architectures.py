@@ -101,6 +101,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(
     model = subject.model
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"{subject.row.class_name} has no gradient checkpointing")
+    is_5_24 = transformers.__version__.startswith("5.24.")
+    if use_reentrant and is_5_24 and subject.row.model_type == "mistral_large4":
+        pytest.skip("Transformers 5.24 goes back through its indices twice, in eager too")
     truth = step(subject.wide, subject.batch)
     # Transformers 5.23 has renamed both.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
