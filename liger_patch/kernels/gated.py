@@ -120,7 +120,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dgate, None if up is None else dup, None
 
 
-_gated = differentiable(gated_forward, _save, _backward)
+# what ``gated`` computes, of arguments that fit
+run_gated = differentiable(gated_forward, _save, _backward)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -156,8 +157,3 @@ def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -
     if up.device != gate.device:
         raise ValueError(f"up must have the device of gate, {gate.device}, got {up.device}")
     return run_gated(gate, up, activation)
-
-
-def run_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """Compute what ``gated`` does, of arguments that fit."""
-    return _gated(gate, up, activation)

@@ -162,7 +162,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None, None, None, None, None
 
 
-_differentiable_gated_norm = differentiable(_gated_norm, _save, _backward)
+# what ``gated_norm`` computes, of arguments that fit and in the order of ``_gated_norm``'s
+run_gated_norm = differentiable(_gated_norm, _save, _backward)
 
 
 def gated_norm(
@@ -215,18 +216,3 @@ def gated_norm(
         raise ValueError(f"dtype must be floating point or None, got {dtype}")
     form = group_size, activation, gate_first, dtype or x.dtype
     return run_gated_norm(x, gate, weight, eps, *form)
-
-
-def run_gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group_size: int,
-    activation: str,
-    gate_first: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute what ``gated_norm`` does, of arguments that fit."""
-    form = group_size, activation, gate_first, dtype
-    return _differentiable_gated_norm(x, gate, weight, eps, *form)

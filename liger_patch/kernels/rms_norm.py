@@ -128,7 +128,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if wants_x else None, dweight if wants_weight else None, None, None, None
 
 
-_rms_norm = differentiable(rms_norm_forward, _save, _backward)
+# what ``rms_norm`` computes, of arguments that fit and in the order of ``rms_norm_forward``'s
+run_rms_norm = differentiable(rms_norm_forward, _save, _backward)
 
 
 def rms_norm(
@@ -173,10 +174,3 @@ def rms_norm(
     if not isinstance(offset, NUMBERS):
         raise ValueError(f"offset must be a number, got {offset!r}")
     return run_rms_norm(x, weight, eps, offset, dtype or x.dtype)
-
-
-def run_rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
-) -> Tensor:
-    """Compute what ``rms_norm`` does, of arguments that fit."""
-    return _rms_norm(x, weight, eps, offset, dtype)

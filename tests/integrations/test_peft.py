@@ -188,6 +188,8 @@ def test_adapters_of_transformers_own_integration_train_as_eager() -> None:
         try:
             model.add_adapter(lora(init_lora_weights=False))
         except ValueError as error:  # Transformers 5.24 wants PEFT 0.22
+            if "The version of PEFT you are using is not compatible" not in str(error):
+                raise
             pytest.skip(str(error))
         results.append(step(model, tiny_batch(model)))
     truth, ours = results
