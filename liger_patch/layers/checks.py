@@ -62,11 +62,11 @@ def is_left_to_model(layer: nn.Module, x: object) -> bool:
     faster: in ``decoding``, and on a device that has none. There, only layers that ``apply_patch``
     was asked for by name compute the same with PyTorch's operations.
     """
-    is_elsewhere = isinstance(x, Tensor) and x.device.type not in DEVICES
-    if is_elsewhere and EVERYWHERE not in layer.__dict__:
-        return True
     # Dynamo traces no thread's variables
-    return not torch.compiler.is_compiling() and getattr(_call, "decodes", False)
+    if not torch.compiler.is_compiling() and getattr(_call, "decodes", False):
+        return True
+    is_elsewhere = isinstance(x, Tensor) and x.device.type not in DEVICES
+    return is_elsewhere and EVERYWHERE not in layer.__dict__
 
 
 def needs_own_code(*arguments: object) -> bool:
