@@ -69,11 +69,11 @@ def patch_status(model: nn.Module) -> PatchStatus:
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor):  # a method, where torch.ao has quantized the head
         weight = None
-    other = record.other_call
+    other = record.fused_head_call
     verdict = {
         None: "no call with labels yet",
         True: "fused",
-        False: f"{'ordinary logits' if other is None else other.otherwise}: {record.reason}",
+        False: f"{'ordinary logits' if other is None else other.fallback_text}: {record.reason}",
     }
     trains = weight is not None and weight.requires_grad
     counts = count_layers(target)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from liger_patch.kernels.quantized_weight import QuantizedWeight
 _SAME_VALUES = ("cast", "detach", "clone", "layout")
 
 
-class Parts(NamedTuple):
+class HeadProduct(NamedTuple):
     """What deferred logits are made of: linear products, a scale and a softcap.
 
     ``softcap * tanh(logit_scale * x / softcap)``, or ``logit_scale * x``, of ``x = linear(...)``,
@@ -46,7 +45,15 @@ class Parts(NamedTuple):
     autocast_dtype: torch.dtype | None
 
 
-class _Term(NamedTuple):
+@dataclass(frozen=True)
+class Decision:
+    """Whether a loss is fused: with the head's product, or not, for a reason."""
+
+    product: HeadProduct | None = None
+    reason: str | None = None
+
+
+class _Product(NamedTuple):
     """``scale * linear(states, weight, bias)``: one of the products that logits are a sum of.
 
     Attributes:
@@ -62,74 +69,72 @@ class _Term(NamedTuple):
     differentiable: bool
 
 
-def parts_of(logits: DeferredLogits) -> Parts | None:
+def read_record(logits: DeferredLogits) -> HeadProduct | None:
     """Return what a fused loss needs; None where the steps are not sums, a scale and a softcap."""
     chain = logits.recorded_steps()
     if chain is None:
         return None
-    before = next((i for i, s in enumerate(chain) if s.kind == "tanh"), len(chain))
-    terms = _terms(logits, chain[:before])
-    if terms is None:
+    kinds = [step.kind for step in chain]
+    before = kinds.index("tanh") if "tanh" in kinds else len(chain)
+    products = _products(logits, chain[:before])
+    if products is None:
         return None
     cap_scale = 1.0
     for step in chain[before + 1 :]:
         if step.kind == "scale":
             cap_scale *= step.factor
         elif step.kind == "rows":
-            terms = _chosen(terms, step)
+            products = _chosen(products, step)
         elif step.kind not in _SAME_VALUES:
             return None
-    product = _main_and_low_rank(terms)
-    if product is None or cap_scale <= 0:
+    joined = _main_and_low_rank(products)
+    if joined is None or cap_scale <= 0:
         return None
-    main, low_rank = product
-    parts = Parts(
+    main, low_rank = joined
+    product = HeadProduct(
         main.states, main.weight, main.bias, low_rank, main.scale, None, main.autocast_dtype
     )
     if before == len(chain):
-        return parts
+        return product
     # b * tanh(a * x) = softcap * tanh(logit_scale * x / softcap) with softcap = b, logit_scale
     # = a * b
-    return parts._replace(logit_scale=main.scale * cap_scale, softcap=cap_scale)
+    return product._replace(logit_scale=main.scale * cap_scale, softcap=cap_scale)
 
 
-def fused_loss(parts: Parts, labels: Tensor, **options: Any) -> Tensor:
+def fused_loss(product: HeadProduct, labels: Tensor, **options: Any) -> Tensor:
     """Compute the loss of N rows and labels (N,); options of ``linear_cross_entropy``."""
-    with _arguments(parts) as arguments:
-        return linear_cross_entropy(**arguments, labels=labels, **options)
+    with autocast_to(product.weight.device.type, product.autocast_dtype):
+        return linear_cross_entropy(**_arguments(product), labels=labels, **options)
 
 
-def fused_log_probs(parts: Parts, labels: Tensor, **options: Any) -> LogProbs:
+def fused_log_probs(product: HeadProduct, labels: Tensor, **options: Any) -> LogProbs:
     """Compute log-probabilities of labels (N,); options of ``linear_log_probs``."""
-    with _arguments(parts) as arguments:
-        return linear_log_probs(**arguments, labels=labels, **options)
+    with autocast_to(product.weight.device.type, product.autocast_dtype):
+        return linear_log_probs(**_arguments(product), labels=labels, **options)
 
 
-@contextmanager
-def _arguments(parts: Parts) -> Iterator[dict[str, Any]]:
-    """Give the arguments of the operators, in the autocast state of the head's call."""
-    weight, bias, shard = own_rows(parts.weight, parts.bias)
-    states, low_rank_weight = parts.low_rank or (None, None)
-    low_rank = None if states is None else (states.reshape(-1, states.shape[-1]), low_rank_weight)
-    with autocast_to(parts.weight.device.type, parts.autocast_dtype):
-        yield {
-            "hidden_states": parts.hidden_states.reshape(-1, parts.hidden_states.shape[-1]),
-            "weight": weight,
-            "bias": bias,
-            "low_rank": low_rank,
-            "vocab_shard": shard,
-            "softcap": parts.softcap,
-            "logit_scale": parts.logit_scale,
-        }
+def _arguments(product: HeadProduct) -> dict[str, Any]:
+    """Return the arguments of the operators."""
+    weight, bias, shard = own_rows(product.weight, product.bias)
+    states, low_rank_weight = product.low_rank or (None, None)
+    return {
+        "hidden_states": product.hidden_states.reshape(-1, product.hidden_states.shape[-1]),
+        "weight": weight,
+        "bias": bias,
+        "low_rank": None if states is None else (states.flatten(0, -2), low_rank_weight),
+        "vocab_shard": shard,
+        "softcap": product.softcap,
+        "logit_scale": product.logit_scale,
+    }
 
 
-def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
+def _products(logits: DeferredLogits, chain: list[Step]) -> list[_Product] | None:
     """Return the products after these steps; None where they are no sum of products, or where eager
     adds the products in a wider dtype than their own.
     """
     call = logits.head_call
-    terms = [
-        _Term(
+    products = [
+        _Product(
             logits.rows,  # the rows of the first product have been chosen already
             call.weight,
             call.bias,
@@ -139,69 +144,68 @@ def _terms(logits: DeferredLogits, chain: list[Step]) -> list[_Term] | None:
             call.grad_enabled,
         )
     ]
-    is_wider = False
+    adds_in_wider_dtype = False
     for step in chain:
         if step.kind == "scale":
-            terms = [term._replace(scale=term.scale * step.factor) for term in terms]
+            products = [each._replace(scale=each.scale * step.factor) for each in products]
         elif step.kind == "rows":
-            terms = _chosen(terms, step)
+            products = _chosen(products, step)
         elif isinstance(step.other, DeferredLogits):
             others_chain = step.other.recorded_steps()
-            others = None if others_chain is None else _terms(step.other, others_chain)
+            others = None if others_chain is None else _products(step.other, others_chain)
             if others is None:
                 return None
-            terms += others
-            is_wider = _is_wider(step, terms)
+            products += others
+            adds_in_wider_dtype = _has_wider_result(step, products)
         elif step.kind not in _SAME_VALUES:
             return None
         if step.kind == "cast":
-            is_wider = is_wider and _is_wider(step, terms)
+            adds_in_wider_dtype = adds_in_wider_dtype and _has_wider_result(step, products)
         if step.kind == "detach" or not step.grad_enabled:
-            terms = [term._replace(differentiable=False) for term in terms]
-    return None if is_wider else terms
+            products = [each._replace(differentiable=False) for each in products]
+    return None if adds_in_wider_dtype else products
 
 
-def _is_wider(step: Step, terms: list[_Term]) -> bool:
+def _has_wider_result(step: Step, products: list[_Product]) -> bool:
     """Return whether the dtype of the step's result is wider than that of one of the products."""
-    narrowest = min(term.dtype.itemsize for term in terms)
+    narrowest = min(each.dtype.itemsize for each in products)
     return step.dtype is not None and step.dtype.itemsize > narrowest
 
 
-def _chosen(terms: list[_Term], step: Step) -> list[_Term]:
-    """Return the terms after a choice of rows. The first term's rows have been chosen already."""
-    return terms[:1] + [term._replace(states=step.apply(term.states)) for term in terms[1:]]
+def _chosen(products: list[_Product], step: Step) -> list[_Product]:
+    """Return the products after a choice of rows. Those of the first are chosen already."""
+    return products[:1] + [each._replace(states=step.apply(each.states)) for each in products[1:]]
 
 
 def _main_and_low_rank(
-    terms: list[_Term],
-) -> tuple[_Term, tuple[Tensor, Tensor] | None] | None:
+    products: list[_Product],
+) -> tuple[_Product, tuple[Tensor, Tensor] | None] | None:
     """Return the main product with all biases, and all others as one pair (..., R) and (V, R).
 
     The main product is the quantized one, or the one with most features. The states of the others
     are multiplied by their scale over that of the main one. None where this is not possible.
     """
-    if len(terms) == 1:
-        return terms[0], None
-    if any(is_dtensor(term.weight) for term in terms):
+    if len(products) == 1:
+        return products[0], None
+    if any(is_dtensor(each.weight) for each in products):
         return None  # an adapter on a head whose vocabulary is distributed
-    quantized = [term for term in terms if not isinstance(term.weight, Tensor)]
-    widths = [term.weight.shape[1] for term in quantized or terms]
-    main = (quantized or terms)[widths.index(max(widths))]  # Dynamo traces no key of max
-    others = [term for term in terms if term is not main]
+    quantized = [each for each in products if not isinstance(each.weight, Tensor)]
+    main = max(quantized or products, key=lambda each: each.weight.shape[1])
+    others = [each for each in products if each is not main]
     if len(quantized) > 1 or main.scale == 0:
         return None
     if any(
-        (t.differentiable, t.autocast_dtype) != (main.differentiable, main.autocast_dtype)
-        for t in others
+        (each.differentiable, each.autocast_dtype) != (main.differentiable, main.autocast_dtype)
+        for each in others
     ):
         return None
     states, weights, bias = [], [], main.bias
-    for term in others:
-        relative = term.scale / main.scale
-        states.append(term.states if relative == 1 else relative * term.states)
-        weights.append(term.weight)
-        if term.bias is not None:
-            scaled = relative * term.bias
+    for each in others:
+        relative = each.scale / main.scale
+        states.append(each.states if relative == 1 else relative * each.states)
+        weights.append(each.weight)
+        if each.bias is not None:
+            scaled = relative * each.bias
             bias = scaled if bias is None else bias + scaled
     if bias is not None and bias is not main.bias:
         bias = bias.to(main.states.dtype)

@@ -31,18 +31,15 @@ class Owner(Protocol):
 
     Attributes:
         head_defers: whether the head's last call returned deferred logits; None before the first.
+        widens: whether the head computes in a wider dtype: see ``wider``.
     """
 
     head_defers: bool | None
+    widens: bool
 
     @property
     def chunk_mib(self) -> float | None:
         """MiB of logits that the user allows to be held at once; None for the default."""
-        ...
-
-    @property
-    def widens(self) -> bool:
-        """Return whether the head computes in a wider dtype: see ``wider``."""
         ...
 
     def note_read(self, operation: str) -> None:

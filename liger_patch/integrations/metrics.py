@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.fuse import fused_log_probs, parts_of
+from liger_patch.deferred.fuse import fused_log_probs, read_record
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.patch.packing import IGNORE_INDEX  # Trainer pads predictions with it too
 
@@ -57,14 +57,14 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
         )
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
-    parts = parts_of(logits) if isinstance(logits, DeferredLogits) else None
-    if parts is None:
+    product = read_record(logits) if isinstance(logits, DeferredLogits) else None
+    if product is None:
         rows = zip(logits, shifted, strict=True)
         return torch.stack([_of_logits(*row) for row in rows])
     chunk_mib = logits.head_call.owner.chunk_mib
     with torch.no_grad():
         found = fused_log_probs(
-            parts, shifted.flatten(), outputs=STATISTICS[1:], chunk_mib=chunk_mib
+            product, shifted.flatten(), outputs=STATISTICS[1:], chunk_mib=chunk_mib
         )
     values = [getattr(found, name).float().view_as(shifted) for name in STATISTICS]
     return torch.stack(values, -1)

@@ -123,9 +123,9 @@ def apply_trl_patch(
         assert record is not None
         record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
         record.passes_through = head.passes_through
-        record.other_call = LogProbsCall(**head.options, same_gradient=same_gradient)
-    elif isinstance(record.other_call, LogProbsCall) and head is None:
-        record.other_call.same_gradient = same_gradient
+        record.fused_head_call = LogProbsCall(**head.options, same_gradient=same_gradient)
+    elif isinstance(record.fused_head_call, LogProbsCall) and head is None:
+        record.fused_head_call.same_gradient = same_gradient
         apply_patch(target, **options)
     else:
         raise ValueError(
@@ -150,7 +150,9 @@ def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: A
     apply_patch(target, **options)
     record = record_of(target)
     assert record is not None
-    record.other_call = LogProbsCall(1.0, False, outputs, same_gradient=False, has_own_head=False)
+    record.fused_head_call = LogProbsCall(
+        1.0, False, outputs, same_gradient=False, has_own_head=False
+    )
 
 
 @contextlib.contextmanager

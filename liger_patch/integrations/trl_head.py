@@ -18,7 +18,7 @@ import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.fuse import Parts, fused_log_probs
+from liger_patch.deferred.fuse import Decision, HeadProduct, fused_log_probs
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.linear_log_probs import LogProbs
@@ -130,7 +130,7 @@ def _free_names(function: Any) -> tuple[str, ...]:
 
 def check_loss_is_trls(settings: LossSettings) -> None:
     """Raise ValueError where options of ``apply_patch`` ask for a loss that is not TRL's."""
-    if settings.changes_loss:
+    if settings.changed:
         raise ValueError(
             f"{settings.changed} has no part in TRL's loss: use the options of apply_patch with "
             "their defaults, and those of SFTConfig"
@@ -139,7 +139,7 @@ def check_loss_is_trls(settings: LossSettings) -> None:
 
 @dataclass
 class LogProbsCall:
-    """``model(..., labels=labels, fused_lm_head=True)``. See ``settings.OtherCall``.
+    """``model(..., labels=labels, fused_lm_head=True)``. See ``settings.FusedHeadCall``.
 
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
@@ -157,10 +157,10 @@ class LogProbsCall:
     left_to_trl: str | None = None
 
     @property
-    def otherwise(self) -> str:
+    def fallback_text(self) -> str:
         return "leaves the head to TRL"
 
-    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+    def handles(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
 
     def __call__(
@@ -178,14 +178,9 @@ class LogProbsCall:
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
         check_loss_is_trls(record.settings)
-        if flags.return_logits() is True:
-            record.note_logits_asked()
-        elif self.left_to_trl is not None:
-            record.fall_back(self.left_to_trl)
-        else:
-            output = self._fused(model, record, forward, args, kwargs, own)
-            if output is not None:
-                return output
+        output = self._fused(model, record, forward, args, kwargs, own)
+        if output is not None:
+            return output
         if not self.has_own_head:
             return None
         if _has_adapters_on_head(model):  # they came after TRL looked for them
@@ -208,8 +203,9 @@ class LogProbsCall:
         """Return TRL's output, or None where the record says why not."""
         with one_at_a_time(model), ExitStack() as stack:
             forward_pass = defer_logits(stack, model, record, flags.return_logits())
-            if forward_pass.unfused is not None:
-                record.fall_back(forward_pass.unfused)
+            why = forward_pass.unfused or self.left_to_trl
+            if why is not None:
+                record.note(why)
                 return None
             targets = _targets(own)
             used = functools.partial(used_tokens, model, record, targets, IGNORE_INDEX, kwargs)
@@ -217,18 +213,18 @@ class LogProbsCall:
                 outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
         labels = targets.to(logits.device)
-        parts = forward_pass.fusable(
+        decision = forward_pass.decide(
             logits, labels.reshape(-1), logits.shape[-1], ignore_index=IGNORE_INDEX
         )
-        if parts is not None and self.cast_lm_head_to_fp32:
-            parts = _in_float32(parts, record)
-        if parts is None:
-            self.left_to_trl = record.reason
+        if decision.product is not None and self.cast_lm_head_to_fp32:
+            decision = _in_float32(decision.product)
+        record.note(decision.reason)
+        if decision.product is None:
+            self.left_to_trl = decision.reason
             return None
-        record.note_fused()
         record.before_loss()
         flat = fused_log_probs(
-            parts,
+            decision.product,
             labels.reshape(-1),
             temperature=self.temperature,
             outputs=self.outputs,
@@ -282,10 +278,9 @@ def _has_adapters_on_head(model: PreTrainedModel) -> bool:
     return tuners is not None and isinstance(model.get_output_embeddings(), tuners.BaseTunerLayer)
 
 
-def _in_float32(parts: Parts, record: PatchRecord) -> Parts | None:
-    """Return the head outside autocast, where the trainer has cast it to float32; else None."""
-    tensors = (parts.hidden_states, parts.weight, parts.bias)
+def _in_float32(product: HeadProduct) -> Decision:
+    """Return the head outside autocast, where the trainer has cast it to float32; or the reason."""
+    tensors = (product.hidden_states, product.weight, product.bias)
     if all(t is None or t.dtype == torch.float32 for t in tensors):
-        return parts._replace(autocast_dtype=None)
-    record.fall_back("cast_lm_head_to_fp32=True, and the head is not in float32")
-    return None
+        return Decision(product._replace(autocast_dtype=None))
+    return Decision(reason="cast_lm_head_to_fp32=True, and the head is not in float32")

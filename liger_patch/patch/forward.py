@@ -40,7 +40,7 @@ from liger_patch.patch.packing import (
     sequence_starts,
     take_num_sequences,
 )
-from liger_patch.patch.settings import PatchRecord, TrialRecord
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights, take_weights
 from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
@@ -89,9 +89,9 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         replaced = None if record is None or record.passes_through else record.replaced_forward
         if replaced is not None:
             inner = replaced
-        other_call = None if record is None else record.other_call
-        if other_call is not None and other_call.is_meant(kwargs):
-            return other_call(self, compiled(inner), args, kwargs)
+        fused_head_call = None if record is None else record.fused_head_call
+        if fused_head_call is not None and fused_head_call.handles(kwargs):
+            return fused_head_call(self, compiled(inner), args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
         number = take_num_sequences(kwargs, record.settings.loss_average)
@@ -215,8 +215,9 @@ def _forward_with_loss(
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
-    is_ordinary = record.is_ordinary(return_logits) and added.loss_weights is None
-    if not (is_ordinary or is_plain) and _may_be_packed(record, labels):
+    is_changed = record.settings.changed or added.loss_weights is not None
+    is_transformers_loss = return_logits is True and not is_changed
+    if not (is_transformers_loss or is_plain) and _may_be_packed(record, labels):
         starts = sequence_starts(labels.shape, named)
     ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     leaks = None
@@ -269,7 +270,7 @@ def _deferred_forward(
                 _read_logits(stack, forward_pass.head)
             elif is_transformers_loss:
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
-                if not (is_traced() or forward_pass.unfused or return_logits):
+                if not (is_traced() or forward_pass.unfused):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not is_traced():
                 used = UsedTokens(
@@ -351,10 +352,11 @@ def defer_logits(
         why_not: what prevents it, where that is known already.
     """
     head = model.get_output_embeddings()
-    unfused = record.distrusted or why_not or why_not_deferred(model, head)
-    forward_pass = ForwardPass(record, head, return_logits, unfused)
+    unfused = LOGITS_ASKED if return_logits is True else record.distrusted or why_not
+    unfused = unfused or why_not_deferred(model, head)
+    forward_pass = ForwardPass(record, head, unfused, isinstance(record, TrialRecord))
     stack.callback(setattr, forward_pass, "running", False)
-    if head is not None and not (return_logits is True or unfused):
+    if head is not None and unfused is None:
         defer_head(stack, model, head, forward_pass)
     return forward_pass
 
@@ -372,18 +374,15 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
         ValueError: options or weights were asked for, which that loss does not know.
     """
     name = type(model).__name__
-    if record.settings.changes_loss or forward_pass.loss_weights is not None:
+    if record.settings.changed or forward_pass.loss_weights is not None:
         options = forward_pass.unreached or record.settings.changed or LOSS_WEIGHTS
         why = why_loss_is_other() or "it is not Transformers' ForCausalLMLoss"
         raise ValueError(
             f"{options} cannot reach the loss that {name} computes: {why}. Use the options of "
             f"apply_patch with their defaults, and no {LOSS_WEIGHTS}"
         )
-    if forward_pass.return_logits is True:
-        record.note_logits_asked()
-        return
     why = forward_pass.unfused
-    record.fall_back(why or f"{name} computes a loss of its own: {forward_pass.why_not_recorded}")
+    record.note(why or f"{name} computes a loss of its own: {forward_pass.why_not_recorded}")
 
 
 def _replace_loss_function(

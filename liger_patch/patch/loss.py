@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_patch.deferred.fuse import Parts, fused_loss, parts_of
+from liger_patch.deferred.fuse import Decision, HeadProduct, fused_loss, read_record
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
@@ -25,9 +25,9 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
 from liger_patch.patch.packing import average_of_sequences
-from liger_patch.patch.settings import PatchRecord, TrialRecord
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights
-from liger_patch.patch.verify import is_trusted
+from liger_patch.patch.verify import why_distrusted
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
 
@@ -39,8 +39,8 @@ class ForwardPass:
     Attributes:
         record: that of the model.
         head: the output embedding.
-        return_logits: LIGER_PATCH_RETURN_LOGITS, as the call has read it.
         unfused: why the logits of this forward pass are not deferred, None where they are.
+        widens: whether the head computes in a wider dtype.
         starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
         leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
         num_sequences: the number of sequences in the whole step; None to count those of this call.
@@ -57,8 +57,8 @@ class ForwardPass:
 
     record: PatchRecord
     head: nn.Module | None
-    return_logits: bool | None = None
     unfused: str | None = None
+    widens: bool = False
     starts: Tensor | None = None
     leaks: Tensor | None = None
     num_sequences: Tensor | int | None = None
@@ -78,14 +78,14 @@ class ForwardPass:
         return self.record.chunk_mib
 
     @property
-    def widens(self) -> bool:
-        """Return whether the head computes in a wider dtype."""
-        return isinstance(self.record, TrialRecord)
-
-    @property
     def head_name(self) -> str:
         """The head, for messages."""
         return description(self.head)
+
+    @property
+    def changed(self) -> str:
+        """What the loss is asked to differ in from Transformers', for messages; "" for nothing."""
+        return self.record.settings.changed if self.loss_weights is None else LOSS_WEIGHTS
 
     @property
     def why_not_recorded(self) -> str:
@@ -141,16 +141,18 @@ class ForwardPass:
         if leaks is not None and leaks.shape == labels.shape:
             given = labels = labels.masked_fill(leaks.to(labels.device), ignore_index)
         flat = flat_targets(given, ignore_index, shifted=shifted, expected=self.expected)
-        is_ordinary = self.record.is_ordinary(self.return_logits) and self.loss_weights is None
-        if is_ordinary:
+        settings, changed = self.record.settings, self.changed
+        is_transformers_loss = type(logits) not in KNOWN  # which alone takes other classes
+        if is_transformers_loss and changed:
+            kind = type(logits).__name__
+            raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
+        if self.unfused == LOGITS_ASKED and not changed:
             # Transformers' mean of no supervised token is nan
-            is_ordinary = bool((flat != ignore_index).any())  # the host reads the labels, only here
-        is_known = type(logits) in KNOWN
-        if is_ordinary:
-            self.record.note_logits_asked()
-        elif not is_known:
-            self._leave_to_transformers(type(logits).__name__)
-        if is_ordinary or not is_known:
+            is_transformers_loss |= bool((flat != ignore_index).any())  # the host reads the labels
+        if is_transformers_loss:
+            kind = type(logits).__name__
+            name = self.head_name
+            self.record.note(self.unfused or f"the head ({name}) returns logits of type {kind}")
             return ForCausalLMLoss(
                 logits,
                 labels,
@@ -164,7 +166,7 @@ class ForwardPass:
         if self.loss_weights is not None:
             token_weight = self.loss_weights.of_targets(given, ignore_index, shifted=shifted)
             token_weight = token_weight.to(logits.device).reshape(-1)
-        if self.record.settings.loss_average == "sequence":
+        if settings.loss_average == "sequence":
             supervised = flat.view(given.shape).to(logits.device) != ignore_index
             token_weight, num_items_in_batch = average_of_sequences(
                 self.starts,
@@ -172,9 +174,9 @@ class ForwardPass:
                 accumulation_dtype(logits.dtype),
                 num_sequences=self.num_sequences,
                 num_tokens=num_items_in_batch,
-                reduction=self.record.settings.reduction,
+                reduction=settings.reduction,
             )
-        reduction = "mean" if num_items_in_batch is not None else self.record.settings.reduction
+        reduction = "mean" if num_items_in_batch is not None else settings.reduction
         return self._loss(
             logits,
             flat.to(logits.device),
@@ -182,27 +184,17 @@ class ForwardPass:
             ignore_index=ignore_index,
             reduction=reduction,
             num_items_in_batch=num_items_in_batch,
-            label_smoothing=self.record.settings.label_smoothing,
-            z_loss=self.record.settings.z_loss,
+            label_smoothing=settings.label_smoothing,
+            z_loss=settings.z_loss,
             token_weight=token_weight,
         )
 
-    def _leave_to_transformers(self, kind: str) -> None:
-        """Fall back for a tensor subclass, which only Transformers' own loss can take."""
-        changed = self.record.settings.changed
-        if self.loss_weights is not None:
-            changed = LOSS_WEIGHTS
-        if changed:
-            raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
-        self.record.fall_back(
-            self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
-        )
-
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-        parts = self.fusable(logits, labels, vocab_size, **options)
-        if parts is not None:
-            self.record.note_fused()
-            return self._fused_loss(cast(DeferredLogits, logits), parts, labels, **options)
+        decision = self.decide(logits, labels, vocab_size, **options)
+        self.record.note(decision.reason)
+        if decision.product is not None:
+            logits = cast(DeferredLogits, logits)
+            return self._fused_loss(logits, decision.product, labels, **options)
         if isinstance(logits, DistributedLogits):
             loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
             return logits.result(loss)
@@ -210,35 +202,22 @@ class ForwardPass:
             logits = logits.real_logits()
         return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
 
-    def fusable(
-        self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
-    ) -> Parts | None:
-        """Return what the logits are made of, for the fused operators. If these cannot be used,
-        return None; the record then has the reason.
-        """
-        if self.return_logits:
-            self.record.note_logits_asked()
-            return None
+    def decide(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Decision:
+        """Decide whether the loss of these logits is fused."""
         if self.unfused is not None:
-            self.record.fall_back(self.unfused)
-            return None
+            return Decision(reason=self.unfused)
         if self.read_by is not None:
-            self.record.fall_back(f"{self._how_read} before the loss")
-            return None
+            return Decision(reason=f"{self._how_read} before the loss")
         if not isinstance(logits, DeferredLogits):
-            self.record.fall_back(f"the head ({self.head_name}) computes its logits itself")
-            return None
-        parts = parts_of(logits)
-        if parts is None or parts.weight.shape[0] != vocab_size:
-            self.record.fall_back(
-                f"the head ({self.head_name}) or the model does more to the logits than a fused "
-                "loss can follow"
+            return Decision(reason=f"the head ({self.head_name}) computes its logits itself")
+        product = read_record(logits)
+        if product is None or product.weight.shape[0] != vocab_size:
+            head = f"the head ({self.head_name})"
+            return Decision(
+                reason=f"{head} or the model does more to the logits than a fused loss can follow"
             )
-            return None
-        if not is_trusted(self.record, logits, parts, labels, **options):
-            self.record.fall_back(self.record.distrusted or "")
-            return None
-        return parts
+        reason = why_distrusted(self.record, logits, product, labels, **options)
+        return Decision(product) if reason is None else Decision(reason=reason)
 
     @runs_eagerly
     def cross_entropy(
@@ -261,8 +240,8 @@ class ForwardPass:
             return NotImplemented
         if size_average is not None or reduce is not None:
             return NotImplemented
-        parts = parts_of(input)
-        if parts is None:
+        product = read_record(input)
+        if product is None:
             return NotImplemented
         options: dict[str, Any] = {
             "label_smoothing": label_smoothing,
@@ -278,12 +257,12 @@ class ForwardPass:
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
-            if not is_trusted(self.record, input, parts, target, **options):
+            if why_distrusted(self.record, input, product, target, **options) is not None:
                 return NotImplemented
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
-            self.record.note_fused()
-        loss = self._fused_loss(input, parts, target, reduction=reduction, **options)
+            self.record.note(None)
+        loss = self._fused_loss(input, product, target, reduction=reduction, **options)
         # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -303,11 +282,11 @@ class ForwardPass:
         return None
 
     def _fused_loss(
-        self, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
+        self, logits: DeferredLogits, product: HeadProduct, labels: Tensor, **options: Any
     ) -> Tensor:
         """Compute the fused loss of deferred logits from what they are made of."""
         self.record.before_loss()
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-            loss = fused_loss(parts, labels, chunk_mib=self.record.chunk_mib, **options)
+            loss = fused_loss(product, labels, chunk_mib=self.record.chunk_mib, **options)
         prepare_backward(loss, logits)
         return logits.result(loss)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_patch.patch import flags
 from liger_patch.patch.fallback import why_transformed
-from liger_patch.patch.settings import PatchRecord
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 
 LOSS_OUTSIDE = "the model was called without labels, and its logits were used in a loss. "
 IN_TRAINER = (
@@ -37,11 +37,11 @@ def note_loss_outside(record: PatchRecord, outputs: Any) -> None:
 
     def note(_: Tensor) -> None:
         if asked:
-            record.note_logits_asked()
-        elif record.other_call is None:
-            record.fall_back(LOSS_OUTSIDE + IN_TRAINER)
+            record.note(LOGITS_ASKED)
+        elif record.fused_head_call is None:
+            record.note(LOSS_OUTSIDE + IN_TRAINER)
         elif record.fused:  # else TRL was told why
-            record.fall_back(LOSS_OUTSIDE + IN_TRL)
+            record.note(LOSS_OUTSIDE + IN_TRL)
 
     logits.register_hook(note)
 
@@ -52,4 +52,4 @@ def note_other_forward(record: PatchRecord, forward: object) -> None:
     """
     function = getattr(forward, "__func__", None)
     if "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
-        record.fall_back(TRLS_HEAD, "leaves the head to TRL")
+        record.note(TRLS_HEAD, "leaves the head to TRL")

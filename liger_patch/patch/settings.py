@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from liger_patch.kernels.options import LossOptions
 from liger_patch.patch import flags
 from liger_patch.patch.offload import CheckpointOffload
 
+LOGITS_ASKED = "LIGER_PATCH_RETURN_LOGITS=1"  # the reason that needs no warning
 CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction", "loss_average")  # of LossSettings
 
 
@@ -55,30 +57,25 @@ class LossSettings:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
 
-    @property
-    def changes_loss(self) -> bool:
-        """Return whether the loss differs from that of Transformers."""
-        return any(getattr(self, name) != getattr(LossSettings, name) for name in CHANGE_LOSS)
-
-    @property
+    @functools.cached_property
     def changed(self) -> str:
-        """Return the options that change the loss, for messages."""
+        """Return the options that change the loss, for messages; "" for none."""
         values = ((name, getattr(self, name)) for name in CHANGE_LOSS)
         return ", ".join(f"{n}={v!r}" for n, v in values if v != getattr(LossSettings, n))
 
 
-class OtherCall(Protocol):
+class FusedHeadCall(Protocol):
     """A second way to call a patched model, which a library has added by replacing ``forward``.
 
     TRL's is the only one: see ``integrations.trl_head.LogProbsCall``.
     """
 
     @property
-    def otherwise(self) -> str:
+    def fallback_text(self) -> str:
         """Return what liger_patch does where it cannot fuse: the verb of its warning."""
         ...
 
-    def is_meant(self, kwargs: dict[str, Any]) -> bool:
+    def handles(self, kwargs: dict[str, Any]) -> bool:
         """Return whether a call with these arguments is one of this second kind."""
         ...
 
@@ -113,7 +110,7 @@ class PatchRecord:
             accelerate, TRL's head); None where it had none.
         passes_through: whether ``replaced_forward`` only calls the model's own forward, so that
             calls may leave it out.
-        other_call: the second way to call the model, None where there is only one.
+        fused_head_call: the second way to call the model, None where there is only one.
         layers: the argument ``layers`` of ``apply_patch``.
         adapters: the model's ``peft_config`` for which its LoRA layers were put on kernels, and a
             copy of it from that time, which shows what has been added since.
@@ -137,7 +134,7 @@ class PatchRecord:
     differs: bool = False
     replaced_forward: Callable[..., Any] | None = None
     passes_through: bool = False
-    other_call: OtherCall | None = None
+    fused_head_call: FusedHeadCall | None = None
     layers: bool | frozenset[str] = False
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     checked_dtypes: bool = False
@@ -155,39 +152,28 @@ class PatchRecord:
         """Return the MiB of logits held at once, None for the operator's default."""
         return flags.chunk_mib() or self.settings.chunk_mib
 
-    def is_ordinary(self, return_logits: bool | None) -> bool:
-        """Return whether the loss is Transformers' own where a token is supervised: with
-        LIGER_PATCH_RETURN_LOGITS=1, unless options of ``apply_patch`` change it. It is so bit for
-        bit, but in a graph of torch.compile, where the mean is a sum over the number of tokens.
-        """
-        return return_logits is True and not self.settings.changes_loss
-
     def before_loss(self) -> None:
         """Give back device memory that a fused loss can use."""
         if self.offload is not None:
             self.offload.before_loss()
 
-    def note_fused(self) -> None:
-        """Note that the loss is fused."""
-        self.fused, self.reason = True, None
-
-    def note_logits_asked(self) -> None:
-        """Note that LIGER_PATCH_RETURN_LOGITS=1 asks for real logits: no warning."""
-        self.fused, self.reason = False, "LIGER_PATCH_RETURN_LOGITS=1"
-
-    def fall_back(self, reason: str, otherwise: str | None = None) -> None:
-        """Warn once that a loss is not fused, and why; an error where fusing was demanded.
+    def note(self, reason: str | None, fallback_text: str | None = None) -> None:
+        """Note why a loss is not fused, None where it is. Warn once of each reason but
+        LOGITS_ASKED; raise RuntimeError where fusing was demanded.
 
         Args:
-            otherwise: what happens instead, where that is not what the record says.
+            fallback_text: what happens instead, where that is not what the record says.
         """
-        if flags.return_logits() is False:
+        is_expected = reason in (None, LOGITS_ASKED)
+        if not is_expected and flags.return_logits() is False:
             raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
-        self.fused, self.reason = False, reason
-        if otherwise is None and self.other_call is not None:
-            otherwise = self.other_call.otherwise
-        otherwise = otherwise or "computes ordinary logits and an ordinary loss"
-        self.warn_once(f"{otherwise}: {reason}")
+        self.fused, self.reason = reason is None, reason
+        if is_expected:
+            return
+        if fallback_text is None and self.fused_head_call is not None:
+            fallback_text = self.fused_head_call.fallback_text
+        fallback_text = fallback_text or "computes ordinary logits and an ordinary loss"
+        self.warn_once(f"{fallback_text}: {reason}")
 
     def warn_once(self, message: str) -> None:
         """Warn of something, once for this model."""
@@ -209,6 +195,6 @@ class TrialRecord(PatchRecord):
     defers: bool = True
     rounding: float = 0.0
 
-    def fall_back(self, reason: str, otherwise: str | None = None) -> None:
-        """Note that the loss is not fused, and why."""
-        self.fused, self.reason = False, reason
+    def note(self, reason: str | None, fallback_text: str | None = None) -> None:
+        """Note why a loss is not fused, None where it is."""
+        self.fused, self.reason = reason is None, reason

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from liger_patch.deferred.fuse import Parts
+from liger_patch.deferred.fuse import HeadProduct
 from liger_patch.deferred.tensor import DeferredLogits, no_hooks_of_saved_tensors
 from liger_patch.deferred.tensor_parallel import (
     distributed_product,
@@ -42,10 +42,14 @@ class NotComparable(Exception):
     """A batch has no supervised token, or its ordinary loss or gradients are not finite."""
 
 
-def is_trusted(
-    record: PatchRecord, logits: DeferredLogits, parts: Parts, labels: Tensor, **options: Any
-) -> bool:
-    """Return whether a model's fused loss is to be trusted; the record has what was found.
+def why_distrusted(
+    record: PatchRecord,
+    logits: DeferredLogits,
+    product: HeadProduct,
+    labels: Tensor,
+    **options: Any,
+) -> str | None:
+    """Return what is wrong with a model's fused loss, None for nothing; the record keeps it.
 
     With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
     training step with supervised tokens and finite values compares it with the ordinary path.
@@ -53,21 +57,21 @@ def is_trusted(
     Args:
         record: that of the model.
         logits: (N, V).
-        parts: what they are made of.
+        product: what they are made of.
         labels: (N,).
         options: of the loss, as ``disagreement`` takes them.
     """
     if isinstance(record, TrialRecord):
-        record.rounding = max(record.rounding, _loss_rounding(logits, parts, labels, **options))
-        return True
+        record.rounding = max(record.rounding, _loss_rounding(logits, product, labels, **options))
+        return None
     wanted = flags.verify() or not record.tested
     if wanted and torch.is_grad_enabled() and not record.verified:
         try:
-            difference = disagreement(parts, labels, **options)
+            difference = disagreement(product, labels, **options)
         except NotComparable:  # the next batch may be
-            return True
+            return None
         except torch.OutOfMemoryError:
-            if flags.verify() or is_dtensor(parts.weight):
+            if flags.verify() or is_dtensor(product.weight):
                 raise  # other ranks wait for this one
             # no option has asked for the comparison, and without it the step may fit
             own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
@@ -84,11 +88,11 @@ def is_trusted(
                 "they agree, and the loss is fused",
                 stacklevel=2,
             )
-    return record.distrusted is None
+    return record.distrusted
 
 
 def disagreement(
-    parts: Parts,
+    product: HeadProduct,
     labels: Tensor,  # (N,)
     *,
     ignore_index: int = -100,
@@ -120,11 +124,11 @@ def disagreement(
     """
     # the kernels that the whole batch runs, not those of a small one
     hopper_kernels = is_worth_odds(len(labels)) or None
-    inputs, labels = _slice(parts, labels, ignore_index)
+    inputs, labels = _slice(product, labels, ignore_index)
     if len(labels) == 0:
         raise NotComparable
     options = LossOptions(
-        ignore_index, parts.softcap, parts.logit_scale, label_smoothing, z_loss, class_weight
+        ignore_index, product.softcap, product.logit_scale, label_smoothing, z_loss, class_weight
     )
 
     def fused(inputs: HeadInputs) -> Tensor:
@@ -143,20 +147,20 @@ def disagreement(
     def ordinary(inputs: HeadInputs) -> Tensor:
         return reference.cross_entropy(_logits(inputs), labels, options=options)
 
-    dtype = parts.autocast_dtype or parts.weight.dtype
+    dtype = product.autocast_dtype or product.weight.dtype
     wide, narrow = wider(dtype), torch.float32 if dtype == torch.float64 else dtype
     eps = torch.finfo(dtype).eps
     truth = _loss_and_gradients(ordinary, inputs, wide)
     eager = _loss_and_gradients(ordinary, inputs, narrow)
     ours = _loss_and_gradients(fused, inputs, dtype)
-    z = _final_logits(parts, inputs.to(wide))
-    z_off = (_final_logits(parts, inputs.to(narrow)) - z).abs().max().item()
+    z = _final_logits(product, inputs.to(wide))
+    z_off = (_final_logits(product, inputs.to(narrow)) - z).abs().max().item()
     eager_errors = EAGER_ERRORS * eps / torch.finfo(narrow).eps
     rounding = ROUNDINGS * eps + eager_errors * z_off
     loss_rounding = ROUNDINGS * torch.finfo(ours["loss"].dtype).eps * (1 + z.abs().max().item())
     for name, value in truth.items():
         off, eager_off, largest = _largest(
-            [ours[name] - value, eager[name] - value, value], parts.weight
+            [ours[name] - value, eager[name] - value, value], product.weight
         )
         allowed = eager_errors * eager_off + rounding * largest + torch.finfo(dtype).tiny
         allowed += loss_rounding if name == "loss" else 0.0
@@ -173,7 +177,7 @@ def disagreement(
 
 def _loss_rounding(
     logits: DeferredLogits,  # (N, V)
-    parts: Parts,
+    product: HeadProduct,
     labels: Tensor,  # (N,)
     *,
     ignore_index: int = -100,
@@ -182,26 +186,26 @@ def _loss_rounding(
     """Return what one rounding may do to the mean loss of a slice: an eps of float32, to which
     losses cast their logits, and of each logit the eps of the narrowest dtype that it has had.
     """
-    inputs, labels = _slice(parts, labels, ignore_index)
-    if is_dtensor(parts.weight) or len(labels) == 0:
+    inputs, labels = _slice(product, labels, ignore_index)
+    if is_dtensor(product.weight) or len(labels) == 0:
         return 0.0
     dtypes = {torch.float32, logits.head_call.dtype}
     dtypes.update(step.dtype for step in logits.recorded_steps() or () if step.dtype is not None)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    z = _final_logits(parts, inputs)
+    z = _final_logits(product, inputs)
     dlogits = z.softmax(-1).scatter_add(-1, labels[:, None], -torch.ones_like(z[:, :1]))
     return torch.finfo(torch.float32).eps + eps * (dlogits * z).abs().sum(-1).mean().item()
 
 
-def _slice(parts: Parts, labels: Tensor, ignore_index: int) -> tuple[HeadInputs, Tensor]:
+def _slice(product: HeadProduct, labels: Tensor, ignore_index: int) -> tuple[HeadInputs, Tensor]:
     """Return the first supervised tokens of a batch, as the operator takes them."""
     chosen = (labels != ignore_index).nonzero()[:TOKENS, 0]
 
     def rows(states: Tensor) -> Tensor:
         return states.reshape(-1, states.shape[-1])[chosen]
 
-    low_rank = () if parts.low_rank is None else (rows(parts.low_rank[0]), parts.low_rank[1])
-    inputs = HeadInputs(rows(parts.hidden_states), parts.weight, parts.bias, *low_rank)
+    low_rank = () if product.low_rank is None else (rows(product.low_rank[0]), product.low_rank[1])
+    inputs = HeadInputs(rows(product.hidden_states), product.weight, product.bias, *low_rank)
     return inputs, labels[chosen]
 
 
@@ -220,10 +224,10 @@ def _logits(inputs: HeadInputs) -> Tensor:
     return reference.head_logits(states, weight, bias, _pair(inputs))
 
 
-def _final_logits(parts: Parts, inputs: HeadInputs) -> Tensor:
+def _final_logits(product: HeadProduct, inputs: HeadInputs) -> Tensor:
     """Return (n, V), what the softmax is taken of."""
     with torch.no_grad(), torch.autocast(inputs.hidden_states.device.type, enabled=False):
-        return reference.scaled_and_capped(_logits(inputs), parts.logit_scale, parts.softcap)
+        return reference.scaled_and_capped(_logits(inputs), product.logit_scale, product.softcap)
 
 
 def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> dict[str, Tensor]:

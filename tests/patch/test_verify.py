@@ -15,7 +15,7 @@ from torch import Tensor
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
-from liger_patch.deferred.fuse import Parts
+from liger_patch.deferred.fuse import HeadProduct
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.patch import verify
@@ -185,11 +185,11 @@ def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next(
 
 def learnt(
     dtype: torch.dtype, scale: float, softcap: float | None, tokens: int = 20
-) -> tuple[Parts, Tensor]:
+) -> tuple[HeadProduct, Tensor]:
     """A head whose labels are likely: with a large scale, all others are next to impossible."""
     labels, weight = torch.randint(131, (tokens,)), torch.randn(131, 16)
     states = scale * (weight[labels] + 0.3 * torch.randn(tokens, 16))
-    return Parts(states.to(dtype), weight.to(dtype), None, None, 1.0, softcap, None), labels
+    return HeadProduct(states.to(dtype), weight.to(dtype), None, None, 1.0, softcap, None), labels
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
