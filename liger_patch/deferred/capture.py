@@ -53,21 +53,17 @@ class _DeferLinear(TorchFunctionMode):
             if self._gives_logits(weight):
                 inputs = distributed_inputs(hidden_states, weight, bias, self.whole)
                 if inputs is not None and _can_defer(*map(local_tensor, inputs)):
-                    held = self._held(*inputs)
+                    held = inputs if self.hold is None else self.hold(*inputs)
                     call = HeadCall.of(*held, self.head, product=distributed_product)
                     return DistributedLogits.of_head(call)
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
-                    return self._deferred(self._held(hidden_states, weight, bias))
+                    inputs = hidden_states, weight, bias
+                    return self._deferred(inputs if self.hold is None else self.hold(*inputs))
         if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
             (logits,) = args
             if isinstance(logits, DeferredLogits):  # PEFT clones what a quantized layer returns
                 return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
-
-    def _held(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
-        if self.hold is None:
-            return hidden_states, weight, bias
-        return self.hold(hidden_states, weight, bias)
 
     def _deferred(self, inputs: Inputs) -> DeferredLogits:
         if not self.head.owner.widens:
@@ -97,19 +93,14 @@ def _linear_arguments(
 
 def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether these are plain floating-point tensors that fit each other, on one device."""
-    tensors = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
-    if any(
-        type(tensor) not in (Tensor, nn.Parameter)
-        or not tensor.is_floating_point()
-        or tensor.layout != torch.strided
-        for tensor in tensors
-    ):
+    dtypes = set()
+    for tensor in (hidden_states, weight) if bias is None else (hidden_states, weight, bias):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or not tensor.is_floating_point() or tensor.device != weight.device:
+            return False
+        dtypes.add(tensor.dtype)
+    if weight.dim() != 2 or weight.is_meta or weight.shape[1] != hidden_states.shape[-1]:
         return False
-    if len({tensor.device for tensor in tensors}) > 1 or weight.dim() != 2 or weight.is_meta:
-        return False
-    if weight.shape[1] != hidden_states.shape[-1]:
-        return False
-    dtypes = {tensor.dtype for tensor in tensors}
     if torch.is_autocast_enabled(weight.device.type):
         return torch.float64 not in dtypes
     return len(dtypes) == 1

@@ -48,8 +48,10 @@ def ancestry(logits: Recordable) -> list[Recordable]:
     while waiting:  # no loop over a list that grows: Dynamo of older versions walks a copy
         node = waiting.pop()
         nodes.append(node)
-        others = (node.parent, None if node.step is None else node.step.other)
-        waiting += [other for other in others if other is not None]
+        if node.parent is not None:
+            waiting.append(node.parent)
+        if node.step is not None and node.step.other is not None:
+            waiting.append(node.step.other)
     return nodes
 
 

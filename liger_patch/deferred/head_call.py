@@ -137,7 +137,7 @@ class HeadCall(NamedTuple):
             torch.is_grad_enabled(),
             autocast_dtype(hidden_states.device.type),
             stored,
-            tuple(_state_of(each) for each in (hidden_states, *stored)),
+            (_state_of(hidden_states), *map(_state_of, stored)),
             head.merged,
             head.owner,
         )
@@ -167,8 +167,9 @@ class HeadCall(NamedTuple):
     @runs_eagerly
     def changed(self) -> str | None:
         """Say what has changed since, so that other logits would be computed; None for nothing."""
-        if any(tuple(names) != before for names, before in self.merged):
-            return "an adapter was merged into the head's weight, or unmerged,"
+        for adapters, before in self.merged:
+            if tuple(adapters) != before:
+                return "an adapter was merged into the head's weight, or unmerged,"
         names = "the hidden states", "the head's weight", "the head's bias"
         tensors = self.hidden_states, *self.stored
         for name, tensor, state in zip(names, tensors, self.states, strict=True):

@@ -85,7 +85,7 @@ class Recordable(Tensor):
 def strides(rows: Tensor, vocab_size: int) -> tuple[int, ...]:
     """Return the strides of logits (..., V) that are laid out as ``rows`` (..., H)."""
     hidden_size = rows.shape[-1]
-    return (*(stride // hidden_size * vocab_size for stride in rows.stride()[:-1]), 1)
+    return (*[stride // hidden_size * vocab_size for stride in rows.stride()[:-1]], 1)
 
 
 def real(tensor: Tensor) -> Tensor:

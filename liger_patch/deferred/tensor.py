@@ -12,6 +12,7 @@ refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -98,15 +99,14 @@ class DeferredLogits(Recordable):
     ) -> DeferredLogits:
         vocab_size, _ = call.shape
 
-        def make() -> Tensor:
-            return Tensor._make_wrapper_subclass(
-                cls,
-                (*rows.shape[:-1], vocab_size),
-                strides=strides(rows, vocab_size),
-                dtype=dtype,
-                device=device,
-            )
-
+        make = functools.partial(
+            Tensor._make_wrapper_subclass,
+            cls,
+            (*rows.shape[:-1], vocab_size),
+            strides=strides(rows, vocab_size),
+            dtype=dtype,
+            device=device,
+        )
         recorded = torch.is_grad_enabled() and not (step is not None and step.kind == "detach")
         # hooks of saved tensors, which offload them, would read logits that are saved
         hooks = nullcontext() if parent is None else no_hooks_of_saved_tensors()
@@ -137,7 +137,7 @@ class DeferredLogits(Recordable):
         """Return whether these logits, or any that they were computed from, have been read (so that
         somebody may have written to them), or were returned by another autograd function.
         """
-        return self._is_read or any(is_foreign(node) for node in ancestry(self))
+        return any(node.value is not None or is_foreign(node) for node in ancestry(self))
 
     @property
     def _is_read(self) -> bool:
@@ -187,7 +187,7 @@ class DeferredLogits(Recordable):
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA and args and not args[0].is_computed:
+            if func in METADATA and args and args[0].value is None:
                 return func(*args, **kwargs)
             # of a property, func is its getter
             name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)

@@ -24,6 +24,7 @@ from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
+from liger_patch.patch.fallback import why_transformed
 from liger_patch.patch.forward import (
     defer_logits,
     leads_to_patch,
@@ -202,7 +203,9 @@ class LogProbsCall:
     ) -> Any:
         """Return TRL's output, or None where the record says why not."""
         with one_at_a_time(model), ExitStack() as stack:
-            forward_pass = defer_logits(stack, model, record, flags.return_logits())
+            forward_pass = defer_logits(
+                stack, model, record, flags.return_logits(), why_transformed()
+            )
             why = forward_pass.unfused or self.left_to_trl
             if why is not None:
                 record.note(why)

@@ -172,7 +172,9 @@ def is_traced() -> bool:
 
     Other dispatch modes count floating-point operations or tensors: they see PyTorch's own.
     """
-    return torch.compiler.is_compiling() or in_tracing_mode()
+    return torch.compiler.is_compiling() or (
+        torch._C._len_torch_dispatch_stack() > 0 and in_tracing_mode()
+    )
 
 
 def is_exporting() -> bool:

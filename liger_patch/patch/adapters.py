@@ -34,10 +34,9 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
 @contextmanager
 def warning_of_dtypes(model: PreTrainedModel, record: PatchRecord) -> Iterator[None]:
     """Warn after the first forward pass in training, if layers of the model's adapters ran PEFT's
-    own forward because of a dtype that a setting would mend.
+    own forward because of a dtype that a setting would mend. Entered by an ``ExitStack``.
     """
-    is_done = record.adapters is None or record.checked_dtypes
-    if is_done or not (model.training and torch.is_grad_enabled()):
+    if not (model.training and torch.is_grad_enabled()):
         yield
         return
     forget_calls(model)
@@ -50,5 +49,5 @@ def warning_of_dtypes(model: PreTrainedModel, record: PatchRecord) -> Iterator[N
             warnings.warn(
                 f"liger_patch: PEFT's own forward runs {number} of the LoRA layers: {reason}. "
                 f"{reason.advice}",
-                stacklevel=5,
+                stacklevel=6,
             )

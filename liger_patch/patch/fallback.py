@@ -27,10 +27,9 @@ CROSS_ENTROPY = _own(nn.functional, "cross_entropy")
 
 
 def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | None:
-    """Return why the logits are computed by the head itself; None where they are deferred."""
-    reason = why_transformed()
-    if reason is not None:
-        return reason
+    """Return why a call that nothing transforms leaves its logits to the head; None where they are
+    deferred.
+    """
     if head is None:
         return "get_output_embeddings() returns None"
     if isinstance(head, torch.jit.ScriptModule):
@@ -65,7 +64,7 @@ def why_transformed() -> str | None:
         return "torch.func transforms the forward pass"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "torch.jit.trace records the forward pass"
-    if is_exporting() or is_without_values():
+    if is_exporting() or (torch._C._len_torch_dispatch_stack() > 0 and is_without_values()):
         return "torch.export, make_fx or FakeTensorMode runs the forward pass without values"
     return None
 

@@ -82,16 +82,17 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     names = tuple(signature.parameters)[1:]
 
     def named_arguments(args, kwargs):
-        return {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def call(self, record, args, kwargs, compiled=_as_it_is):
+    def call(self, record, args, kwargs, compiled=None):
         inner: Callable[..., Any] = functools.partial(original.forward, self)
         replaced = None if record is None or record.passes_through else record.replaced_forward
         if replaced is not None:
             inner = replaced
         fused_head_call = None if record is None else record.fused_head_call
         if fused_head_call is not None and fused_head_call.handles(kwargs):
-            return fused_head_call(self, compiled(inner), args, kwargs)
+            inner = inner if compiled is None else compiled(inner)
+            return fused_head_call(self, inner, args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
         number = take_num_sequences(kwargs, record.settings.loss_average)
@@ -105,22 +106,20 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return outputs
         return _forward_with_loss(self, record, inner, args, kwargs, named, added, compiled)
 
-    def with_checkpoints(self, record, args, kwargs):
-        if record.offload is None or not _keeps_checkpoints():
-            return call(self, record, args, kwargs)
-        with record.offload.forward_pass(self):
-            return call(self, record, args, kwargs)
-
     def patched_forward(self, *args, **kwargs):
-        record = record_of(self)
+        record = vars(self).get(RECORD)
         if record is None or torch.compiler.is_compiling():
             return call(self, record, args, kwargs)
-        follow_adapters(self, record)
-        with warning_of_dtypes(self, record):
-            if not in_process_group():
-                return with_checkpoints(self, record, args, kwargs)
-            with keeping_units(self, self.get_output_embeddings()):
-                return with_checkpoints(self, record, args, kwargs)
+        if "peft_config" in vars(self):
+            follow_adapters(self, record)
+        with ExitStack() as stack:
+            if record.adapters is not None and not record.checked_dtypes:
+                stack.enter_context(warning_of_dtypes(self, record))
+            if in_process_group():
+                stack.enter_context(keeping_units(self, self.get_output_embeddings()))
+            if record.offload is not None and _keeps_checkpoints():
+                stack.enter_context(record.offload.forward_pass(self))
+            return call(self, record, args, kwargs)
 
     vars(patched_forward)["__signature__"] = signature
 
@@ -159,10 +158,6 @@ def _context_without_labels(named: Mapping[str, Any]) -> AbstractContextManager[
     return decoding() if is_one_token and not torch.is_grad_enabled() else UsedTokens()
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 def _keeps_checkpoints() -> bool:
     """Return whether hooks of this package see the tensors that this forward pass saves."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -188,13 +183,13 @@ def _forward_with_loss(
     kwargs: dict[str, Any],
     named: dict[str, Any],
     added: PatchArguments,
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
 ) -> Any:
     """Run the model's forward with deferred logits.
 
     Args:
         named: all arguments by their names.
-        compiled: see ``between_graphs``.
+        compiled: see ``between_graphs``; None outside of it.
     """
     if added.loss_weights is not None and record.settings.loss_average != "token":
         raise ValueError(
@@ -202,7 +197,7 @@ def _forward_with_loss(
             f"loss_average={record.settings.loss_average!r}"
         )
     return_logits = flags.return_logits()
-    if _is_to_be_compared(model, record, named["labels"], return_logits):
+    if not record.tested and _is_to_be_compared(model, record, named["labels"], return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _deferred_forward(
@@ -210,20 +205,20 @@ def _forward_with_loss(
             )
 
         compare_losses(model, record, forward, args, kwargs)
-    inner = compiled(inner)
+    inner = inner if compiled is None else compiled(inner)
     starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
     is_shifted = named.get("shift_labels") is not None
     is_plain = is_shifted and record.settings.loss_average == "token"
     is_changed = record.settings.changed or added.loss_weights is not None
     is_transformers_loss = return_logits is True and not is_changed
-    if not (is_transformers_loss or is_plain) and _may_be_packed(record, labels):
+    if not (is_transformers_loss or is_plain) and isinstance(labels, Tensor):
         starts = sequence_starts(labels.shape, named)
     ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     leaks = None
     if starts is not None and not is_shifted:
         leaks = leaking_labels(labels, starts, named.get("input_ids"))
-    if record.tested:
+    if record.tested and named.get("position_ids") is not None:
         is_weighted = added.loss_weights is not None
         look_at_packing(model, record, None if is_weighted else leaks, ignore_index, named)
     # models that are not tested may not shift their labels: see causal_lm_loss
@@ -254,10 +249,8 @@ def _deferred_forward(
     """Run the model's forward with deferred logits and the loss of this package."""
     with one_at_a_time(model):  # before its loss function is read
         runs_own = isinstance(record, TrialRecord) and not record.defers
-        other = why_loss_is_other()
-        is_transformers_loss = model.loss_function is ForCausalLMLoss and not (
-            other or why_transformed()
-        )
+        other, traced = why_loss_is_other() or why_transformed(), is_traced()
+        is_transformers_loss = model.loss_function is ForCausalLMLoss and not other
         with ExitStack() as stack:
             forward_pass = defer_logits(stack, model, record, return_logits, other)
             forward_pass.starts, forward_pass.leaks = sequences
@@ -270,9 +263,9 @@ def _deferred_forward(
                 _read_logits(stack, forward_pass.head)
             elif is_transformers_loss:
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
-                if not (is_traced() or forward_pass.unfused):
+                if not (traced or forward_pass.unfused):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
-            if not is_traced():
+            if not traced:
                 used = UsedTokens(
                     functools.partial(_used_by_loss, model, record, forward_pass.expected, named)
                 )
@@ -318,16 +311,11 @@ def _is_to_be_compared(
     """Return whether a model without a row in the registry is called with labels for the first
     time, and its logits would be deferred.
     """
-    if record.tested or record.compared or record.distrusted or not isinstance(labels, Tensor):
+    if record.compared or record.distrusted or not isinstance(labels, Tensor):
         return False
-    if return_logits is True or why_loss_is_other():
+    if return_logits is True or why_loss_is_other() or why_transformed():
         return False
     return why_not_deferred(model, model.get_output_embeddings()) is None
-
-
-def _may_be_packed(record: PatchRecord, labels: object) -> bool:
-    """Return whether these are labels of rows in which sequences may begin."""
-    return isinstance(labels, Tensor) and (record.tested or labels.dim() == 2)
 
 
 def one_at_a_time(model: PreTrainedModel) -> AbstractContextManager[object]:
@@ -342,14 +330,14 @@ def defer_logits(
     model: PreTrainedModel,
     record: PatchRecord,
     return_logits: bool | None,
-    why_not: str | None = None,
+    why_not: str | None,
 ) -> ForwardPass:
     """Defer the logits of a patched model until the stack is closed, unless something prevents it
     or LIGER_PATCH_RETURN_LOGITS=1 asks for real ones.
 
     Args:
         stack: undoes it; within ``one_at_a_time``.
-        why_not: what prevents it, where that is known already.
+        why_not: what is known to prevent it, of ``why_transformed`` and ``why_loss_is_other``.
     """
     head = model.get_output_embeddings()
     unfused = LOGITS_ASKED if return_logits is True else record.distrusted or why_not
@@ -374,8 +362,8 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
         ValueError: options or weights were asked for, which that loss does not know.
     """
     name = type(model).__name__
-    if record.settings.changed or forward_pass.loss_weights is not None:
-        options = forward_pass.unreached or record.settings.changed or LOSS_WEIGHTS
+    if forward_pass.changed:
+        options = forward_pass.unreached or forward_pass.changed
         why = why_loss_is_other() or "it is not Transformers' ForCausalLMLoss"
         raise ValueError(
             f"{options} cannot reach the loss that {name} computes: {why}. Use the options of "

@@ -85,7 +85,8 @@ class ForwardPass:
     @property
     def changed(self) -> str:
         """What the loss is asked to differ in from Transformers', for messages; "" for nothing."""
-        return self.record.settings.changed if self.loss_weights is None else LOSS_WEIGHTS
+        weights = "" if self.loss_weights is None else LOSS_WEIGHTS
+        return self.record.settings.changed or weights
 
     @property
     def why_not_recorded(self) -> str:
@@ -143,16 +144,15 @@ class ForwardPass:
         flat = flat_targets(given, ignore_index, shifted=shifted, expected=self.expected)
         settings, changed = self.record.settings, self.changed
         is_transformers_loss = type(logits) not in KNOWN  # which alone takes other classes
+        kind = type(logits).__name__
         if is_transformers_loss and changed:
-            kind = type(logits).__name__
             raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
         if self.unfused == LOGITS_ASKED and not changed:
             # Transformers' mean of no supervised token is nan
             is_transformers_loss |= bool((flat != ignore_index).any())  # the host reads the labels
         if is_transformers_loss:
-            kind = type(logits).__name__
-            name = self.head_name
-            self.record.note(self.unfused or f"the head ({name}) returns logits of type {kind}")
+            why = self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
+            self.record.note(why)
             return ForCausalLMLoss(
                 logits,
                 labels,

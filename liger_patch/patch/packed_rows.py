@@ -28,8 +28,7 @@ def look_at_packing(
     """Warn of packed rows that the model or the caller does not take for what they are, at the
     first training call that has some.
     """
-    is_packed = record.looks_at_packing < LOOKS and named.get("position_ids") is not None
-    if not is_packed or not torch.is_grad_enabled() or is_traced():
+    if record.looks_at_packing >= LOOKS or not torch.is_grad_enabled() or is_traced():
         return
     record.looks_at_packing += 1
     labels = named["labels"]

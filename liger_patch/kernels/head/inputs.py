@@ -224,8 +224,8 @@ def save_inputs(ctx: Any, inputs: Sequence[Any], options: LossOptions) -> None:
     """Save the tensors among the inputs and options: one that is changed in place before the
     backward pass needs it is an error there. A quantized weight is kept as it is.
     """
+    saved = [value if isinstance(value, Tensor) else None for value in inputs]
     ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-    saved = (v if isinstance(v, Tensor) else None for v in inputs)
     ctx.options = options
     ctx.save_for_backward(*saved, options.class_weight)
 
