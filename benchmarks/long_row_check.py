@@ -58,7 +58,6 @@ class Check:
         tokens: of the long row, of which three blocks are compared.
         all_blocks: tokens of the row of which all blocks are compared.
         block: tokens that attend to each other.
-        checkpoint_every: of how many layers the patched model keeps one input.
         host_gib: of host memory for these inputs; None for what is available.
     """
 
@@ -67,7 +66,6 @@ class Check:
     all_blocks: int = 65_536
     block: int = attention_blocks.BLOCK
     device: str = "cuda"
-    checkpoint_every: int = 1
     host_gib: float | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +176,7 @@ def _patched(check: Check) -> tuple[Found, list[dict]]:
     model, rows = _built(check), []
     if check.device == "cuda":
         offload = check.host_gib or True
-        apply_patch(model, checkpoint_offload=offload, checkpoint_every=check.checkpoint_every)
+        apply_patch(model, checkpoint_offload=offload)
     else:
         apply_patch(model)
     results = []
@@ -313,7 +311,7 @@ def cases(options: argparse.Namespace) -> Cases:
     """Return the one check that the options describe."""
     check = TINY if options.device == "cpu" else Check()
     given = {"tokens": options.tokens, "all_blocks": options.all_blocks}
-    given |= {"checkpoint_every": options.checkpoint_every, "host_gib": options.host_gib}
+    given["host_gib"] = options.host_gib
     check = replace(check, **{name: value for name, value in given.items() if value is not None})
     return {"long_row_check": [partial(run_check, check)]}
 
@@ -327,8 +325,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, help="of the long row, a multiple of 8192 (default: 1007616)")
     add("--all-blocks", type=int, help="tokens of the row compared in full (default: 65536)")
-    add("--checkpoint-every", type=int, default=1, metavar="LAYERS",
-        help="of how many layers one input is kept, on a GPU (default: 1)")  # fmt: skip
     add("--host-gib", type=positive_gib, metavar="GIB",
         help="of host memory for these inputs, on a GPU (default: what is available)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, blocks of 16 tokens")

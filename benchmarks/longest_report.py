@@ -90,14 +90,12 @@ def _cell(row: dict, rows: list[dict]) -> str:
         return row["failure"]
     if "timed" not in row:
         ends = f" ({row['ends_with']})" if "ends_with" in row else ""  # not for want of memory
-        ends += f" (checkpoint_every={row['every']})" if "every" in row else ""
         if not row["tokens"]:
             return f"< {BLOCK:,}"  # the shortest row that is tried
         return f"{'>= ' if row.get('at_least') else ''}{row['tokens']:,}{ends}"
     micros = 1000 * row["ms"] / row["timed"]
     eager = next((e["ms"] for e in rows if e["contender"] == EAGER and _is_same(e, row)), None)
-    every = f" (checkpoint_every={row['every']})" if "every" in row else ""
-    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "") + every
+    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "")
 
 
 def _is_same(eager: dict, row: dict) -> bool:

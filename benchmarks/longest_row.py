@@ -19,7 +19,6 @@ Each step is printed as soon as it is done. The report is written after each con
 SIGTERM or Ctrl-C ends the benchmark. --try asks whether one length fits, and searches for none.
 --host-gib bounds the host memory that offloaded checkpoints may take, because a process that takes
 too much is killed. Ours beyond it stay on the GPU, as with apply_patch(checkpoint_offload=GIB);
---checkpoint-every=2 lets every second layer of ours run once more instead, as does the option;
 rows that would take Unsloth more are not tried.
 
 Rows beyond --whole-attention attend within blocks of 8192 tokens, in every contender: whole
@@ -48,7 +47,7 @@ from .benchmark import Benchmark, Cases
 from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS as LORA_CONTENDERS
-from .lora_contenders import OFFLOADED, Setting
+from .lora_contenders import Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
@@ -99,7 +98,6 @@ class Limits:
         seconds: of each process; None for no limit.
         tries: GiB with a length each: only these are tried.
         host_gib: of host memory, for offloaded checkpoints; None for no limit.
-        every: of how many layers our offloaded checkpoints keep one input.
         estimated: whether a search begins where liger_patch estimates the longest row.
         total: seconds of all processes of a model, each of which may take an even share of what is
             left; None for no limit.
@@ -114,7 +112,6 @@ class Limits:
     seconds: float | None = None
     tries: Sequence[tuple[float, int]] = ()
     host_gib: float | None = None
-    every: int = 1
     estimated: bool = False
     total: float | None = None
 
@@ -171,7 +168,6 @@ def _search(
         device,
         tuple(limits.tries),
         limits.host_gib,
-        limits.every,
     )
 
 
@@ -193,7 +189,7 @@ def _guessing(
 ) -> AbstractContextManager[Callable[[str], Guesses]]:
     if not limits.estimated:
         return nullcontext(lambda _: ())
-    return estimating(model.config, contenders, setting, limits.gib, limits.host_gib, limits.every)
+    return estimating(model.config, contenders, setting, limits.gib, limits.host_gib)
 
 
 def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:
@@ -208,8 +204,6 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
         "contender": search.contender,
         "whole_attention": whole,
     }
-    if search.every > 1 and search.contender == OFFLOADED:
-        name["every"] = search.every
     for tokens in search.timed:
         row = next((each for each in steps if each.get("timed") == tokens), {"failure": failure})
         yield {
@@ -251,7 +245,6 @@ def cases(options: argparse.Namespace) -> Cases:
         seconds=options.limit,
         tries=tries,
         host_gib=options.host_gib,
-        every=options.checkpoint_every,
         estimated=options.estimated,
         total=options.total,
     )
@@ -299,12 +292,6 @@ def positive_gib(text: str) -> float:
     return gib
 
 
-def layers_of_one_input(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
-    return int(text)
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", help="only the rows whose name contains this, or another"
@@ -332,13 +319,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--host-gib",
         type=positive_gib,
         help="of host memory, for offloaded checkpoints (default: any)",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        type=layers_of_one_input,
-        default=1,
-        metavar="LAYERS",
-        help="of how many layers our offloaded checkpoints keep one input (default: 1)",
     )
     parser.add_argument("--timed", type=int, action="append", help="tokens of a timed row")
     parser.add_argument(

@@ -60,7 +60,6 @@ class Request:
         settings: measured in this order.
         rounds: timed steps of each.
         host_gib: of host memory for our offloaded checkpoints; None for what is available.
-        every: of how many layers these keep one input.
     """
 
     contender: str
@@ -72,7 +71,6 @@ class Request:
     rounds: int
     device: str = "cuda"
     host_gib: float | None = None
-    every: int = 1
 
 
 def main(request: Path, results: Path) -> None:
@@ -220,7 +218,7 @@ def _ours(request: Request, setting: Setting) -> Any:
 
 def _ours_offloaded(request: Request, setting: Setting) -> Any:
     model = _eager(request, setting)
-    apply_patch(model, checkpoint_offload=request.host_gib or True, checkpoint_every=request.every)
+    apply_patch(model, checkpoint_offload=request.host_gib or True)
     return model
 
 

@@ -29,7 +29,6 @@ def estimated_longest(
     setting: Setting,
     limits: Sequence[float],
     host_gib: float | None,
-    every: int,
 ) -> dict[float, int]:
     """Return the tokens of the longest rows that are expected to fit limits in GiB, without a
     reserve; none for a contender that is not estimated.
@@ -43,7 +42,6 @@ def estimated_longest(
         double_quant=setting.quantized,
         checkpointing=setting.checkpointing,
         checkpoint_offload=is_offloaded,
-        checkpoint_every=every if is_offloaded else 1,
         host_gib=host_gib if is_offloaded else None,
         optimizer="none",
         supervised=1 - IGNORED,

@@ -42,7 +42,6 @@ class Search:
         tries: limits with a length each: only these are tried, none is searched for.
         host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
             on the GPU, rows of others are not tried; None: unlimited.
-        every: of how many layers ours keep one input.
         guesses: limits with a length each, near which the longest row is searched for.
     """
 
@@ -58,7 +57,6 @@ class Search:
     device: str = "cuda"
     tries: tuple[tuple[float, int], ...] = ()
     host_gib: float | None = None
-    every: int = 1
     guesses: tuple[tuple[float, int], ...] = ()
 
 
@@ -238,7 +236,6 @@ def _stepper(search: Search) -> Callable[[int], None]:
         search.rounds,
         search.device,
         search.host_gib,
-        search.every,
     )
     config = AutoConfig.from_pretrained(search.folder)
     model = CONTENDERS[search.contender](request, search.setting)

@@ -57,8 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-offload", action="store_true",
         help="liger_patch's checkpoint_offload=True (with --checkpointing), and a host that holds "
         "all of them")  # fmt: skip
-    add("--checkpoint-every", type=_whole, default=1, metavar="LAYERS",
-        help="liger_patch's checkpoint_every (with --checkpoint-offload; default: 1)")  # fmt: skip
     add("--host-gib", type=_size,
         help="of host memory: checkpoint_offload=GIB (with --checkpoint-offload)")  # fmt: skip
     add("--optimizer", choices=("adamw", "adamw-float32", "adamw-8bit", "none"), default="adamw",
@@ -80,12 +78,8 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         parser.error("argument --double-quant: expected --bits 4 too")
     if options.checkpoint_offload and not options.checkpointing:
         parser.error("argument --checkpoint-offload: expected --checkpointing too")
-    for argument, given in (
-        ("--checkpoint-every", options.checkpoint_every > 1),
-        ("--host-gib", options.host_gib is not None),
-    ):
-        if given and not options.checkpoint_offload:
-            parser.error(f"argument {argument}: expected --checkpoint-offload too")
+    if options.host_gib is not None and not options.checkpoint_offload:
+        parser.error("argument --host-gib: expected --checkpoint-offload too")
     for argument, module in (("--lora-rank", "peft"), ("--plot", "matplotlib")):
         given = getattr(options, argument.strip("-").replace("-", "_"))
         if given and importlib.util.find_spec(module) is None:
@@ -127,7 +121,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         double_quant=options.double_quant,
         checkpointing=options.checkpointing,
         checkpoint_offload=options.checkpoint_offload,
-        checkpoint_every=options.checkpoint_every,
         host_gib=options.host_gib,
         optimizer=options.optimizer,
         chunk_mib=options.chunk_mib,

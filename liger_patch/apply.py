@@ -45,7 +45,6 @@ def apply_patch(
     loss_average: str = "token",
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool | float = False,
-    checkpoint_every: int = 1,
     strict: bool = False,
 ) -> Model:
     """Make this one model compute its loss without holding its logits, and its layers on kernels.
@@ -82,9 +81,6 @@ def apply_patch(
             process may take at most. What does not fit stays on the GPU, with one warning.
             Gradients stay the same bit for bit. For GPUs, and for layers that ``torch.compile``
             does not trace; elsewhere checkpoints stay as they are.
-        checkpoint_every: with ``checkpoint_offload``, of how many layers one input is kept, for
-            hosts with too little memory. The backward pass computes the others again, bit for bit:
-            with 2, every second layer runs forward once more. Not in a process group.
         strict: whether such an architecture or class is an error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
@@ -101,7 +97,7 @@ def apply_patch(
         raise ValueError(f"strict must be True or False, got {strict!r}")
     flags.warn_of_unknown()
     settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
-    names = checked_layers(layers, checkpoint_offload, checkpoint_every)
+    names = checked_layers(layers, checkpoint_offload)
     asked = layers if isinstance(layers, bool) else names
     target = transformers_model(model)
     record = record_of(target)
@@ -112,7 +108,7 @@ def apply_patch(
         record.verified, record.compared = False, None
         record.distrusted, record.differs = None, False
         record.longest_row = None
-        _set_offload(record, checkpoint_offload, checkpoint_every)
+        _set_offload(record, checkpoint_offload)
         return model
     patched = type(target)
     if not hasattr(patched, ORIGINAL):  # type(patched model).from_pretrained(...) has it already
@@ -125,7 +121,7 @@ def apply_patch(
         architecture=f"{type(target).__name__} ({target.config.model_type}){own}",
         layers=asked,
     )
-    _set_offload(record, checkpoint_offload, checkpoint_every)
+    _set_offload(record, checkpoint_offload)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):
         record.replaced_forward = vars(target).pop("forward")
     setattr(target, RECORD, record)
@@ -134,18 +130,13 @@ def apply_patch(
 
 
 def checked_layers(
-    layers: bool | Collection[str], checkpoint_offload: bool | float, checkpoint_every: int
+    layers: bool | Collection[str], checkpoint_offload: bool | float
 ) -> frozenset[str]:
     """Return the names of layers; check these options of ``apply_patch``, for any model.
 
     Raises:
         ValueError: an option is out of range.
     """
-    _check_offload(checkpoint_offload, checkpoint_every)
-    return _layer_names(layers)
-
-
-def _check_offload(checkpoint_offload: bool | float, checkpoint_every: int) -> None:
     most = sys.float_info.max  # an int may be too large for a float
     if not isinstance(checkpoint_offload, bool) and not (
         isinstance(checkpoint_offload, Real) and 0 < checkpoint_offload <= most
@@ -154,14 +145,7 @@ def _check_offload(checkpoint_offload: bool | float, checkpoint_every: int) -> N
             "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
             f"{checkpoint_offload!r}"
         )
-    is_count = isinstance(checkpoint_every, int) and not isinstance(checkpoint_every, bool)
-    if not is_count or checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be a whole number >= 1, got {checkpoint_every!r}")
-    if checkpoint_every > 1 and checkpoint_offload is False:
-        raise ValueError(
-            f"checkpoint_every={checkpoint_every} needs checkpoint_offload, got "
-            f"checkpoint_offload={checkpoint_offload!r}"
-        )
+    return _layer_names(layers)
 
 
 def _choose_layers(
@@ -205,14 +189,14 @@ def _choose_layers(
             )
 
 
-def _set_offload(record: PatchRecord, wanted: bool | float, every: int = 1) -> None:
+def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
     before, host_gib = record.offload, None if isinstance(wanted, bool) else float(wanted)
     if before is not None:
-        is_same = wanted is not False and (before.host_gib, before.every) == (host_gib, every)
+        is_same = wanted is not False and before.host_gib == host_gib
         if is_same and not before.has_failed:
             return
         before.free()  # after the system has refused memory, a new one asks again
-    record.offload = None if wanted is False else CheckpointOffload(host_gib=host_gib, every=every)
+    record.offload = None if wanted is False else CheckpointOffload(host_gib=host_gib)
 
 
 def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:

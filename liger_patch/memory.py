@@ -172,7 +172,6 @@ def _step(
             getattr(each, "gradient_checkpointing", False) for each in model.modules()
         ),
         checkpoint_offload=offload is not None,
-        checkpoint_every=1 if offload is None else offload.every,
         host_gib=None if math.isinf(bound) else bound,
         optimizer=optimizer,
         chunk_mib=None if record is None else record.chunk_mib,

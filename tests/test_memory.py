@@ -73,9 +73,9 @@ def test_all_weights_of_a_model_patched_or_not() -> None:
 def test_options_are_read_where_they_are() -> None:
     model = model_of(lora_rank=4)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    apply_patch(model, chunk_mib=2, checkpoint_offload=0.5, checkpoint_every=2)
+    apply_patch(model, chunk_mib=2, checkpoint_offload=0.5)
     options = {"lora_rank": 4, "checkpointing": True, "chunk_mib": 2, "checkpoint_offload": True}
-    options |= {"checkpoint_every": 2, "host_gib": 0.5, "batch": 3, "optimizer": "adamw-8bit"}
+    options |= {"host_gib": 0.5, "batch": 3, "optimizer": "adamw-8bit"}
     tokens = longest_row(model, gib=16, batch=3, optimizer="adamw-8bit")
     assert tokens == estimated(OURS, **options)
     assert in_status(model).startswith(f"3 x {tokens:,} tokens in 16 GiB")

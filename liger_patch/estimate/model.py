@@ -45,7 +45,6 @@ class TrainingStep:
         double_quant: whether the scales of 4-bit weights are quantized too.
         checkpointing: whether layers are computed again in the backward pass.
         checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
-        checkpoint_every: of how many layers it keeps one input.
         host_gib: GiB of host memory that these may take; None for all that they need.
         optimizer: a name of OPTIMIZERS.
         chunk_mib: MiB of logits that liger_patch holds; None for its default.
@@ -65,7 +64,6 @@ class TrainingStep:
     double_quant: bool = False
     checkpointing: bool = False
     checkpoint_offload: bool = False
-    checkpoint_every: int = 1
     host_gib: float | None = None
     optimizer: str = "adamw"
     chunk_mib: float | None = None
@@ -83,8 +81,6 @@ class TrainingStep:
         if self.checkpoint_offload:
             bound = "" if self.host_gib is None else f" to {self.host_gib:g} GiB of the host"
             words.append(f"offloaded by liger_patch{bound}")
-            every = self.checkpoint_every
-            words += [f"one of {every} layer inputs kept"] if every > 1 else []
         return [*words, f"optimizer {self.optimizer}"]
 
 

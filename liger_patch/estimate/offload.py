@@ -1,7 +1,7 @@
 """Offloaded checkpoints on the meta device: ``checkpoint_offload`` runs there, and copies nothing.
 
-The product decides which layer inputs wait on the host, which are computed again and how long each
-is on the device. Pieces of host memory are counted, and one stands for all of them.
+The product decides which layer inputs wait on the host and how long each is on the device. Pieces
+of host memory are counted, and one stands for all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ class MetaOffload(offload.CheckpointOffload):
 
     Args:
         host_gib: the most GiB of host memory, None for no bound.
-        every: of how many layers one input is kept.
     """
 
-    def __init__(self, host_gib: float | None, every: int) -> None:
+    def __init__(self, host_gib: float | None) -> None:
         bound = math.inf if host_gib is None else host_gib
-        super().__init__(("meta",), host_gib=bound, every=every)
+        super().__init__(("meta",), host_gib=bound)
         self._lane = _CountingLane()
 
     @property

@@ -56,7 +56,7 @@ def trace_step(
     operations = GpuOperations(step.autocast, contender.slices)
     offload = None
     if step.checkpoint_offload and contender.head == "chunks":
-        offload = MetaOffload(step.host_gib, step.checkpoint_every)
+        offload = MetaOffload(step.host_gib)
         held.append(offload.piece)
     memory = MemoryTrace(held, quantized)
     with torch.device("meta"):

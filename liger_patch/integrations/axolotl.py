@@ -15,7 +15,7 @@ from liger_patch.apply import apply_patch, checked_layers
 from liger_patch.patch.settings import LossSettings
 
 RIVALS = [f"{kind}_cross_entropy" for kind in ("cut", "chunked", "liger", "liger_fused_linear")]
-OPTIONS = ("layers", "chunk_mib", "checkpoint_offload", "checkpoint_every")  # of ``apply_patch``
+OPTIONS = ("layers", "chunk_mib", "checkpoint_offload")  # of ``apply_patch``
 
 
 class LigerPatchArgs(BaseModel):
@@ -25,7 +25,6 @@ class LigerPatchArgs(BaseModel):
     liger_patch_layers: bool | list[str] = True
     liger_patch_chunk_mib: float | None = None
     liger_patch_checkpoint_offload: bool | float = False
-    liger_patch_checkpoint_every: int = 1
 
     @model_validator(mode="before")
     @classmethod

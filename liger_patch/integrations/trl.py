@@ -72,7 +72,6 @@ def apply_trl_patch(
     chunk_mib: float | None = None,
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool | float = False,
-    checkpoint_every: int = 1,
     strict: bool = False,
 ) -> Model:
     """Compute what TRL's fused head of this one model returns with the kernels of liger_patch.
@@ -86,9 +85,8 @@ def apply_trl_patch(
             one.
         same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
             ``linear_log_probs``.
-        chunk_mib, layers, checkpoint_offload, checkpoint_every, strict: as in ``apply_patch``. Of
-            an architecture without a row, the first training step is compared with the ordinary
-            path.
+        chunk_mib, layers, checkpoint_offload, strict: as in ``apply_patch``. Of an architecture
+            without a row, the first training step is compared with the ordinary path.
 
     Returns:
         The same object.
@@ -105,7 +103,6 @@ def apply_trl_patch(
         "chunk_mib": chunk_mib,
         "layers": layers,
         "checkpoint_offload": checkpoint_offload,
-        "checkpoint_every": checkpoint_every,
         "strict": strict,
     }
     target = transformers_model(model)
@@ -188,5 +185,4 @@ def revert_for_trl(model: Any) -> dict[str, Any]:
         "chunk_mib": record.settings.chunk_mib,
         "layers": record.layers,
         "checkpoint_offload": False if offload is None else offload.host_gib or True,
-        "checkpoint_every": 1 if offload is None else offload.every,
     }

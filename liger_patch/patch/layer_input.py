@@ -31,8 +31,6 @@ class Kept:
             raise RuntimeError(_modified(self.tensor.shape, self.tensor.dtype))
         return self.tensor
 
-    peek = unpack
-
 
 def _modified(shape: torch.Size, dtype: torch.dtype) -> str:
     return (
@@ -136,28 +134,18 @@ class LayerInput:
                 self.copied.wait(self.compute)
                 self.source = None
 
-    def peek(self) -> Tensor:
-        """Return the tensor on the device, where it stays until it is unpacked."""
-        tensor = self._on_device()
-        if self.source is None:
-            self.fetched = tensor
-        return tensor
-
     def unpack(self) -> Tensor:
         """Return the tensor on the device, and start to fetch the one that is needed next."""
-        tensor = self._on_device()
-        self.release_source()
-        if self.earlier is not None:
-            self.earlier.fetch()
-        return tensor
-
-    def _on_device(self) -> Tensor:
         source = self.source
         if source is not None:
             self.is_modified |= source._version != self.version
         if self.is_modified:
             raise RuntimeError(_modified(self.shape, self.dtype))
-        return self._fetched() if source is None else source
+        tensor = self._fetched() if source is None else source
+        self.release_source()
+        if self.earlier is not None:
+            self.earlier.fetch()
+        return tensor
 
     def fetch(self) -> None:
         """Start to copy the tensor back, once the model's stream has done its present work."""

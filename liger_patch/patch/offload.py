@@ -11,9 +11,8 @@ The last input is never copied, because the backward pass needs it first. So a c
 the next layer.
 
 Memory on the device: up to four inputs in the forward pass, one during the loss, and three in the
-backward pass, where the next one arrives while a layer runs, or ``every`` inputs if that is more.
-Inputs that the host has no memory for stay on the device too. They are those of the last layers,
-which the backward pass frees first.
+backward pass, where the next one arrives while a layer runs. Inputs that the host has no memory for
+stay on the device too. They are those of the last layers, which the backward pass frees first.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_patch.deferred.engines import in_process_group
 from liger_patch.patch.host_memory import available_bytes
-from liger_patch.patch.layer_again import ComputedAgain, LayerCall, Saved
 from liger_patch.patch.layer_input import PIECE_BYTES, Kept, Lane, LayerInput
 
 GIB = 2**30
@@ -47,7 +44,6 @@ class CheckpointOffload:
         device_types: the types of the devices whose tensors are offloaded.
         min_bytes: the least bytes of a tensor that is offloaded.
         host_gib: the most GiB of host memory; None for what the system has available.
-        every: of how many layers one input is kept. The others are computed again.
     """
 
     def __init__(
@@ -55,12 +51,10 @@ class CheckpointOffload:
         device_types: Collection[str] = ("cuda",),
         min_bytes: int = MIN_BYTES,
         host_gib: float | None = None,
-        every: int = 1,
     ) -> None:
         self.device_types = device_types
         self.min_bytes = min_bytes
         self.host_gib = host_gib
-        self.every = every
         self._lanes: dict[torch.device, Lane] = {}
         self._most_pinned = math.inf  # bytes: less than that once pinning has failed
         self._running: _Checkpoints | None = None
@@ -68,7 +62,7 @@ class CheckpointOffload:
         self._warned: set[str] = set()
 
     def __reduce__(self) -> Any:
-        return type(self), (self.device_types, self.min_bytes, self.host_gib, self.every)
+        return type(self), (self.device_types, self.min_bytes, self.host_gib)
 
     @contextmanager
     def forward_pass(self, model: nn.Module) -> Iterator[None]:
@@ -83,7 +77,7 @@ class CheckpointOffload:
                     setattr(module, FUNCTION, _OffloadingCheckpoint(function, checkpoints))
             yield
         finally:
-            self._running = checkpoints.before = None
+            self._running = None
             for module, function in replaced:
                 setattr(module, FUNCTION, function)
         if model.training:
@@ -92,8 +86,6 @@ class CheckpointOffload:
                 if checkpoints.kept:
                     stay = f"{checkpoints.stay} of {checkpoints.saved} layer inputs on the GPU"
                     self._warn("host memory", f"keeps {stay}: {checkpoints.shortage}")
-                if self.every > 1 and not checkpoints.again:
-                    self._warn("again", f"computes no layer input again: {_why_none_again()}")
             elif not self.host_bytes:  # else only the rows of this step are too short
                 self._warn(checkpoints.reason, f"offloads no checkpoint: {checkpoints.reason}")
 
@@ -167,9 +159,6 @@ class _Checkpoints:
 
     Attributes:
         calls: the number of calls of checkpoint functions.
-        before: the last of these calls, whose result may be the next input.
-        again: the number of inputs that are computed again.
-        again_in_a_row: the number of them since an input was kept.
         saved: the number of inputs that can be offloaded, the last one among them.
         sent: the number of inputs that were sent to the host.
         kept: for each input that the host had no memory for, the bytes that it needed there.
@@ -180,8 +169,6 @@ class _Checkpoints:
     def __init__(self, offload: CheckpointOffload) -> None:
         self.offload = offload
         self.calls = 0
-        self.before: LayerCall | None = None
-        self.again = self.again_in_a_row = 0
         self.saved = 0
         self.sent = 0
         self.kept: list[int] = []
@@ -194,8 +181,6 @@ class _Checkpoints:
             return f"none: {self.reason}"
         mib = self.offload.host_bytes / 2**20
         said = f"{self.sent} layer inputs, {mib:g} MiB of host memory"
-        if self.again:
-            said += f", {self.again} computed again"
         return f"{said}; {self.stay} stay on the GPU: {self.shortage}" if self.kept else said
 
     @property
@@ -249,40 +234,8 @@ class _Checkpoints:
             )
         )
 
-    def begin(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[LayerCall | None, ComputedAgain | None]:
-        """Return a call that may run again, and its input where that need not be kept."""
-        every = self.offload.every
-        before, self.before = self.before, None
-        if every == 1 or in_process_group():
-            return None, None
-        hidden = next(
-            (each for each in args if isinstance(each, Tensor) and self.takes(each)), None
-        )
-        if hidden is None:
-            return None, None
-        call = LayerCall(function, args, kwargs, hidden)
-        if (
-            before is None
-            or self.again_in_a_row == every - 1
-            or not hidden.requires_grad  # the layers before run forward once: they are frozen
-            or not before.returned(hidden)
-        ):
-            return call, None
-        return call, ComputedAgain(before)
-
-    def save(
-        self, tensor: Tensor, again: ComputedAgain | None = None
-    ) -> LayerInput | ComputedAgain:
-        """Note that an input is computed again; or keep it on the device, since it may be the last,
-        and start to copy the one before it.
-        """
-        if again is not None:
-            self.again += 1
-            self.again_in_a_row += 1
-            return again
-        self.again_in_a_row = 0
+    def save(self, tensor: Tensor) -> LayerInput:
+        """Keep an input on the device, since it may be the last, and copy the one before it."""
         before = self.last.get(tensor.device)
         earlier = None if before is None else before()
         if earlier is not None:
@@ -336,33 +289,19 @@ class _OffloadingCheckpoint:
         checkpoints = self.checkpoints
         checkpoints.calls += 1
         is_first = is_hidden_states = True
-        call, again = checkpoints.begin(self.function, args, kwargs)
 
-        def pack(tensor: Tensor) -> Saved:
+        def pack(tensor: Tensor) -> Kept | LayerInput:
             nonlocal is_first, is_hidden_states
             if is_first and checkpoints.takes(tensor):
                 is_first = False
-                if call is None or not call.takes(tensor):  # another tensor, or overwritten
-                    return checkpoints.save(tensor.detach())
-                call.saved = checkpoints.save(tensor.detach(), again)
-                return call.saved
+                return checkpoints.save(tensor.detach())
             if is_hidden_states and tensor.is_floating_point():  # the first among the arguments
                 is_hidden_states = False
                 checkpoints.note_device(tensor)
             return Kept(tensor)
 
-        def unpack(packed: Saved) -> Tensor:
+        def unpack(packed: Kept | LayerInput) -> Tensor:
             return packed.unpack()
 
         with saved_tensors_hooks(pack, unpack):
-            result = self.function(*args, **kwargs)
-        if call is not None:
-            call.note(result)
-            checkpoints.before = call
-        return result
-
-
-def _why_none_again() -> str:
-    if in_process_group():
-        return "in a process group, weights may be sharded between a layer's calls"
-    return "no layer takes what the layer before it returned, with a gradient"
+            return self.function(*args, **kwargs)

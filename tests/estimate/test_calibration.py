@@ -17,7 +17,6 @@ import torch
 from sections import check_section
 from slow_cases import slow_but
 
-from benchmarks import attention_blocks
 from benchmarks.longest_row import MODELS as LONG_MODELS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
@@ -29,12 +28,10 @@ from liger_patch.estimate.contenders import (
 )
 from liger_patch.estimate.estimate import WORKSPACES
 from liger_patch.estimate.model import TrainingStep
-from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.step import trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-CHECK = "long_row_check.json"
 MEMORY, SECTION = Path(__file__).parents[2] / "docs" / "memory.md", "estimated_peaks"
 WITHIN = 0.03
 MIB = 2**20
@@ -210,57 +207,6 @@ def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
 
 
-def _checked_rows() -> list[dict[str, Any]]:
-    """Return the rows of ``long_row_check``, with both options of its command."""
-    report = json.loads((RESULTS / CHECK).read_text(encoding="utf-8"))
-    words = report["command"].split()
-    every, host_gib = (
-        float(words[words.index(option) + 1]) for option in ("--checkpoint-every", "--host-gib")
-    )
-    more = {"every": int(every), "host_gib": host_gib, "file": CHECK}
-    return [row | more for row in report["long_row_check"] if "peak_mib" in row]
-
-
-@functools.cache
-def _traced_check(tokens: int, every: int, host_gib: float) -> tuple[float, list[int]]:
-    """Return the peak in MiB, with attention in the benchmark's calls, and the bytes that each
-    offloaded input takes on the host.
-    """
-    step = TrainingStep(
-        length=tokens,
-        lora_rank=16,
-        bits=4,
-        double_quant=True,
-        checkpointing=True,
-        checkpoint_offload=True,
-        checkpoint_every=every,
-        host_gib=host_gib,
-        supervised=SUPERVISED,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        whole = torch.nn.functional.scaled_dot_product_attention
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", whole)  # puts it back
-        attention_blocks.install(attention_blocks.BLOCK)
-        trace, sizes = trace_step(LONG_MODELS[0].config, step, OURS)
-    peak = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
-    return peak, [host_bytes(each.size) for each in trace.sent]
-
-
-@pytest.mark.parametrize(
-    "measured", slow_but(_checked_rows()[:1], _checked_rows()), ids=lambda row: f"{row['tokens']:,}"
-)
-def test_peaks_with_inputs_that_are_computed_again(measured: dict[str, Any]) -> None:
-    if checks.TOP_HOOKS is None:
-        pytest.skip("torch 2.6 runs no slices")
-    assert measured["model"] == LONG_MODELS[0].name
-    fields = (measured[name] for name in ("tokens", "every", "host_gib"))
-    traced, hosts = _traced_check(*fields)
-    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
-    found = f"{len(hosts)} layer inputs, {sum(hosts) / MIB:g} MiB of host memory"
-    again = LONG_MODELS[0].config.num_hidden_layers - 1 - len(hosts)  # the last input is kept too
-    assert measured["offloaded"] == f"{found}, {again} computed again"
-
-
 def _shown() -> list[dict[str, Any]]:
     """Return the measured rows of docs/memory.md, as their files have them."""
     keys = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
@@ -272,7 +218,7 @@ def _shown() -> list[dict[str, Any]]:
             if (row["model"], row["contender"]) == (model, contender)
         )
         found.append(row | {"file": file})
-    return found + _checked_rows()
+    return found
 
 
 def _named(row: dict[str, Any]) -> list[str]:
@@ -280,8 +226,6 @@ def _named(row: dict[str, Any]) -> list[str]:
     step = row["model"]
     if row["file"] == "longest_row.json":
         step = step.replace(", ", f", 1 x {row['timed']:,}, ", 1)
-    if row["file"] == CHECK:
-        step += f", 1 x {row['tokens']:,}, QLoRA + checkpointing, checkpoint_every={row['every']}"
     contender = row["contender"].removesuffix(", layers")
     return [step, contender, f"{row['peak_mib']:,.0f}"]
 
@@ -289,8 +233,6 @@ def _named(row: dict[str, Any]) -> list[str]:
 def _estimated(row: dict[str, Any]) -> float:
     if row["file"] == "lora_step.json":
         return _traced_lora_mib(row["model"], row["contender"])[0]
-    if row["file"] == CHECK:
-        return _traced_check(row["tokens"], row["every"], row["host_gib"])[0]
     if row["file"] == "longest_row.json":
         return _traced_long_mib(row["model"], row["contender"], row["timed"])
     return _traced_mib(row["model"], CONTENDERS[row["contender"]])

@@ -38,7 +38,6 @@ def written(name: str) -> list[int]:
         "",
         "--checkpoint-offload",
         "--checkpoint-offload --host-gib 100",
-        "--checkpoint-offload --host-gib 100 --checkpoint-every 2",
     ],
 )
 def test_the_table_is_that_of_its_options(

@@ -47,10 +47,10 @@ def checkpointing(model: Any, reentrant: bool | None) -> Any:
     return model
 
 
-def offloaded(model: Any, every: int = 1, **options: Any) -> CheckpointOffload:
+def offloaded(model: Any, **options: Any) -> CheckpointOffload:
     """Patch a model on the CPU to hold its checkpoints in other host memory."""
-    apply_patch(model, checkpoint_offload=True, checkpoint_every=every, **options)
-    offload = CheckpointOffload(device_types=("cpu",), min_bytes=1, every=every)
+    apply_patch(model, checkpoint_offload=True, **options)
+    offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
     record = record_of(transformers_model(model))
     assert record is not None
     assert record.offload is not None
@@ -85,7 +85,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def assert_as_without(
-    run: Callable[[Any], Any], make: Callable[[], Any] = model_of, every: int = 1
+    run: Callable[[Any], Any], make: Callable[[], Any] = model_of
 ) -> CheckpointOffload:
     """Run a patched model whose checkpoints are offloaded, and one whose are not: what the runs
     return, or else the gradients behind them, are the same bit for bit.
@@ -93,7 +93,7 @@ def assert_as_without(
     results = []
     for is_offloaded in (False, True):
         model = apply_patch(make())
-        offload = offloaded(model, every) if is_offloaded else None
+        offload = offloaded(model) if is_offloaded else None
         torch.manual_seed(0)
         results.append(run(model) or gradients(model))
     assert_same_bits(results[1], results[0])

@@ -36,27 +36,24 @@ from liger_patch.patch.layer_input import PIECE_BYTES
 pytestmark = MARKS
 
 ROWS = {row.model_type: row for row in registry.available()}
-EVERY = pytest.mark.parametrize("every", [1, 2])
 
 
 PASS_MORE = ("gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
-    ("model_type", "every", "reentrant"),
+    ("model_type", "reentrant"),
     slow_but(
         [
-            ("gemma2", 1, False),
-            ("gemma3n_text", 2, True),
-            ("gemma4_text", 2, False),
-            ("qwen3_moe", 1, True),
+            ("gemma2", False),
+            ("gemma3n_text", True),
+            ("gemma4_text", False),
+            ("qwen3_moe", True),
         ],
-        list(itertools.product(PASS_MORE, (1, 2), (False, True))),
+        list(itertools.product(PASS_MORE, (False, True))),
     ),
 )
-def test_architectures_that_pass_more_to_their_layers(
-    model_type: str, every: int, reentrant: bool
-) -> None:
+def test_architectures_that_pass_more_to_their_layers(model_type: str, reentrant: bool) -> None:
     if model_type not in ROWS:
         pytest.skip(f"this Transformers has no {model_type}")
     models: list[Any] = []
@@ -68,11 +65,9 @@ def test_architectures_that_pass_more_to_their_layers(
     def run(model: Any) -> None:
         model(**tiny_batch(model), use_cache=False).loss.backward()
 
-    offload = assert_as_without(run, make, every)
+    offload = assert_as_without(run, make)
     count = sum(isinstance(m, GradientCheckpointingLayer) for m in models[-1].modules())
-    kept = -(-count // every)
-    assert str(offload).startswith(f"{kept - 1} layer inputs")
-    assert every == 1 or str(offload).endswith(f"{count - kept} computed again")
+    assert str(offload).startswith(f"{count - 1} layer inputs")
 
 
 @KINDS
@@ -81,22 +76,20 @@ def test_inputs_leave_the_device_but_for_the_last(reentrant: bool) -> None:
     batch = tiny_batch_of(model := apply_patch(model_of(reentrant, num_hidden_layers=6)))
     loss, alive = inputs_alive(model, lambda: model(**batch).loss)
     assert alive == [True] * 6
-    for every, last in ((1, 5), (3, 3)):
-        offload = offloaded(model, every=every)
-        loss, alive = inputs_alive(model, lambda: model(**batch).loss)
-        assert alive == [i == last for i in range(6)]
-        assert offload.host_bytes == (6 // every - 1) * PIECE_BYTES
-        loss.backward()
+    offload = offloaded(model)
+    loss, alive = inputs_alive(model, lambda: model(**batch).loss)
+    assert alive == [False] * 5 + [True]
+    assert offload.host_bytes == 5 * PIECE_BYTES
+    loss.backward()
 
 
 @KINDS
-@EVERY
-def test_host_memory_is_used_again(every: int, reentrant: bool) -> None:
-    offload = offloaded(model := model_of(reentrant, num_hidden_layers=4), every=every)
+def test_host_memory_is_used_again(reentrant: bool) -> None:
+    offload = offloaded(model := model_of(reentrant, num_hidden_layers=4))
     for seed in range(3):
         step(model, seed)
         gc.collect()
-        assert offload.host_bytes == (4 // every - 1) * PIECE_BYTES
+        assert offload.host_bytes == 3 * PIECE_BYTES
         assert offload.used_bytes == 0
 
 
@@ -141,7 +134,6 @@ def optimizer_that_steps_in_the_backward_pass(model: Any) -> dict[str, Tensor]:
 
 
 @KINDS
-@EVERY
 @pytest.mark.parametrize(
     ("run", "passes"),
     [
@@ -151,11 +143,9 @@ def optimizer_that_steps_in_the_backward_pass(model: Any) -> dict[str, Tensor]:
         (optimizer_that_steps_in_the_backward_pass, 1),
     ],
 )
-def test_steps_of_other_kinds(
-    run: Callable[[Any], Any], passes: int, every: int, reentrant: bool
-) -> None:
-    offload = assert_as_without(run, lambda: model_of(reentrant, num_hidden_layers=4), every)
-    assert offload.host_bytes == passes * (4 // every - 1) * PIECE_BYTES
+def test_steps_of_other_kinds(run: Callable[[Any], Any], passes: int, reentrant: bool) -> None:
+    offload = assert_as_without(run, lambda: model_of(reentrant, num_hidden_layers=4))
+    assert offload.host_bytes == passes * 3 * PIECE_BYTES
 
 
 def test_gradient_of_an_input_alone() -> None:
