@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_patch.deferred.engines import in_process_group, is_partitioned
-from liger_patch.deferred.stored import stored_parameter
+from liger_patch.deferred.engines import in_process_group, is_partitioned, stored_parameter
 from liger_patch.kernels.backend import autocast_dtype, autocast_to
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.kernels.quantized_weight import QuantizedWeight

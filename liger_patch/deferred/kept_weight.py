@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_patch.deferred.engines import is_partitioned
-from liger_patch.deferred.fsdp import (
+from liger_patch.deferred.engines import (
     can_be_kept,
     free_what_was_kept,
     has_flat_units,
+    is_partitioned,
+    note_stored,
     resharding_units,
     without_resharding,
 )
-from liger_patch.deferred.stored import note_stored
 from liger_patch.deferred.zero3 import calling_hooks_later, has_known_hooks, held_inputs
 from liger_patch.kernels.graphs import is_in_compiled_call
 
