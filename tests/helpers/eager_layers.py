@@ -1,9 +1,12 @@
-"""Norms and rotary embeddings as Transformers' models compute them, and tables of angles."""
+"""Layers as Transformers' models compute them, and tables of angles."""
 
 import torch
+from layer_checks import ACTIVATIONS
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
 EPS = 1e-5
+GATES = {"silu": silu, "sigmoid": torch.sigmoid}  # of norms
 
 
 def wide(x: Tensor) -> Tensor:
@@ -20,12 +23,40 @@ def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (normed * (1.0 + wide(weight))).type_as(x)
 
 
+def normed(x: Tensor, group_size: int) -> Tensor:
+    groups = x.unflatten(-1, (-1, group_size))
+    return (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + EPS)).flatten(-2)
+
+
+def gate_behind(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: str) -> Tensor:
+    """As Qwen3-Next has it."""
+    scaled = weight * normed(wide(x), size).to(x.dtype)
+    return (scaled * GATES[activation](wide(gate))).to(x.dtype)
+
+
+def gate_in_front(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: str) -> Tensor:
+    """As Mamba-2 has it."""
+    return weight * normed(wide(x) * GATES[activation](wide(gate)), size).to(x.dtype)
+
+
+def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str = "silu") -> Tensor:
+    return linear(ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As Transformers does it, partly too."""
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
     across = torch.cat((-second, first), -1)
     return torch.cat((turned * cos[:, None] + across * sin[:, None], rest), -1)
+
+
+def rotated_beside(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Cohere's and GLM's models do it, partly too: the pairs are neighbours."""
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    cos, sin = (t.repeat_interleave(2, -1)[:, None] for t in (cos, sin))
+    return torch.cat((turned * cos + across * sin, rest), -1)
 
 
 def tables(shape: tuple[int, ...], kind: str) -> tuple[Tensor, Tensor]:

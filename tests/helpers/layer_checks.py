@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,32 +19,43 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def results_and_gradients(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Mapping[str, Tensor]
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor],
+    frozen: Collection[str] = (),
+    view: Callable[[Tensor], Tensor] = lambda upstream: upstream,
 ) -> dict[str, Tensor | None]:
-    """By name, of upstream gradients that are the same for all of one shape."""
-    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    """By name, of upstream gradients that are the same for all of one shape, seen by ``view``."""
+    leaves = {name: value.detach() for name, value in inputs.items()}
+    for name in leaves.keys() - set(frozen):
+        leaves[name].requires_grad_()
     results = function(**leaves)
     results = (results,) if isinstance(results, Tensor) else results
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
-    gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
+    used = [(r, view(u)) for r, u in zip(results, upstream, strict=True) if r.requires_grad]
+    torch.autograd.backward(*zip(*used, strict=True))
     named = {f"result {i}": r.detach() for i, r in enumerate(results)}
-    return named | dict(zip(leaves, gradients, strict=True))
+    return named | {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def check(
     ours: Callable[..., Tensor | tuple[Tensor, ...]],
     eager: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Mapping[str, Tensor],
+    **how: Any,
 ) -> None:
-    """Hold ours to the rule; the truth is what eager computes in float64."""
+    """Hold ours to the rule; the truth is what eager computes in float64. ``how`` as of
+    ``results_and_gradients``.
+    """
     dtype = next(iter(inputs.values())).dtype
-    our = results_and_gradients(ours, inputs)
-    plain = results_and_gradients(eager, inputs)
-    truth = results_and_gradients(eager, {k: v.double() for k, v in inputs.items()})
+    our = results_and_gradients(ours, inputs, **how)
+    plain = results_and_gradients(eager, inputs, **how)
+    truth = results_and_gradients(eager, {k: v.double() for k, v in inputs.items()}, **how)
     for name, value in plain.items():
         got = our[name]
-        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+        assert (got is None) == (value is None), name
+        if value is not None:
+            assert (got.dtype, got.shape) == (value.dtype, value.shape), name
     if dtype == torch.float64:
         torch.testing.assert_close(our, truth)
     else:

@@ -2,7 +2,13 @@
 
 
 def transposed(x):
-    return x.mT.contiguous().mT if x.dim() == 2 else strided(x)
+    """The first two dimensions the other way round."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else strided(x)
+
+
+def columns(x):
+    """The last two dimensions the other way round."""
+    return x.mT.contiguous().mT if x.dim() > 1 else strided(x)
 
 
 def strided(x):
@@ -16,6 +22,11 @@ def padded(x):
     """Rows with something behind them."""
     larger = x.new_full((*x.shape[:-1], x.shape[-1] + 5), 3)
     return larger[..., : x.shape[-1]].copy_(x)
+
+
+def offset(x):
+    """The second half of a larger tensor's features."""
+    return x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 3).chunk(2, -1)[1].copy_(x)
 
 
 def expanded(x):

@@ -149,42 +149,6 @@ def test_minus_infinity_at_the_label_is_an_infinite_loss(device):
     assert losses.isfinite().sum() == len(labels) - 1
 
 
-FROZEN = [
-    ("hidden_states",),
-    ("weight",),
-    ("bias",),
-    ("hidden_states", "weight"),
-    ("weight", "bias"),
-    ("hidden_states", "bias"),
-    ("hidden_states", "weight", "bias"),
-]
-
-
-@pytest.mark.parametrize("frozen", FROZEN, ids=", ".join)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_exist_where_they_are_wanted(frozen, reduction, dtype, device):
-    inputs, labels = linear_inputs(dtype, device, 7, bias=True)
-    ours = check_linear(inputs, labels, frozen=frozen, reduction=reduction)
-    assert {name for name, value in ours.items() if value is None} == set(frozen)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_loss_without_gradients(mode, reduction, device):
-    inputs, labels = linear_inputs(torch.bfloat16, device, bias=True)
-    expected = check_linear(inputs, labels, reduction=reduction)["loss"]
-    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
-    with mode():
-        loss = linear_cross_entropy(**leaves, labels=labels, reduction=reduction)
-        logits = torch.nn.functional.linear(*leaves.values())
-        ready_made = cross_entropy(logits, labels, reduction=reduction)
-    assert not loss.requires_grad
-    assert not ready_made.requires_grad
-    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
-    torch.testing.assert_close(ready_made, expected)
-
-
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen head"])
 def test_masked_average_by_the_caller_over_long_runs_of_ignored_labels(dtype, frozen, device):
@@ -228,27 +192,6 @@ def test_loss_scale_in_float16_loses_no_small_gradient(reduction, device):
 def test_one_class_has_no_loss(device):
     inputs, labels = linear_inputs(torch.float32, device, 5, 7, 1)
     assert not check_linear(inputs, labels)["loss"]
-
-
-@pytest.mark.parametrize("checkpoint_reentrant", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_checkpointed_loss_is_the_same(checkpoint_reentrant, reduction):
-    inputs, labels = linear_inputs(torch.bfloat16, CPU, bias=True)
-
-    def loss_of(hidden_states, weight, bias):
-        return linear_cross_entropy(hidden_states, weight, labels, bias=bias, reduction=reduction)
-
-    def checkpointed(**x):
-        return torch.utils.checkpoint.checkpoint(
-            loss_of, *x.values(), use_reentrant=checkpoint_reentrant
-        )
-
-    torch.testing.assert_close(
-        loss_and_gradients(checkpointed, inputs),
-        loss_and_gradients(loss_of, inputs),
-        rtol=0,
-        atol=0,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32], ids=str)
@@ -304,22 +247,3 @@ def test_products_read_no_memory_between_rows(operator, dtype, vocab_size, cpu_f
         loss.backward()
     assert x.grad.isfinite().all()
     assert weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("call", ["linear_cross_entropy", "cross_entropy", "second backward"])
-def test_class_weights_that_are_changed_before_the_backward_pass_are_an_error(call, device):
-    x = torch.randn(9, 16, device=device, requires_grad=True)
-    weight = torch.randn(131, 16, device=device, requires_grad=True)
-    labels, class_weight = torch.arange(9, device=device), torch.rand(131, device=device)
-    if call == "cross_entropy":
-        loss = cross_entropy(x @ weight.t(), labels, class_weight=class_weight)
-    else:
-        reduction = "none" if call == "linear_cross_entropy" else "mean"
-        loss = linear_cross_entropy(
-            x, weight, labels, class_weight=class_weight, reduction=reduction
-        ).sum()
-    if call == "second backward":
-        loss.backward(retain_graph=True)
-    class_weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()

@@ -39,24 +39,6 @@ def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
     )
 
 
-@pytest.mark.parametrize("made", ["transposed", "sliced", "expanded", "chunked"])
-def test_gated_of_any_strides(made, device):
-    act = ACTIVATIONS["silu"]
-    x = torch.randn(4, 6, 48, device=device, dtype=torch.bfloat16)
-    view = {
-        "transposed": lambda x: x.transpose(0, 1),
-        "sliced": lambda x: x[..., ::2],
-        "expanded": lambda x: x[:, :1].expand(4, 6, 48),
-        "chunked": lambda x: x.chunk(2, -1)[1],
-    }[made]
-
-    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = view(x).chunk(2, -1)
-        return act(gate) * up, act(view(x)) * view(x)
-
-    check(lambda x: (gated(view(x)), gated(view(x), view(x))), eager, {"x": x})
-
-
 def test_nothing_is_copied_for_halves_of_one_tensor(device):
     both = torch.randn(3, 5, 32, device=device, requires_grad=True)
     saved: list[Tensor] = []

@@ -5,7 +5,6 @@ import torch
 from slow_cases import slow_but
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs
 
-from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -15,68 +14,6 @@ FROZEN = [(), ("weight", "bias"), ("hidden_states",)]
 
 def leaves_of(inputs, frozen=()):
     return {k: v.detach().clone().requires_grad_(k not in frozen) for k, v in inputs.items()}
-
-
-@pytest.mark.parametrize("reduction", slow_but(["none", "mean"], ["none", "mean", "sum"]))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("frozen", FROZEN, ids=["", "frozen head", "frozen hidden states"])
-def test_second_backward_pass_doubles_the_gradients(reduction, dtype, frozen, device):
-    inputs, labels = linear_inputs(dtype, device, 7, bias=True)
-    leaves = leaves_of(inputs, frozen)
-    loss = linear_cross_entropy(**leaves, labels=labels, reduction=reduction)
-    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    ones = torch.ones_like(loss)
-    loss.backward(ones, retain_graph=True)
-    once = [leaf.grad.clone() for leaf in trained]
-    loss.backward(ones, retain_graph=True)
-    torch.testing.assert_close(
-        [leaf.grad for leaf in trained], [2 * g for g in once], rtol=0, atol=0
-    )
-    third = torch.autograd.grad(loss, trained, ones)
-    torch.testing.assert_close(list(third), once, rtol=0, atol=0)
-
-
-def test_second_backward_pass_doubles_the_gradient_of_logits(device):
-    logits, labels = logits_inputs(torch.bfloat16, device)
-    loss = cross_entropy(logits.requires_grad_(), labels)
-    loss.backward(retain_graph=True)
-    once = logits.grad.clone()
-    loss.backward()
-    assert torch.equal(logits.grad, 2 * once)
-
-
-def test_second_backward_pass_needs_retain_graph():
-    inputs, labels = linear_inputs(torch.float32, CPU)
-    loss = linear_cross_entropy(**leaves_of(inputs), labels=labels)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_second_backward_pass_over_a_changed_weight_is_an_error():
-    inputs, labels = linear_inputs(torch.float32, CPU)
-    leaves = leaves_of(inputs)
-    loss = linear_cross_entropy(**leaves, labels=labels)
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        leaves["weight"].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("operator", ["linear_cross_entropy", "cross_entropy"])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_second_derivative_is_refused(operator, reduction, device):
-    inputs, labels = linear_inputs(torch.float32, device)
-    logits, _ = logits_inputs(torch.float32, device)
-    if operator == "cross_entropy":
-        leaf = logits.requires_grad_()
-        loss = cross_entropy(leaf, labels, reduction=reduction)
-    else:
-        leaf = inputs["hidden_states"].requires_grad_()
-        loss = linear_cross_entropy(leaf, inputs["weight"], labels, reduction=reduction)
-    with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
-        torch.autograd.grad(loss.sum(), leaf, create_graph=True)
 
 
 @pytest.mark.parametrize("factor", slow_but([-3.7], [-3.7, 1e4, 0.0]))

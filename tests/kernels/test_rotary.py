@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eager_layers import rotated, tables
+from eager_layers import rotated, rotated_beside, tables
 from layer_checks import check
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
@@ -34,14 +34,6 @@ def test_rotary(kind, turned, dtype, device):
         return rotated(q.transpose(1, 2), c, s), rotated(k.transpose(1, 2), c, s)
 
     check(lambda q, k: rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin), eager, inputs)
-
-
-def rotated_beside(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As Cohere's and GLM's models do it, partly too: the pairs are neighbours."""
-    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
-    across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    cos, sin = (t.repeat_interleave(2, -1)[:, None] for t in (cos, sin))
-    return torch.cat((turned * cos + across * sin, rest), -1)
 
 
 @pytest.mark.parametrize("kind", ["any order", "shared"])
