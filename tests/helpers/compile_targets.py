@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import triton
@@ -28,6 +29,13 @@ TARGETS = list(SHARED_KIB)
 DTYPES = ("*bf16", "*fp16", "*fp32")
 MULTIPLE = "i32 multiple of 16"  # as a launch specialises it
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+Cases = Iterator[tuple[str, dict[str, Any], int]]  # name, arguments: types or values, warps
+
+
+def arguments(kind: Any, names: str, *, if_: object = True) -> dict[str, Any]:
+    """Arguments of one type; None of those that are not given."""
+    return dict.fromkeys(names.split(), kind if if_ else None)
 
 
 def spilled_bytes(compilation: Any, target: GPUTarget) -> int:

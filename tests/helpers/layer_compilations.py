@@ -5,11 +5,11 @@ and how many warps.
 from collections.abc import Iterator
 from typing import Any
 
-from compile_targets import MULTIPLE, SHARED_KIB
+from compile_targets import MULTIPLE, SHARED_KIB, Cases, arguments
 from triton.backends.compiler import GPUTarget
 
 
-def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def rms_norm(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton.rms_norm import tile
 
     for dtype, hidden_size, weight in (
@@ -19,23 +19,11 @@ def rms_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         ("*fp32", 33, None),
     ):
         blocks, warps = tile(hidden_size)
-        yield (
-            f"{dtype[1:]}-{hidden_size}-{weight}",
-            {
-                "x_ptr": dtype,
-                "weight_ptr": weight,
-                "y_ptr": weight or dtype,
-                "rows": "i32",
-                "hidden_size": "i32" if hidden_size % 16 else MULTIPLE,
-                "eps": "fp32",
-                "offset": "fp32",
-                **blocks,
-            },
-            warps,
-        )
+        given = {"x_ptr": dtype, "weight_ptr": weight, "y_ptr": weight or dtype}
+        yield f"{dtype[1:]}-{hidden_size}-{weight}", given | _norm(hidden_size) | blocks, warps
 
 
-def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def rms_norm_backward(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton.rms_norm import backward_tile
 
     for dtype, hidden_size, weight, shared_kib in (
@@ -60,22 +48,16 @@ def rms_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
         dy = weight if weight == "*fp32" else dtype
         element_bytes = sum(4 if each == "*fp32" else 2 for each in (dtype, dy))
         blocks, warps = backward_tile(hidden_size, element_bytes, shared_kib * 1024)
-        yield (
-            f"{dtype[1:]}-{hidden_size}-{weight}-{shared_kib}",
-            {
-                "dy_ptr": dy,
-                "x_ptr": dtype,
-                "weight_ptr": dtype if weight == "frozen" else weight,
-                "dx_ptr": dtype,
-                "dweight_ptr": None if weight in (None, "frozen") else "*fp32",
-                "rows": "i32",
-                "hidden_size": "i32" if hidden_size % 16 else MULTIPLE,
-                "eps": "fp32",
-                "offset": "fp32",
-                **blocks,
-            },
-            warps,
-        )
+        given = {"dy_ptr": dy, "weight_ptr": dtype if weight == "frozen" else weight}
+        given |= arguments(dtype, "x_ptr dx_ptr")
+        given |= arguments("*fp32", "dweight_ptr", if_=weight not in (None, "frozen"))
+        name = f"{dtype[1:]}-{hidden_size}-{weight}-{shared_kib}"
+        yield name, given | _norm(hidden_size) | blocks, warps
+
+
+def _norm(hidden_size: int) -> dict[str, Any]:
+    columns = "i32" if hidden_size % 16 else MULTIPLE
+    return {"rows": "i32", "hidden_size": columns} | arguments("fp32", "eps offset")
 
 
 GATED_NORMS = (  # dtype, weight's, G, whether it is silu, whether the gate is first
@@ -88,7 +70,7 @@ GATED_NORMS = (  # dtype, weight's, G, whether it is silu, whether the gate is f
 )
 
 
-def gated_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated_norm(target: GPUTarget) -> Cases:
     for name, pointers, others, warps in _gated_norms():
         dtype, weight = pointers
         y = weight if others["GATE_FIRST"] else dtype
@@ -97,7 +79,7 @@ def gated_norm(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield name, {**tensors, "rstd_ptr": "*fp32", "eps": "fp32", **strides, **others}, warps
 
 
-def gated_norm_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated_norm_backward(target: GPUTarget) -> Cases:
     for name, pointers, others, warps in _gated_norms():
         dtype, weight = pointers
         dy = weight if others["GATE_FIRST"] else dtype
@@ -120,17 +102,14 @@ def _gated_norms() -> Iterator[tuple[str, tuple[str, str], dict[str, Any], int]]
         yield name, (dtype, weight), {**sizes, **flags, **blocks}, warps
 
 
-def sum_parts(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def sum_parts(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton import rms_norm as kernels
 
     for dtype in ("*bf16", "*fp16", "*fp32"):
         sizes = {"parts": "i32", "hidden_size": "i32"}
         blocks = {"BLOCK_P": kernels.SUM_PARTS, "BLOCK_H": kernels.SUM_COLUMNS}
-        yield (
-            dtype[1:],
-            {"parts_ptr": "*fp32", "sum_ptr": dtype, **sizes, **blocks},
-            kernels.SUM_WARPS,
-        )
+        given = {"parts_ptr": "*fp32", "sum_ptr": dtype, **sizes, **blocks}
+        yield dtype[1:], given, kernels.SUM_WARPS
 
 
 GATED = (
@@ -143,7 +122,7 @@ GATED = (
 )
 
 
-def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated(target: GPUTarget) -> Cases:
     from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated as kernels
 
@@ -156,7 +135,7 @@ def gated(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield f"{dtype[1:]}-{activation}-{halves}", pointers | others, kernels.WARPS
 
 
-def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated_backward(target: GPUTarget) -> Cases:
     from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated as kernels
 
@@ -173,7 +152,7 @@ def gated_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int
             yield name, pointers | others, kernels.WARPS
 
 
-def rotary(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def rotary(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton import rotary as kernels
 
     cases = (

@@ -1,10 +1,9 @@
 """The compilations of the kernels of LoRA and QLoRA: their arguments, and how many warps."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
-from compile_targets import MULTIPLE
+from compile_targets import MULTIPLE, Cases, arguments
 from triton.backends.compiler import GPUTarget
 
 GATED_LORA = (  # dtype, rank, activation, whether features are dropped
@@ -18,7 +17,7 @@ GATED_LORA = (  # dtype, rank, activation, whether features are dropped
 
 def _gated_lora(
     target: GPUTarget, matrices: tuple[str, ...], others: dict[str, str], program: str
-) -> Iterator[tuple[str, dict[str, Any], int]]:
+) -> Cases:
     """Of pointers, and of tiles through the tensor memory accelerator where there is one."""
     from liger_patch.kernels.gated import ACTIVATIONS
     from liger_patch.kernels.triton import gated_lora as kernels
@@ -52,37 +51,27 @@ def _gated_lora(
         )
 
 
-def gated_lora(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated_lora(target: GPUTarget) -> Cases:
     thin = dict.fromkeys(("s_ptr", "gate_b_ptr", "up_b_ptr", "down_a_ptr"), "")
     others = {**thin, "parts_ptr": "*fp32"}
     return _gated_lora(target, ("gate", "up", "a_out"), others, "PROGRAM_COLUMNS")
 
 
-def gated_lora_backward(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def gated_lora_backward(target: GPUTarget) -> Cases:
     thin = ("s_ptr", "ds_down_ptr", "gate_b_ptr", "up_b_ptr", "down_a_ptr")
     others = {**dict.fromkeys(thin, ""), "sums_ptr": "*fp32"}
     return _gated_lora(target, ("da", "gate", "up", "dup_out"), others, "PROGRAM_ROWS")
 
 
-def dropped_product(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def dropped_product(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton import dropout as kernels
 
     for dtype, rank in (("*bf16", 16), ("*bf16", 32), ("*bf16", 64), ("*fp16", 32)):
-        yield (
-            f"{dtype[1:]}-{rank}",
-            {
-                **dict.fromkeys(("x_ptr", "a_ptr", "s_ptr"), dtype),
-                **dict.fromkeys(("rows", "columns", "rank", "s_stride", "seed"), "i32"),
-                "dropout": "fp32",
-                "RANK": rank,
-                "BLOCK_N": kernels.BLOCK_N,
-                "BLOCK_H": kernels.BLOCK_H,
-            },
-            kernels.WARPS,
-        )
+        given = arguments(dtype, "x_ptr a_ptr s_ptr") | {"s_stride": "i32"}
+        yield f"{dtype[1:]}-{rank}", given | _dropped(rank), kernels.WARPS
 
 
-def dropped_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def dropped_gradients(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton import dropout as kernels
 
     for dtype, rank, dx in (
@@ -92,24 +81,19 @@ def dropped_gradients(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], 
         ("*bf16", 64, None),
         ("*fp16", 32, "*fp16"),
     ):
-        yield (
-            f"{dtype[1:]}-{rank}-{dx}",
-            {
-                **dict.fromkeys(("x_ptr", "a_ptr", "ds_ptr"), dtype),
-                "dx_ptr": dx,
-                "sums_ptr": "*fp32",
-                **dict.fromkeys(("rows", "columns", "rank", "ds_stride", "seed"), "i32"),
-                "dropout": "fp32",
-                "RANK": rank,
-                "BLOCK_N": kernels.BLOCK_N,
-                "BLOCK_H": kernels.BLOCK_H,
-                "PROGRAM_ROWS": kernels.PROGRAM_ROWS,
-            },
-            kernels.WARPS,
-        )
+        given = arguments(dtype, "x_ptr a_ptr ds_ptr") | {"dx_ptr": dx, "sums_ptr": "*fp32"}
+        given |= {"ds_stride": "i32", "PROGRAM_ROWS": kernels.PROGRAM_ROWS}
+        yield f"{dtype[1:]}-{rank}-{dx}", given | _dropped(rank), kernels.WARPS
 
 
-def nf4(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _dropped(rank: int) -> dict[str, Any]:
+    from liger_patch.kernels.triton import dropout as kernels
+
+    sizes = arguments("i32", "rows columns rank seed") | {"dropout": "fp32", "RANK": rank}
+    return sizes | {"BLOCK_N": kernels.BLOCK_N, "BLOCK_H": kernels.BLOCK_H}
+
+
+def nf4(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton.nf4 import TILE
 
     warps = TILE // 8 // target.warp_size if target.backend == "cuda" else 4
@@ -124,22 +108,10 @@ def nf4(target: GPUTarget) -> Iterator[tuple[str, dict[str, Any], int]]:
         ("*fp32", 128, "i32", 0),
     ):
         width = min(blocksize, TILE)
-        yield (
-            f"{out[1:]}-{blocksize}-{place[:3]}-{'nested' if nested else 'plain'}",
-            {
-                "packed_ptr": "*u8",
-                "code_ptr": "*fp32",
-                "scales_ptr": "*u8" if nested else "*fp32",
-                "nested_code_ptr": "*fp32" if nested else None,
-                "nested_scales_ptr": "*fp32" if nested else None,
-                "offset_ptr": "*fp32" if nested else None,
-                "out_ptr": out,
-                "start": place,
-                "stop": place,
-                "BLOCKSIZE": blocksize,
-                "NESTED_BLOCKSIZE": 256 if nested else 1,
-                "ROWS": TILE // width,
-                "WIDTH": width,
-            },
-            warps,
-        )
+        given = {"packed_ptr": "*u8", "code_ptr": "*fp32", "out_ptr": out}
+        given |= {"scales_ptr": "*u8" if nested else "*fp32"} | arguments(place, "start stop")
+        given |= arguments("*fp32", "nested_code_ptr nested_scales_ptr offset_ptr", if_=nested)
+        given |= {"BLOCKSIZE": blocksize, "NESTED_BLOCKSIZE": 256 if nested else 1}
+        given |= {"ROWS": TILE // width, "WIDTH": width}
+        name = f"{out[1:]}-{blocksize}-{place[:3]}-{'nested' if nested else 'plain'}"
+        yield name, given, warps
