@@ -17,6 +17,15 @@ from benchmarks.report import RESULTS, TABLES, read, tables
 
 ROWS = [{"case": "head", "contender": "eager", "ms": 1.0, "gradient_errors": [0.1, 0.2]}]
 
+DRAWN = (  # how the names begin of reports that have a picture; one has two
+    "convergence",
+    "distributed_step",
+    "linear_cross_entropy",
+    "longest_row",
+    "qlora_step",
+    "training_step",
+)
+
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +125,20 @@ def test_lists_of_numbers_are_lines_of_the_json():
     assert "[ 1.5, 2.5, 3.5 ]" in written
 
 
-def test_reports_are_shown(tmp_path: Path, capsys):
-    place = tmp_path / "training_step.json"
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_a_committed_report_is_shown_and_printed(name: str, tmp_path: Path, capsys):
+    """With its pictures, and in the terminal with each contender, also one that has failed."""
+    place = tmp_path / f"{name}.json"
     place.write_text((RESULTS / place.name).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["show", str(place)]) == 0
-    (table,) = tables(read(place))
-    picture = place.with_suffix(".png")
-    assert capsys.readouterr().out == f"{table}\n\nwrote {picture}\n"
-    assert picture.stat().st_size > 10_000
+    report, shown = read(place), capsys.readouterr().out
+    assert all(table in shown for table in tables(report))
+    pictures = [path for path in tmp_path.iterdir() if path != place]
+    assert all(f"wrote {each}" in shown and each.stat().st_size > 10_000 for each in pictures)
+    assert len(pictures) == name.startswith(DRAWN) + (name == "linear_cross_entropy")
+    benchmark = import_module(f"benchmarks.{report['command'].split()[3]}").BENCHMARK
+    for rows in (report[key] for key in TABLES if report.get(key)):
+        printed = benchmark.table(rows)
+        assert all(row["contender"] in printed for row in rows if "check" not in name)
+        assert all(row["failure"].split(":")[0] in printed for row in rows if "failure" in row)
+        assert "wrong" in printed or not any(row.get("wrong") for row in rows)

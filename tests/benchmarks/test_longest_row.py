@@ -1,20 +1,71 @@
-"""The benchmark of the longest rows: its contenders, and what it says of what they found."""
+"""The benchmark of the longest rows: the search of a contender, its estimate and its process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from row_searches import LORA, TINY
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.longest_report import longest_cells, terminal_longest_table
-from benchmarks.longest_row import Limits, run_case
-from benchmarks.picture import draw_all
-from benchmarks.step_tables import longest_rows_table
+from benchmarks.longest_row import Limits, run_case, summary
+from benchmarks.lora_contenders import OFFLOADED
+from benchmarks.lora_step import CHECKPOINTED
+from benchmarks.models import Model
+from benchmarks.row_estimate import estimated_longest
+from benchmarks.row_search import Search, rows
+from benchmarks.sft_step import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
 )
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TINY = Model("tiny", LlamaConfig(**SIZES, **HEADS), sequences=1)
+LORA, _ = CHECKPOINTED
+SEARCH = Search("eager", "tiny", "", LORA, (1.0, 2.0), 8, 96, (16,), 1, "cpu")
+
+
+@pytest.fixture
+def search_of(tmp_path: Path) -> Callable[..., Search]:
+    """Save the tiny model, and return what asks for it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(TINY.config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return lambda contender: replace(SEARCH, contender=contender, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("contender", ["eager", "liger_patch"])
+def test_a_contender_searches_up_to_the_most(search_of: Callable[..., Search], contender: str):
+    """On the CPU every row fits."""
+    found = list(rows(search_of(contender)))
+    assert found[0]["timed"] == 16
+    assert found[0]["ms"] > 0
+    steps = found[1:]
+    assert [row["tokens"] for row in steps if row["gib"] == 1.0] == [8, 16, 32, 64, 96]
+    assert not [row for row in steps if row["gib"] == 2.0]  # known
+    _, small, large = summary(search_of(contender), found, "does not run: exit status 0: ", 8)
+    assert (small["tokens"], large["tokens"]) == (96, 96)
+    assert small["at_least"]
+    assert large["at_least"]
+    assert not any("failure" in row for row in steps)
+
+
+@pytest.mark.slow
+def test_estimates_are_those_of_the_contenders_step():
+    """Ours take the host memory that they may; Unsloth is not estimated."""
+    config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 8})
+
+    def longest(contender: str, host_gib: float | None = None, every: int = 1) -> int:
+        (tokens,) = estimated_longest(config, contender, LORA, [0.5], host_gib, every).values()
+        return tokens
+
+    eager, ours, offloaded = map(longest, ("eager", "liger_patch", OFFLOADED))
+    assert eager < ours < longest(OFFLOADED, 0.1) < longest(OFFLOADED, 0.1, 4) < offloaded
+    assert longest("liger_patch", 0.1, 4) == ours
+    assert estimated_longest(config, "Unsloth", LORA, [2.0], None, 1) == {}
 
 
 @pytest.mark.slow
@@ -25,40 +76,3 @@ def test_each_contender_has_a_process(capfd):
     assert [row["tokens"] for row in found if "gib" in row] == [32, 32]
     assert all(row["ms"] > 0 for row in found if "timed" in row)
     assert "tiny, LoRA + checkpointing: liger_patch ..." in capfd.readouterr().out
-
-
-def made_up() -> list[dict]:
-    name = {"model": "tiny, QLoRA", "whole_attention": 65536}
-    eager, ours = ({**name, "contender": each} for each in ("eager", "liger_patch"))
-    return [
-        {**eager, "timed": 1000, "ms": 4.0},
-        {**eager, "gib": 24.0, "tokens": 8192},
-        {**eager, "gib": 48.0, "failure": "does not run"},
-        {**ours, "timed": 1000, "ms": 3.0},
-        {**ours, "gib": 24.0, "tokens": 122880, "at_least": True},
-        {**ours, "gib": 48.0, "tokens": 163840, "ends_with": "RuntimeError: host memory"},
-    ]
-
-
-def test_tables_have_a_line_for_each_memory_and_length():
-    head, timed, small, large = longest_cells(made_up())
-    assert head[1:] == ["eager", "liger_patch"]
-    assert timed == ["tiny, QLoRA, 1,000 tokens", "4.0 (1.00 of eager)", "3.0 (0.75 of eager)"]
-    assert small == ["tiny, QLoRA, 24 GiB", "8,192", ">= 122,880"]
-    assert large == ["tiny, QLoRA, 48 GiB", "does not run", "163,840 (RuntimeError: host memory)"]
-    assert "0.75 of eager" in terminal_longest_table(made_up())
-    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
-    note = longest_rows_table(report | {"longest_rows": made_up()}).splitlines()[-1]
-    assert note.endswith("Rows of more than 65,536 tokens attend within blocks of 8192.")
-
-
-def test_a_picture_has_the_rows_that_were_found(tmp_path: Path):
-    versions = {"torch": "2.6", "triton": "3.2"}
-    report = {"gpu": "GPU", "date": "2026-01-01", "versions": versions, "command": "c"}
-    partly = {**report, "longest_rows": made_up()}  # bounds, failures, no more than one point
-    assert draw_all(partly, tmp_path / "longest_row.json") == [tmp_path / "longest_row.png"]
-    assert (tmp_path / "longest_row.png").stat().st_size > 10_000
-    several = [{**row, "model": name} for row in made_up() for name in ("a", "b", "c")]
-    assert draw_all({**report, "longest_rows": several}, tmp_path / "several.json")
-    nothing = [row for row in made_up() if "tokens" not in row]
-    assert draw_all({**report, "longest_rows": nothing}, tmp_path / "longest_row.json") == []

@@ -1,4 +1,4 @@
-"""The benchmark of LoRA steps: its rows, its contenders, and the processes that measure them."""
+"""The benchmark of LoRA steps: its contenders, and the processes that measure them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.lora_contenders import Request, Setting, rows
-from benchmarks.lora_report import RATIO, terminal_lora_table
-from benchmarks.lora_step import SETTINGS, Case, judged, run_case
+from benchmarks.lora_step import SETTINGS, Case, run_case
 from benchmarks.models import Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
-from benchmarks.step_tables import lora_steps_table
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
@@ -26,8 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TINY = Model("tiny", LlamaConfig(**SIZES, **HEADS), sequences=2, length=9)
-
-TIMED = {"ms": 2.0, "peak_mib": 1024.0, "loss": 1.0, "gradient_norm": 2.0, "first_step_s": 3.0}
 
 
 @pytest.fixture
@@ -85,35 +81,3 @@ def test_each_contender_has_a_process_and_one_that_is_missing_is_reported(capfd)
     out, err = capfd.readouterr()
     assert "tiny: liger_patch ..." in out
     assert "Traceback" in err
-
-
-def made_up() -> list[dict]:
-    """Rows of three contenders in two settings, as ``run_case`` yields them."""
-    eager = [
-        {"model": "tiny, LoRA", "contender": "eager", **TIMED},
-        {"model": "tiny, LoRA", "contender": LOWER_BOUND, "ms": 1.0},
-        {"model": "tiny, QLoRA", "contender": "eager", **TIMED},
-    ]
-    unsloth = [
-        {"model": "tiny, LoRA", "contender": "Unsloth", **TIMED, "first_step_s": 19.0},
-        {"model": "tiny, QLoRA", "contender": "Unsloth", **TIMED, "loss": 1.5},
-    ]
-    ours = [
-        {"model": "tiny, LoRA", "contender": "liger_patch", **TIMED, "ms": 1.5},
-        {"model": "tiny, QLoRA", "contender": "liger_patch", "failure": "out of memory"},
-    ]
-    eagers = {"tiny, LoRA": eager[0], "tiny, QLoRA": eager[2]}
-    return [row for rows in (eager, unsloth, ours) for row in judged(rows, eagers)]
-
-
-def test_tables_have_the_ratio_to_unsloth_where_both_are_right():
-    report = {"gpu": "GPU", "date": "2026-01-01", "versions": {"torch": "2.6"}, "command": "c"}
-    table = lora_steps_table(report | {"lora_steps": made_up()})
-    head, _, lora, qlora, _, note = table.splitlines()
-    assert head.endswith(f"| {LOWER_BOUND} | eager | Unsloth | liger_patch | {RATIO} |")
-    assert lora == "| tiny, LoRA | 1.0 | 2.0 / 1.0 | 2.0 / 1.0 | 1.5 / 1.0 | 0.75 / 1.00 |"
-    assert qlora == "| tiny, QLoRA |  | 2.0 / 1.0 | wrong | out of memory |  |"
-    assert "eager 3 s, Unsloth 19 s, liger_patch 3 s." in note
-    said = terminal_lora_table(made_up())
-    for words in ("tiny, QLoRA", "out of memory", "wrong", LOWER_BOUND, "0.75"):
-        assert words in said

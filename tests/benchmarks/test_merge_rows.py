@@ -68,37 +68,32 @@ def test_a_row_that_fits_less_memory_fits_more() -> None:
     assert lengths(found)[48.0] == (32, True, 2)
 
 
-def test_runs_of_other_days_have_their_dates() -> None:
+def test_a_report_is_written_anew_unless_the_runs_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of other days have their dates; another GPU or version is an error."""
     rows = [{"gib": 24.0, "tokens": 8}]
-    same = merged(FIRST, report_of("b", *rows))
-    assert same["date"] == "2026-01-01"
-    later = merged(same, report_of("c", *rows, date="2026-01-02"))
-    assert later["date"] == "2026-01-01 (run 3: 2026-01-02)"
-    latest = merged(later, report_of("d", *rows, date="2026-01-03"))
-    assert latest["date"] == "2026-01-01 (run 3: 2026-01-02, run 4: 2026-01-03)"
-
-
-def test_other_gpus_and_versions_are_refused() -> None:
-    rows = [{"gib": 24.0, "tokens": 8}]
-    with pytest.raises(ValueError, match="gpu must be that of the report, GPU, got another of 'b'"):
-        merged(FIRST, report_of("b", *rows, gpu="another"))
-    with pytest.raises(ValueError, match=r"torch must be that of the report, 2\.6, got 2\.7"):
-        merged(FIRST, report_of("b", *rows, versions={"torch": "2.7"}))
     more = {"torch": "2.6", "unsloth": "1"}  # not installed in the first run
-    assert merged(FIRST, report_of("b", *rows, versions=more))["versions"] == more
-    with pytest.raises(ValueError, match="a report must have longest_rows, got one of 'b'"):
-        merged(FIRST, report_of("b"))
-
-
-def test_a_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    first.write_text(json.dumps(FIRST), encoding="utf-8")
-    second.write_text(json.dumps(report_of("b", {"gib": 80.0, "tokens": 24})), encoding="utf-8")
-    assert main(["merge", str(first), str(second)]) == 0
-    assert lengths(json.loads(first.read_text(encoding="utf-8")))[80.0] == (24, None, 2)
-    before = first.read_text(encoding="utf-8")
-    second.write_text(json.dumps(report_of("b", {"gib": 80.0}, gpu="another")), encoding="utf-8")
-    with pytest.raises(SystemExit, match="2"):
-        main(["merge", str(first), str(second)])
-    assert "gpu must be that of the report" in capsys.readouterr().err
-    assert first.read_text(encoding="utf-8") == before
+    runs = [
+        FIRST,
+        report_of("b", *rows, versions=more),
+        report_of("c", *rows, date="2026-01-02"),
+        report_of("d", *rows, date="2026-01-03"),
+    ]
+    first, *others = (tmp_path / f"{run['command']}.json" for run in runs)
+    for path, run in zip((first, *others), runs, strict=True):
+        path.write_text(json.dumps(run), encoding="utf-8")
+    assert main(["merge", *map(str, (first, *others))]) == 0
+    found = json.loads(first.read_text(encoding="utf-8"))
+    assert found["date"] == "2026-01-01 (run 3: 2026-01-02, run 4: 2026-01-03)"
+    assert found["versions"] == more
+    for refused, message in (
+        (report_of("b", *rows, gpu="X"), "gpu must be that of the report, GPU, got X of 'b'"),
+        (report_of("b", *rows, versions={"torch": "2.7"}), "torch must be that of the report, 2.6"),
+        (report_of("b"), "a report must have longest_rows, got one of 'b'"),
+    ):
+        others[0].write_text(json.dumps(refused), encoding="utf-8")
+        with pytest.raises(SystemExit, match="2"):
+            main(["merge", str(first), str(others[0])])
+        assert message in capsys.readouterr().err
+    assert json.loads(first.read_text(encoding="utf-8")) == found
