@@ -55,7 +55,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         max_window_layers=1,
     ),
 }
-SLIDING = {"gemma3_text": 1, "mistral": 2, "llama": 0}  # of the two layers
+WINDOWS: dict[str, list[int | None]] = {  # of the two layers
+    "gemma3_text": [WINDOW, None],
+    "mistral": [WINDOW, WINDOW],
+    "llama": [None, None],
+    "qwen2": [None, WINDOW],
+}
 WARNINGS = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated"),
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),

@@ -118,16 +118,6 @@ def test_masks_of_few_numbers_are_made(
     assert (calls.read, len(deferred)) == (1, 1 - more)
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_step_in_float64_is_the_models_own(model_type: str, kind: str, calls: Calls) -> None:
-    model, batch = make_model(model_type).double(), make_batch(kind)
-    own = step(model, batch)
-    ours = step(apply_patch(model, layers=["attention"]), batch)
-    assert calls.made == 0
-    torch.testing.assert_close(ours, own)
-
-
 @pytest.mark.parametrize("name", deferred_mask.NEED_MASKS)
 def test_masks_that_attention_needs_are_made_at_once(name: str, calls: Calls) -> None:
     model = apply_patch(make_model("mistral"), layers=["attention"])

@@ -8,16 +8,17 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from attention_models import (
     CONFIGS,
-    SLIDING,
+    FAMILIES,
     TOKENS,
     WARNINGS,
-    WINDOW,
+    WINDOWS,
     Calls,
     assert_right,
     causal_mask,
@@ -43,12 +44,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
 
 
+ENDS = {  # of sequences of both rows together; padding on the left is one of its own
+    "packed": [0, 7, 27, 40, 70, 71, 80],
+    "padded left": [0, TOKENS, TOKENS + 10, 2 * TOKENS],
+}
+
+
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
-@pytest.mark.parametrize("kind", ["plain", "ones", "packed"])
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("kind", ["plain", "ones", "packed", "padded", "padded left"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_step_is_the_models_own(
     model_type: str, kind: str, checkpointing: bool | None, calls: Calls
 ) -> None:
+    """Padding without a label is the end of its sequence, or a sequence before it."""
     model, batch = make_model(model_type), make_batch(kind)
     truth = step(widened(model), batch)
     if checkpointing is not None:
@@ -56,41 +64,23 @@ def test_a_step_is_the_models_own(
         model.enable_input_require_grads()
     calls.own.clear()
     own = step(model, batch)
-    assert any(calls.own) == (kind == "packed" or SLIDING[model_type] > 0)
+    assert any(calls.own) == (kind not in ("plain", "ones") or any(WINDOWS[model_type]))
     calls.own.clear()
     apply_patch(model, layers=["attention"])
     ours = step(model, batch)
-    masked = 2 if kind == "packed" else SLIDING[model_type]
+    windows = [each for each in WINDOWS[model_type] if each is not None or kind in ENDS]
     passes = 1 if checkpointing is None else 2
-    assert len(calls.flash) == passes * masked
-    assert len(calls.own) == passes * (2 - masked)
-    assert not any(calls.own)
-    # a mask for each kind of layer
-    assert calls.read == (min(1, masked) if model_type != "gemma3_text" else masked)
+    assert [found.window for found in calls.flash[: len(windows)]] == windows
+    assert len(calls.flash) == passes * len(windows)
+    assert calls.own == [False] * (passes * (2 - len(windows)))
+    for found in calls.flash:
+        ends = None if found.cu_seqlens is None else found.cu_seqlens.tolist()
+        assert ends == ENDS.get(kind)
+        assert kind != "packed" or found.max_seqlen == 30
+    if "padded" not in kind:
+        assert calls.read == len({*windows})  # a mask for each kind of layer
     assert calls.made == 0
     assert_right(ours, own, truth)
-
-
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_windows_and_sequences_are_those_of_the_mask(model_type: str, calls: Calls) -> None:
-    model = apply_patch(make_model(model_type), layers=["attention"])
-    step(model, make_batch("packed"))
-    ends = torch.tensor([0, 7, 27, 40, 70, 71, 80], dtype=torch.int32)
-    windows = {"gemma3_text": [WINDOW, None], "mistral": [WINDOW] * 2, "llama": [None] * 2}
-    assert [found.window for found in calls.flash] == windows[model_type]
-    for found in calls.flash:
-        torch.testing.assert_close(found.cu_seqlens, ends)
-        assert found.max_seqlen == 30
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_call_of_the_inner_model_keeps_its_mask(checkpointing: bool, calls: Calls) -> None:
-    model, batch = apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain")
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.model(batch["input_ids"]).last_hidden_state.sum().backward()
-    assert (calls.flash, calls.read) == ([], 0)
-    assert calls.own == [True, True] * (1 + checkpointing)
 
 
 def test_a_batch_too_large_for_pytorchs_flash_attention_is_warned_of(
@@ -104,19 +94,6 @@ def test_a_batch_too_large_for_pytorchs_flash_attention_is_warned_of(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch)
-
-
-def test_a_replaced_sdpa_is_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries replace the function, as SageAttention's users do."""
-    counted, replaced = torch.nn.functional.scaled_dot_product_attention, []
-
-    def another(*arguments: Any, **options: Any) -> Tensor:
-        replaced.append(1)
-        return counted(*arguments, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", another)
-    step(apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain"))
-    assert (len(replaced), calls.flash, calls.read) == (2, [], 0)
 
 
 def test_float64_keeps_its_dtype_under_autocast(calls: Calls) -> None:
@@ -208,48 +185,72 @@ def test_a_mask_that_an_evaluation_has_read_can_train(calls: Calls) -> None:
     assert len(calls.flash) == 4
 
 
-@pytest.mark.parametrize("kind", ["float mask", "dropout", "inference mode"])
-def test_other_calls_keep_their_mask(kind: str, calls: Calls) -> None:
-    model, batch = make_model("mistral"), make_batch("plain")
-    if kind == "float mask":
-        mask = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float32)
-        batch["attention_mask"] = mask
-    if kind == "dropout":
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.1
-    apply_patch(model, layers=["attention"])
-    with torch.inference_mode(kind == "inference mode"):
-        call(model, batch)
-    assert (calls.flash, calls.own, calls.read) == ([], [True, True], 0)
+def _dropout(model: Any, batch: Any, patches: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
 
 
-@pytest.mark.parametrize("attention", slow_but(["eager"], ["eager", "flex_attention"]))
-def test_other_attention_functions_are_the_models_own(attention: str, calls: Calls) -> None:
-    model = apply_patch(make_model("mistral", attention), layers=["attention"])
-    with torch.no_grad():
-        call(model, make_batch("plain"))
-    assert (calls.flash, calls.read) == ([], 0)
+def _float_mask(model: Any, batch: Any, patches: Any) -> None:
+    batch["attention_mask"] = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float32)
 
 
-def test_a_function_that_another_library_has_put_in_the_table_runs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ran = apply_patch(make_model("mistral"), layers=["attention"]), []
-
-    def another(*arguments: Any, **options: Any) -> Any:
-        ran.append(1)
-        return masked_attention.sdpa_attention_forward(*arguments, **options)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", another)
-    step(model, make_batch("plain"))
-    assert (len(ran), calls.flash, calls.read) == (2, [], 0)
+def _replaced(table: Any, name: str, patches: Any, replace: Callable[..., None]) -> list[int]:
+    own, ran = table[name] if isinstance(table, dict) else getattr(table, name), []
+    replace(table, name, lambda *args, **options: ran.append(1) or own(*args, **options))
+    return ran
 
 
-def test_layers_without_its_name_do_not_change_the_attention(calls: Calls) -> None:
-    model = apply_patch(make_model("mistral"), layers=["rms_norm", "rotary", "gated"])
+def _another_sdpa(model: Any, batch: Any, patches: Any) -> list[int]:
+    """As SageAttention's users do."""
+    return _replaced(torch.nn.functional, "scaled_dot_product_attention", patches, patches.setattr)
+
+
+def _another_function(model: Any, batch: Any, patches: Any) -> list[int]:
+    """Of another library, in Transformers' table."""
+    table = ALL_ATTENTION_FUNCTIONS._local_mapping
+    patches.setitem(table, "sdpa", masked_attention.sdpa_attention_forward)
+    return _replaced(table, "sdpa", patches, patches.setitem)
+
+
+def _without_its_name(model: Any, batch: Any, patches: Any) -> None:
+    apply_patch(model, layers=["rms_norm", "rotary", "gated"])
     assert count_layers(model)["attention"] == 0
-    step(model, make_batch("plain"))
+
+
+KEEP_THEIR_MASKS: dict[str, Callable[[Any, Any, Any], list[int] | None]] = {
+    "float mask": _float_mask,
+    "dropout": _dropout,
+    "inference mode": lambda *_: None,
+    "replaced SDPA": _another_sdpa,
+    "function of another library": _another_function,
+    "other layers": _without_its_name,
+    "eager": lambda model, *_: model.set_attn_implementation("eager"),
+    "flex_attention": lambda model, *_: model.set_attn_implementation("flex_attention"),
+    "inner model": lambda *_: None,
+    "inner model, checkpoints": lambda model, *_: model.gradient_checkpointing_enable(
+        {"use_reentrant": False}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but({*KEEP_THEIR_MASKS} - {"flex_attention"}, [*KEEP_THEIR_MASKS])
+)
+def test_other_calls_keep_their_mask(
+    kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = apply_patch(make_model("mistral"), layers=["attention"]), make_batch("plain")
+    ran = KEEP_THEIR_MASKS[kind](model, batch, monkeypatch)
+    if kind.startswith("inner"):
+        model.model(batch["input_ids"]).last_hidden_state.sum().backward()
+    else:
+        quiet = {"inference mode": torch.inference_mode, "flex_attention": torch.no_grad}
+        with quiet.get(kind, nullcontext)():
+            call(model, batch)
     assert (calls.flash, calls.read) == ([], 0)
+    assert ran is None or len(ran) == 2
+    if kind not in ("eager", "flex_attention"):
+        assert calls.own == [True, True] * (1 + ("checkpoints" in kind))
 
 
 @pytest.mark.parametrize("names", [["attention"], ["rotary"], ["attention", "rotary"]])
@@ -301,8 +302,8 @@ def test_a_step_on_a_gpu_is_no_worse(
     found = Calls(monkeypatch, served=False)
     apply_patch(model, layers=["attention"])
     ours = in_autocast()
-    masked = SLIDING[model_type] if kind in ("plain", "padded") else 2
-    assert len(found.flash) == masked * (1 + checkpointing)
+    masked = [each for each in WINDOWS[model_type] if each is not None or kind in ENDS]
+    assert len(found.flash) == len(masked) * (1 + checkpointing)
     assert not any(found.own)
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16)

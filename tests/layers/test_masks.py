@@ -18,6 +18,7 @@ from torch import Tensor
 from training_step import step
 from transformers import LlamaConfig, masking_utils
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral import modeling_mistral
 
 from liger_patch import apply_patch, registry, revert_patch
 from liger_patch.layers import masks
@@ -38,82 +39,63 @@ def _compiled_layer(model: Any) -> None:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
 
 
-def _compiled_in_place(model: Any) -> None:
-    model.model.layers[1].self_attn.compile(backend="eager")
-
-
 def _compiled_forward(model: Any) -> None:
     layer = model.model.layers[1]
     layer.forward = torch.compile(layer.forward, backend="eager")
 
 
+def _own_forwards(of: Callable[[Any], list[Any]]) -> Callable[[Any], None]:
+    """As those of Transformers' tensor-parallel plan, and of norms that it takes from the Hub."""
+
+    def change(model: Any) -> None:
+        for module in of(model.model.layers[1]):
+            module.forward = functools.partial(type(module).forward, module)
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], type]] = {  # of a layer, and the masks then
+    "compiled layer": (_compiled_layer, Tensor),
+    "compiled forward": (_compiled_forward, Tensor),
+    "compiled attention": (
+        lambda model: model.model.layers[1].self_attn.compile(backend="eager"),
+        Tensor,
+    ),
+    "layer": (_own_forwards(lambda layer: [layer]), Tensor),
+    "attention": (_own_forwards(lambda layer: [layer.self_attn]), Tensor),
+    "compiled norm": (
+        lambda model: model.model.layers[1].input_layernorm.compile(backend="eager"),
+        DeferredMask,
+    ),
+    "others": (
+        _own_forwards(lambda each: [each.input_layernorm, each.self_attn.q_proj, each.mlp]),
+        DeferredMask,
+    ),
+}
+
+
 @DYNAMO_WARNING
-@pytest.mark.parametrize("compiled", [_compiled_layer, _compiled_in_place, _compiled_forward])
-def test_a_part_that_is_compiled_gets_real_masks(
-    compiled: Callable[[Any], None], calls: Calls
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_masks_are_real_where_a_compiled_or_replaced_forward_is_given_them(
+    name: str, when: str, calls: Calls
 ) -> None:
-    model, batch = (
-        apply_patch(make_model("mistral").double(), layers=["attention"]),
-        make_batch("packed"),
-    )
-    own = step(model, batch)
-    compiled(model)
-    seen = []
+    """And deferred where other modules have such a forward."""
+    change, expected = CHANGES[name]
+    model, batch = make_model("mistral").double(), make_batch("packed")
+    own, seen = step(model, batch), []
+    for now in ("before", "after"):
+        if now == when:
+            change(model)
+        if now == "before":
+            apply_patch(model, layers=["attention"])
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(type(kwargs["attention_mask"])), with_kwargs=True
     )
     ours = {name.replace("_orig_mod.", ""): value for name, value in step(model, batch).items()}
     torch.testing.assert_close(ours, own)
-    assert seen == [Tensor]
+    assert seen == [expected]
     torch._dynamo.reset()
-
-
-def _own_forwards(model: Any) -> None:
-    """As those of Transformers' tensor-parallel plan, and of norms that it takes from the Hub."""
-    layer = model.model.layers[1]
-    for module in (layer.input_layernorm, layer.self_attn.q_proj, layer.mlp, model.model.norm):
-        module.forward = functools.partial(type(module).forward, module)
-
-
-def _compiled_norm(model: Any) -> None:
-    model.model.layers[1].input_layernorm.compile(backend="eager")
-
-
-@DYNAMO_WARNING
-@pytest.mark.parametrize("change", [_own_forwards, _compiled_norm])
-def test_modules_that_are_given_no_mask_may_have_another_forward(
-    change: Callable[[Any], None], calls: Calls
-) -> None:
-    model, batch = make_model("mistral").double(), make_batch("packed")
-    change(model)
-    own = step(model, batch)
-    apply_patch(model, layers=["attention"])
-    with seen_masks(model) as seen:
-        ours = step(model, batch)
-    torch.testing.assert_close(ours, own)
-    assert [type(mask) for mask in seen] == [DeferredMask] * 2
-    torch._dynamo.reset()
-
-
-def _own_layer(model: Any) -> None:
-    layer = model.model.layers[1]
-    layer.forward = functools.partial(type(layer).forward, layer)
-
-
-def _own_attention(model: Any) -> None:
-    attention = model.model.layers[1].self_attn
-    attention.forward = functools.partial(type(attention).forward, attention)
-
-
-@pytest.mark.parametrize("change", [_own_layer, _own_attention])
-def test_a_forward_that_is_given_a_mask_gets_a_real_one(
-    change: Callable[[Any], None], calls: Calls
-) -> None:
-    model = apply_patch(make_model("mistral"), layers=["attention"])
-    change(model)
-    with seen_masks(model) as seen:
-        model(**make_batch("packed"))
-    assert [type(mask) for mask in seen] == [Tensor] * 2
 
 
 def test_a_call_looks_at_its_modules_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,40 +151,21 @@ def test_makers_of_masks_are_found_in_functions_within_a_forward() -> None:
     assert getattr(type(model.model), masks.DEFERS_MASKS)
 
 
-def test_a_maker_of_masks_that_a_user_has_replaced_runs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.mistral import modeling_mistral
-
-    model, batch, ran = (
-        apply_patch(make_model("mistral"), layers=["attention"]),
-        make_batch("plain"),
-        [],
-    )
-    own = modeling_mistral.create_sliding_window_causal_mask
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        ran.append(1)
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", replaced)
-    with seen_masks(model) as seen:
-        model(**batch)
-    assert ran == [1]
-    assert [type(mask) for mask in seen] == [Tensor] * 2
-
-
-def test_a_mask_function_that_a_library_has_put_in_the_table_runs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replaced", ["maker of a user", "function of a library in the table"])
+def test_a_maker_of_masks_that_somebody_has_replaced_runs(
+    replaced: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ran = apply_patch(make_model("mistral"), layers=["attention"]), []
 
-    def another(*args: Any, **kwargs: Any) -> Any:
-        ran.append(1)
-        return masking_utils.sdpa_mask(*args, **kwargs)
+    def another(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: ran.append(1) or own(*args, **kwargs)
 
-    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(table._local_mapping, "sdpa", another)
+    if replaced == "maker of a user":
+        name = "create_sliding_window_causal_mask"
+        monkeypatch.setattr(modeling_mistral, name, another(getattr(modeling_mistral, name)))
+    else:
+        table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+        monkeypatch.setitem(table, "sdpa", another(masking_utils.sdpa_mask))
     with seen_masks(model) as seen:
         model(**make_batch("plain"))
     assert ran == [1]

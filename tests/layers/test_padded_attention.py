@@ -11,7 +11,6 @@ import torch
 from attention_models import (
     CONFIGS,
     SIZES,
-    SLIDING,
     TOKENS,
     WARNINGS,
     WINDOW,
@@ -42,30 +41,6 @@ pytestmark = WARNINGS
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["padded", "padded left"])
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_padding_without_a_label_needs_no_mask(
-    model_type: str, kind: str, checkpointing: bool, calls: Calls
-) -> None:
-    """On the right it is the end of its sequence: whole rows. On the left, a sequence."""
-    model, batch = make_model(model_type), make_batch(kind)
-    truth, own = step(widened(model), batch), step(model, batch)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls.own.clear()
-    ours = step(apply_patch(model, layers=["attention"]), batch)
-    times, on_flash = 1 + checkpointing, 2 if kind == "padded left" else SLIDING[model_type]
-    assert len(calls.flash) == times * on_flash
-    assert calls.own == [False] * (times * (2 - on_flash))
-    expected = [0, TOKENS, TOKENS + 10, 2 * TOKENS] if kind == "padded left" else None
-    ends = [
-        None if found.cu_seqlens is None else found.cu_seqlens.tolist() for found in calls.flash
-    ]
-    assert ends == [expected] * len(ends)
-    assert_right(ours, own, truth)
 
 
 def test_padding_of_zeros_gives_finite_gradients(calls: Calls) -> None:
