@@ -68,26 +68,6 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-def test_lora_within_the_layers_trains_as_eager() -> None:
-    peft = pytest.importorskip("peft")
-    results = []
-    for when in ("", "before", "after"):
-        torch.manual_seed(0)
-        model = make_model().double()
-        if when == "before":
-            apply_patch(model, layers=True)
-        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-        if when == "after":
-            apply_patch(model, layers=True)
-        assert any(count_layers(model).values()) == bool(when)
-        results.append(step(model, tiny_batch(model.get_base_model())))
-    eager, *ours = results
-    for each in ours:
-        truth, found = tell_apart(eager, each)
-        assert_no_worse(found, truth, truth, torch.float32)
-
-
 def test_generation_is_the_same() -> None:
     model = make_model().eval()
     prompt = tiny_batch(model)["input_ids"][:1, :4]

@@ -1,4 +1,6 @@
-"""LoRA layers on kernels: which projections are computed together, as one function."""
+"""LoRA layers on kernels: which projections are one function, and that training steps are no worse
+than PEFT's, in any precision and option.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_no_worse
 from lora_models import (
     ALL,
     LAYER,
@@ -16,6 +19,7 @@ from lora_models import (
     OUT,
     QKV,
     ROWS,
+    WAYS,
     Calls,
     Groups,
     adapted,
@@ -23,10 +27,14 @@ from lora_models import (
     batch_of,
     copies,
     first,
+    lora_layers,
+    training_step,
 )
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_step import joined, step, tell_apart
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.lora import computed_together
@@ -145,3 +153,145 @@ def test_one_row_and_no_rows() -> None:
     for shape in ((32,), (0, 32), (2, 0, 32)):
         y = layer(torch.randn(shape).double())
         assert y.shape == (*shape[:-1], layer.out_features)
+
+
+@pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_every_precision_is_no_worse_than_eager(model_type: str, way: str, calls: Calls) -> None:
+    dtype, wide_adapters, autocast = WAYS[way]
+    eager_model = adapted(model_type, dtype=dtype, wide_adapters=wide_adapters)
+    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
+    model = apply_patch(copy.deepcopy(eager_model))
+    eager = training_step(eager_model, batch, autocast=autocast)
+    calls.clear()
+    ours = training_step(model, batch, autocast=autocast)
+    groups, by_peft = calls.taken(model)
+    if way == "float32 adapters without autocast":  # PEFT casts x for each
+        assert (groups, len(by_peft)) == ([], 14)
+    else:
+        assert (groups, by_peft) == (LAYER * 2, [])
+    for name, value in eager.items():
+        got = ours[name]
+        assert value is not None
+        assert got is not None
+        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+    truth, eager, ours = joined(training_step(wide, batch), eager, ours)
+    assert_no_worse(ours, eager, truth, dtype if not autocast else torch.bfloat16)
+
+
+class Products(TorchDispatchMode):
+    """Counts those of a base: adapters have thin ones."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "mm" in str(func) and isinstance(result, Tensor):
+            shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+            self.number += all(4 not in shape for shape in shapes)
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["float32", "autocast"])
+def test_checkpoints(way: str, reentrant: bool, calls: Calls) -> None:
+    """No worse than eager, the same bits as without, and not one product more than eager."""
+    dtype, wide_adapters, autocast = WAYS[way]
+    eager_model = adapted(dtype=dtype, wide_adapters=wide_adapters)
+    wide, model = copy.deepcopy(eager_model).double(), apply_patch(copy.deepcopy(eager_model))
+    plain, batch = apply_patch(copy.deepcopy(eager_model)), batch_of(eager_model)
+    for each in (eager_model, model):
+        each.enable_input_require_grads()
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    results, products = [], []
+    for each in (eager_model, model):
+        calls.clear()
+        results.append(training_step(each, batch, autocast=autocast))
+    groups, by_peft = calls.taken(model)
+    assert (len(groups), by_peft) == (2 * len(LAYER) * 2, [])  # each layer twice
+    expected = training_step(plain, batch, autocast=autocast)
+    for name, value in results[1].items():
+        assert value is not None
+        assert torch.equal(value, expected[name]), name  # type: ignore[arg-type]
+    truth, eager, ours = joined(training_step(wide, batch), *results)
+    assert_no_worse(ours, eager, truth, dtype)
+    for each in (eager_model, model):
+        with Products() as counted:
+            training_step(each, batch, autocast=autocast)
+        products.append(counted.number)
+    assert 0 < products[1] <= products[0]
+
+
+PLAIN_OPTIONS: dict[str, dict[str, Any]] = {
+    "rank-stabilised": {"use_rslora": True, "lora_alpha": 5},
+    "pattern of ranks": {"rank_pattern": {"q_proj": 2, "down_proj": 7}},
+    "pattern of scales": {"alpha_pattern": {"k_proj": 3, "up_proj": 20}},
+    "rank 1": {"r": 1},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "B of zeros": {"init_lora_weights": True},
+    "layers": {"layers_to_transform": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("options", PLAIN_OPTIONS.values(), ids=PLAIN_OPTIONS)
+def test_options_of_a_plain_adapter(options: dict[str, Any], calls: Calls) -> None:
+    base = tiny_model(ROWS["llama"])  # decompositions come in float32
+    eager = adapted(base=base, **options).double()
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    truth = training_step(eager, batch)
+    calls.clear()
+    ours = training_step(model, batch)
+    assert calls.taken(model) == (LAYER * 2, [])
+    if options.get("init_lora_weights") is not True:  # of which half the gradients are zero
+        truth, ours = tell_apart(truth, ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_adapters_that_are_frozen_in_turn_get_no_gradient() -> None:
+    eager, model, batch = copies()
+    for frozen in ("lora_A", "lora_B", "layers.0", "layers.1", "mlp"):
+        for each in (eager, model):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_("lora_" in name and frozen not in name)
+        truth, ours = training_step(eager, batch), training_step(model, batch)
+        assert any(value is None for value in truth.values())
+        assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def test_bases_that_train_and_have_a_bias(calls: Calls) -> None:
+    eager, _, batch = copies()
+    for name, layer in lora_layers(eager).items():
+        if name.endswith(("q_proj", "down_proj")):
+            layer.base_layer.bias = nn.Parameter(torch.ones(layer.out_features).double())
+    model = apply_patch(copy.deepcopy(eager))
+    assert_same(model, eager, batch)
+    assert calls.of_step(model, batch) == (LAYER * 2, [])
+    truth, ours = tell_apart(*(step(each.requires_grad_(), batch) for each in (eager, model)))
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_dropout(rate: float, calls: Calls) -> None:
+    """In training only; the same seed gives the same step, under checkpoints too."""
+    eager, model, batch = copies(lora_dropout=rate)
+    for each in (eager, model):
+        each.eval()
+    truth, ours = eager(**batch).loss, model(**batch).loss
+    assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
+    calls.clear()
+    once, again = training_step(model, batch), training_step(model, batch)
+    groups, by_peft = calls.taken(model)
+    if rate == 1.0:
+        assert (groups, len(by_peft)) == ([], 2 * 2 * len(ALL))
+    else:
+        assert (groups, by_peft) == (LAYER * 4, [])
+        assert not torch.equal(once["loss"], ours)  # type: ignore[arg-type]
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = training_step(model, batch)
+    for name, value in once.items():
+        for other in (again[name], checkpointed[name]):
+            assert other is not None
+            assert torch.equal(value, other), name  # type: ignore[arg-type]

@@ -38,31 +38,37 @@ of_the_compiler = pytest.mark.filterwarnings(
 )
 
 
-OTHERS: dict[str, tuple[str, dict[str, Any], int]] = {  # class, options, layers on kernels
+# class, options, layers on kernels, the others
+OTHERS: dict[str, tuple[str, dict[str, Any], int, dict[str, int]]] = {
     "IA3": (
         "IA3Config",
         {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
         0,
+        {"Linear (ia3)": 4},
     ),
-    "VeRA": ("VeraConfig", {"r": 4, "init_weights": False}, 0),
-    "LoHa": ("LoHaConfig", {"r": 4, "init_weights": False}, 0),
+    "VeRA": ("VeraConfig", {"r": 4, "init_weights": False}, 0, {"Linear (vera)": 2}),
+    "LoHa": ("LoHaConfig", {"r": 4, "init_weights": False}, 0, {"Linear (loha)": 2}),
     "saved modules": (
         "LoraConfig",
         {"init_lora_weights": False, "modules_to_save": ["lm_head", "up_proj"]},
         2,
+        {},
     ),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_tuners_and_modules(name: str) -> None:
-    """Are left alone, the head's adapter to the head."""
-    kind, options, counted = OTHERS[name]
+    """Are left alone and counted, the head's adapter to the head."""
+    kind, options, counted, others = OTHERS[name]
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
     torch.manual_seed(1)
     eager = peft.get_peft_model(tiny_model(ROWS["llama"]).double(), config)
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     assert count_layers(model)["lora"] == counted
+    assert not_plain(model) == others
+    for reason, count in others.items():
+        assert f"{count} in PEFT's own forward: {reason}" in str(patch_status(model))
     results = []
     for each in (eager, model):
         loss = call(each.train(), batch).loss
@@ -151,31 +157,22 @@ def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
 
 
 @of_the_compiler
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.usefixtures("nothing_is_compiled")
-def test_a_compiled_feed_forward_layer_is_one_graph(calls: Calls) -> None:
+@pytest.mark.parametrize(("how", "name"), [("compile", "mlp"), ("jit", "mlp"), ("jit", "o_proj")])
+def test_a_traced_layer_is_peft_s_own_code(how: str, name: str, calls: Calls) -> None:
+    """And one graph."""
     _, model, _ = copies()
-    layer = first(model, "mlp")
-    x = torch.randn(2, 3, 32).double()
+    layer, x, example = first(model, name), *torch.randn(2, 2, 3, 32).double()
     expected = layer(x)
     calls.clear()
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected)
+    if how == "compile":
+        traced: Any = torch.compile(layer, backend="eager", fullgraph=True)
+    else:
+        traced = torch.jit.trace(nn.Sequential(layer), example, check_trace=False)
+    torch.testing.assert_close(traced(x), expected)
     groups, _ = calls.taken(model)
     assert groups == []
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["mlp", "o_proj"])
-def test_torch_jit_trace_records_peft_s_own_code(name: str, calls: Calls) -> None:
-    _, model, _ = copies()
-    layer = first(model, name)
-    x = torch.randn(2, 3, 32).double()
-    calls.clear()
-    example = torch.randn(2, 3, 32).double()
-    traced: Any = torch.jit.trace(nn.Sequential(layer), example, check_trace=False)
-    groups, _ = calls.taken(model)
-    assert groups == []
-    torch.testing.assert_close(traced(x), layer(x))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

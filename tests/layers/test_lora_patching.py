@@ -1,4 +1,6 @@
-"""Models with LoRA adapters: patched before or after they are wrapped, copied, saved, reverted."""
+"""Models with LoRA adapters: patched before or after they are wrapped, copied, saved, reverted, and
+what is said of layers that run PEFT's own forward.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from lora_models import (
     assert_same,
     batch_of,
     copies,
+    first,
     lora_layers,
     peft,
     training_step,
 )
 from tiny_models import tiny_model
 
-from liger_patch import apply_patch, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
 
 pytestmark = MARKS
@@ -46,6 +50,9 @@ def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls
     model = adapted(base=apply_patch(tiny_model(ROWS["llama"]).double(), layers=layers))
     eager = adapted(base=tiny_model(ROWS["llama"]).double())
     batch = batch_of(eager)
+    assert ("14 lora" in str(patch_status(model))) == on_kernels  # also before the next call
+    assert on_kernels or "lora" not in str(patch_status(model))
+    assert not_plain(model) == {}
     assert_same(model, eager, batch)
     groups, by_peft = calls.of_step(model, batch)
     assert [each for group in groups for each in group] == list(ALL) * 2 * on_kernels
@@ -78,14 +85,6 @@ def test_a_name_for_itself(calls: Calls) -> None:
     assert_same(model, eager, batch)
     groups, _ = calls.of_step(model, batch)
     assert groups == []
-
-
-def test_a_model_beside_it_is_left_alone(calls: Calls) -> None:
-    eager, model, batch = copies()
-    training_step(model, batch)
-    groups, by_peft = calls.of_step(eager, batch)
-    assert (groups, len(by_peft)) == ([], 14)
-    assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in eager.modules())
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
@@ -123,8 +122,11 @@ def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
     assert_same(apply_patch(loaded), eager, batch)
 
 
-def test_everything_is_taken_back() -> None:
+def test_everything_is_taken_back_and_a_model_beside_it_left_alone(calls: Calls) -> None:
     eager, model, batch = copies()
+    training_step(model, batch)
+    groups, by_peft = calls.of_step(eager, batch)
+    assert (groups, len(by_peft)) == ([], 14)
     classes = {name: type(m) for name, m in eager.named_modules()}
     assert {name for name, m in model.named_modules() if type(m) is not classes[name]} >= set(
         lora_layers(model)
@@ -132,3 +134,78 @@ def test_everything_is_taken_back() -> None:
     revert_patch(model)
     assert {name: type(m) for name, m in model.named_modules()} == classes
     assert training_step(model, batch)["loss"] == training_step(eager, batch)["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")
+def test_a_wrapper_around_a_wrapper_is_named() -> None:
+    twice = adapted(base=adapted())
+    with pytest.raises(TypeError, match="got PeftModelForCausalLM around a PeftModelForCausalLM"):
+        apply_patch(twice)
+
+
+def test_dtypes_are_in_the_status_and_a_warning_in_training_alone(calls: Calls) -> None:
+    """Once for its adapters: pytest makes an error of any other."""
+    model = apply_patch(adapted(dtype=torch.bfloat16))  # float32 adapters
+    batch = batch_of(model)
+    assert not_plain(model) == {}
+    with torch.no_grad():
+        model(**batch)
+    model.eval()
+    model(**batch)
+    model.train()
+    with model.disable_adapter():
+        model(**batch)
+    with pytest.warns(UserWarning, match="14 of the LoRA layers: weights of several") as caught:
+        model(**batch)
+    assert "liger_patch/patch" not in caught[0].filename  # but where the model is called
+    groups, by_peft = calls.of_step(model, batch)
+    assert (groups, len(by_peft)) == ([], 14)
+    assert not_plain(model) == {"weights of several dtypes outside autocast": 14}
+    training_step(model, batch, autocast=True)
+    assert calls.taken(model) == (LAYER * 2, [])
+    assert not_plain(model) == {}  # those of the last call
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    model.set_adapter("second")
+    for name, p in model.named_parameters():
+        if "second" in name:  # in the dtype of its base, by PEFT 0.18
+            p.data = p.data.float()
+    with pytest.warns(UserWarning, match="2 of the LoRA layers"):
+        model(**batch)
+
+
+def test_dtypes_of_an_earlier_call_are_no_warning() -> None:
+    model = apply_patch(adapted(dtype=torch.bfloat16))
+    batch = batch_of(model)
+    other = next(iter(lora_layers(model).values()))
+    model.get_base_model().other = other = copy.deepcopy(other)  # training does not call it
+    with torch.no_grad():
+        other(torch.randn(2, other.in_features, dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch)
+
+
+class _Gathered(dict):
+    """The parameters of a module under ZeRO-3, which gathers one that is read by its name."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError(f"{name} would be gathered")
+
+
+def test_the_status_reads_no_weight_that_would_be_gathered() -> None:
+    model = adapted()
+    apply_patch(model)
+    layers = lora_layers(model)
+    for layer in layers.values():
+        layer.base_layer.register_forward_pre_hook(lambda *_: None)
+        vars(layer.base_layer)["_parameters"] = _Gathered(layer.base_layer._parameters)
+    assert not_plain(model) == {"hooks within the layer": len(layers)}
+
+
+def test_the_status_says_why_a_layer_was_not_asked() -> None:
+    _, model, _ = copies()
+    layer = first(model, "q_proj")
+    torch.func.vmap(layer)(torch.randn(2, 3, 32).double())
+    assert not_plain(model) == {"torch.func or a tensor subclass": 1}
+    layer(torch.randn(2, 3, 32).double())
+    assert not_plain(model) == {}
