@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
 from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
-from unusual_heads import CastOutput, H, float8, int8, packed, sharded, two_layers, weight_norm
+from unusual_heads import CastOutput, H, int8, packed, sharded, two_layers
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -36,7 +36,9 @@ def model_with(change: Callable[[nn.Linear], Head | None]) -> PreTrainedModel:
 
 
 def assert_falls_back(model: PreTrainedModel, *reasons: str) -> None:
-    """With one warning, which names the head; loss, gradients and logits are eager's."""
+    """With one warning, which names the head, or an error where fusing is demanded; loss, gradients
+    and logits are eager's.
+    """
     batch = tiny_batch(model)
     truth, logits = step(model, batch), call(model, batch).logits
     with patched(model):
@@ -48,8 +50,15 @@ def assert_falls_back(model: PreTrainedModel, *reasons: str) -> None:
         (message,) = [str(w.message) for w in caught if "liger_patch" in str(w.message)]
         assert patch_status(model).fused is False
         assert patch_status(model).reason in message
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+            with pytest.raises(RuntimeError, match="RETURN_LOGITS=0 demands") as error:
+                call(model, batch)
+            assert "forward" not in vars(model.lm_head)
+            assert "_loss_function" not in vars(model)
     for reason in (type(model.lm_head).__name__, *reasons):
         assert reason in message
+        assert reason in str(error.value)
     assert_no_worse(ours, truth, truth, torch.float32)
     assert_no_worse(again, truth, truth, torch.float32)
 
@@ -63,18 +72,40 @@ def assert_fused(model: PreTrainedModel) -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-FALL_BACK: dict[Callable[[nn.Linear], Head | None], tuple[str, ...]] = {
-    two_layers: (),
-    CastOutput: (),
-    int8: ("weight of type Int8",),
-    sharded: ("weight of type Sharded", "logits of type Sharded"),
-    packed: (),
+class Rectified(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def rectified(head: nn.Linear) -> None:
+    head.__class__ = Rectified
+
+
+def hook(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
+    def hooked(head: nn.Linear) -> None:
+        head.register_forward_hook(lambda head, args, logits: change(logits))
+
+    return hooked
+
+
+READ = "the logits of the head (torch.nn.modules.linear.Linear) were read by "
+FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]] = {
+    "two layers": (two_layers, ()),
+    "cast": (CastOutput, ()),
+    "int8": (int8, ("weight of type Int8",)),
+    "sharded": (sharded, ("weight of type Sharded", "logits of type Sharded")),
+    "packed": (packed, (") computes its logits itself",)),
+    "relu": (rectified, ("reads its logits itself, by relu before the loss",)),
+    "hook that reads": (hook(lambda logits: logits + logits.softmax(-1)), (READ,)),
+    "hook that normalises": (hook(lambda logits: logits.log_softmax(-1)), (READ,)),
+    "hook that indexes": (hook(lambda logits: logits.flip(0)), (READ,)),
 }
 
 
-@pytest.mark.parametrize("change", FALL_BACK, ids=lambda change: change.__name__)
-def test_a_head_that_computes_in_its_own_way_falls_back(change: Callable) -> None:
-    assert_falls_back(model_with(change), *FALL_BACK[change])
+@pytest.mark.parametrize("name", FALL_BACK)
+def test_a_head_that_computes_in_its_own_way_falls_back(name: str) -> None:
+    change, reasons = FALL_BACK[name]
+    assert_falls_back(model_with(change), *reasons)
 
 
 class RoundsInput(nn.Linear):
@@ -109,9 +140,7 @@ def recomputed(head: nn.Linear) -> Head:
     "change",
     [
         rounds_input,
-        weight_norm,
         hooked_weight_norm,
-        float8,
         pruned,
         dropout_in_a_hook,
         recomputed,

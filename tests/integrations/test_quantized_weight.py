@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
     slices = {*itertools.combinations(ends, 2), *((i, i + 1) for i in range(v))}
     for start, stop in slices:
         rows = weight.rows(start, stop)
-        assert rows.dtype == truth.dtype
+        assert (rows.dtype, rows.requires_grad) == (truth.dtype, False)
         assert rows.is_contiguous()
         assert torch.equal(rows, truth[start:stop]), (start, stop)
 
@@ -149,11 +150,6 @@ def test_a_real_weight_has_the_bits_of_bitsandbytes(
         assert torch.equal(weight.rows(start, stop), truth[start:stop])
 
 
-def test_many_nested_blocks(device: str) -> None:
-    head = linear_4bit(509, 328, device=device)  # 10.2 blocks of 256 scales
-    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
-
-
 @pytest.mark.parametrize("input_dtype", FLOATS)
 @pytest.mark.parametrize("compute_dtype", [None, *FLOATS])
 @pytest.mark.parametrize("after", [False, True], ids=["before a forward", "after a forward"])
@@ -171,17 +167,35 @@ def test_rows_come_in_the_dtype_of_the_layers_product(
         assert torch.equal(rows.to(input_dtype), products_weight(head, input_dtype))
 
 
-@pytest.mark.parametrize("quant_storage", [torch.bfloat16, torch.float32])
-def test_quant_storage_is_only_storage(quant_storage: torch.dtype, device: str) -> None:
-    head = linear_4bit(131, 72, device=device, quant_storage=quant_storage)
-    assert head.weight.dtype == quant_storage
-    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
+def with_state_of_the_layer(head: nn.Module) -> nn.Module:
+    """As after FSDP: only the layer has kept it."""
+    head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
+    return head
 
 
-def test_a_state_that_only_the_layer_has_kept_is_found() -> None:
-    head = linear_4bit(131, 72)
+def with_hook(head: nn.Module) -> nn.Module:
+    head.register_forward_hook(lambda *_: None)  # the caller's business
+    return head
+
+
+READABLE: dict[str, Callable[[str], nn.Module]] = {
+    "many nested blocks": lambda d: linear_4bit(509, 328, device=d),  # 10.2 of 256 scales
+    "stored as bfloat16": lambda d: linear_4bit(131, 72, device=d, quant_storage=torch.bfloat16),
+    "stored as float32": lambda d: linear_4bit(131, 72, device=d, quant_storage=torch.float32),
+    "state of the layer": lambda d: linear_4bit(131, 72, device=d),
+    "hook": lambda d: with_hook(linear_4bit(131, 72, device=d)),
+    "subclass without a forward": lambda d: bnb.nn.LinearNF4(
+        72, 131, bias=False, compute_dtype=torch.bfloat16
+    ).to(d),
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_whatever_the_weight_is_stored_as_its_rows_are_read(name: str, device: str) -> None:
+    head = READABLE[name](device)
     truth = dequantized(head, torch.bfloat16)
-    head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)  # as after FSDP
+    if name == "state of the layer":
+        head = with_state_of_the_layer(head)
     assert_rows_are(read(head), truth)
 
 
@@ -302,11 +316,6 @@ def test_rows_outside_the_weight_are_an_error(make: Any, start: int, stop: int) 
         read(make(131, 72)).rows(start, stop)
 
 
-def test_rows_need_no_gradient() -> None:
-    for head in (linear_4bit(131, 72, quant_storage=torch.bfloat16), linear_8bit(131, 72)):
-        assert not read(head).rows(3, 9).requires_grad
-
-
 class OwnForward(bnb.nn.Linear4bit):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -358,14 +367,3 @@ def test_there_is_no_quantized_weight_of(name: str) -> None:
 
 def test_4_bits_have_no_float64() -> None:
     assert quantized_weight(linear_4bit(131, 72, compute_dtype=None), torch.float64) is None
-
-
-def test_a_subclass_without_a_forward_is_read() -> None:
-    head = bnb.nn.LinearNF4(72, 131, bias=False, compute_dtype=torch.bfloat16).to("cpu")
-    assert_rows_are(read(head), dequantized(head, torch.bfloat16))
-
-
-def test_hooks_of_pytorch_are_the_callers_business() -> None:
-    head = linear_4bit(131, 72)
-    head.register_forward_hook(lambda *_: None)
-    assert quantized_weight(head, torch.bfloat16) is not None
