@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from documented_code import DOCUMENTS, ROOT, Block, blocks
+from documents import DOCUMENTS, ROOT, Block, blocks
 
 import liger_patch
 from liger_patch.__main__ import _parser

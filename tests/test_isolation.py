@@ -22,7 +22,7 @@ from exactness import assert_no_worse
 from gloo_group import run
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import Float64, call, gradients, patched, step, widened
+from training_step import Float64, call, gradients, step, widened
 from transformers.loss import loss_utils
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -343,10 +343,3 @@ def test_two_models_that_share_a_head_are_patched_apart(model: Any) -> None:
     logits = call(other, batch).logits
     assert type(logits) is Tensor
     assert torch.equal(logits, expected)
-
-
-def test_a_patch_within_a_context_is_gone_after_it(model: Any) -> None:
-    with patched(model):
-        assert patch_status(model).patched
-    assert type(model) is CLASS
-    assert not any("liger" in name for name in vars(model))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sections import check_section
+from documents import check_section
 from support_cases import engines_table, families_table, trainers_table
 
 from benchmarks.distributed_tables import (

@@ -39,20 +39,35 @@ def free_the_head(model: Any) -> None:
     model.lm_head.weight.untyped_storage().resize_(0)
 
 
-@pytest.mark.parametrize(
-    "change", [optimizer_step, write_to_the_head, load_the_head, free_the_head]
-)
+def fused_adam(model: Any) -> None:
+    model(**tiny_batch(model)).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def new_data(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
+CHANGES = [optimizer_step, fused_adam, new_data, write_to_the_head, load_the_head, free_the_head]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_logits_of_a_head_that_has_changed_are_an_error(change: Any, patched_model: Any) -> None:
-    batch = tiny_batch(patched_model)
-    logits = call(patched_model, batch).logits
-    rows = logits[:, 1:] * 2
+    """Whether they are read, in whole or in part, or a loss is computed of them."""
+    logits = call(patched_model, tiny_batch(patched_model)).logits
+    rows, labels = logits[:, 1:] * 2, torch.zeros(18, dtype=torch.int64)
     change(patched_model)
-    for late in (logits, rows):
+    for use in (
+        logits.sum,
+        lambda: logits + 0,
+        lambda: rows + 0,
+        lambda: nn.functional.cross_entropy(logits.view(-1, V), labels),
+    ):
         with pytest.raises(
             RuntimeError, match=r"the head's weight (changed|was freed) since the forward pass"
         ):
-            late + 0
-        assert late.shape[-1] == V
+            use()
+    assert logits.shape[-1] == rows.shape[-1] == V
 
 
 def test_logits_read_before_the_head_changes_can_be_read_again(

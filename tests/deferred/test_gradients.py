@@ -52,6 +52,23 @@ class Sum(torch.autograd.Function):
         return grad_output.expand(ctx.shape).to(ctx.dtype)
 
 
+class Halved(torch.autograd.Function):
+    """Somebody's own function that hands its input on."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output * 0.5
+
+
+def halved_loss(outputs: Any) -> Tensor:
+    logits = Halved.apply(outputs.logits)
+    return nn.functional.cross_entropy(logits.reshape(-1, V), torch.arange(18))
+
+
 def kl_divergence(outputs: Any) -> Tensor:
     log_probabilities = outputs.logits.log_softmax(-1)
     return nn.functional.kl_div(log_probabilities, TEACHER.softmax(-1), reduction="batchmean")
@@ -112,6 +129,7 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
     "own function": lambda outputs: Doubled.apply(outputs.logits),
     "own function of a view": lambda outputs: Doubled.apply(outputs.logits[:, 1:].reshape(16, V)),
     "own function of steps": lambda outputs: Doubled.apply((outputs.logits / 2.0).tanh()[:, 1:]),
+    "own function that hands on": halved_loss,
     "native": native_cross_entropy,
     "read under no_grad first": read_under_no_grad_first,
     "target made under no_grad": target_made_under_no_grad,
@@ -262,31 +280,28 @@ def test_gradients_exist_where_eagers_do(frozen: str) -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-def test_a_scaled_loss_and_a_retained_graph_are_eagers() -> None:
+def scaled_and_retained(model: Any) -> None:
+    loss = call(model, tiny_batch(model)).loss
+    (loss * 3).backward(retain_graph=True)
+    loss.backward()
+
+
+def accumulated(model: Any) -> None:
+    outputs = [call(model, tiny_batch(model, seed=seed)) for seed in (0, 1)]
+    with Float64():
+        total = outputs[0].loss + 2 * outputs[1].loss
+    total.backward()
+
+
+@pytest.mark.parametrize("backward", [scaled_and_retained, accumulated])
+def test_gradients_of_several_backward_passes_are_eagers(backward: Callable[[Any], None]) -> None:
     model = widened(tiny_model(LLAMA))
     results = []
     for patch in (False, True):
         if patch:
             apply_patch(model)
         model.zero_grad()
-        loss = call(model, tiny_batch(model)).loss
-        (loss * 3).backward(retain_graph=True)
-        loss.backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert_no_worse(results[1], results[0], results[0], torch.float32)
-
-
-def test_gradients_accumulate_over_two_calls() -> None:
-    model = widened(tiny_model(LLAMA))
-    results = []
-    for patch in (False, True):
-        if patch:
-            apply_patch(model)
-        model.zero_grad()
-        outputs = [call(model, tiny_batch(model, seed=seed)) for seed in (0, 1)]
-        with Float64():
-            total = outputs[0].loss + 2 * outputs[1].loss
-        total.backward()
+        backward(model)
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_no_worse(results[1], results[0], results[0], torch.float32)
 

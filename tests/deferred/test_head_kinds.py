@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from documents import check_section
 from exactness import assert_no_worse
-from sections import check_section
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from training_step import call, gradients, joined

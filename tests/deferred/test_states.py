@@ -11,7 +11,6 @@ import torch
 import transformers
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -30,55 +29,11 @@ def fused_adam(model: PreTrainedModel) -> None:
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
-def new_data(model: PreTrainedModel) -> None:
-    model.lm_head.weight.data = model.lm_head.weight.data * 2
-
-
-def write(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    labels = torch.zeros(logits.shape[0] * logits.shape[1], dtype=torch.int64)
-    return cross_entropy(logits.view(-1, logits.shape[-1]), labels)
-
-
-@pytest.mark.parametrize("change", [fused_adam, new_data, write])
-@pytest.mark.parametrize("use", [Tensor.sum, loss_of], ids=["read", "loss"])
-def test_logits_of_another_head_are_an_error_however_it_changed(
-    change: Callable[[PreTrainedModel], None], use: Callable[[Tensor], Tensor]
-) -> None:
-    model = llama()
-    logits = model(**tiny_batch(model)).logits
-    change(model)
-    with pytest.raises(RuntimeError, match="head's weight changed"):
-        use(logits)
-
-
 def test_an_optimizer_of_another_model_changes_nothing() -> None:
     model = llama()
     logits = model(**tiny_batch(model)).logits
     fused_adam(llama(patched=False))
     assert logits.sum().isfinite()
-
-
-class Halved(torch.autograd.Function):
-    """Somebody's autograd function that hands its input on and halves the gradient."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor) -> Tensor:
-        return logits.detach()
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> Tensor:
-        return grad_output * 0.5
-
-
-def halved_loss(model: PreTrainedModel) -> Tensor:
-    logits = Halved.apply(model(**tiny_batch(model)).logits)
-    labels = torch.arange(logits.shape[0] * logits.shape[1])
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels)
 
 
 def checkpointed_loss(model: PreTrainedModel, read: bool = False) -> Tensor:
@@ -99,10 +54,8 @@ def checkpointed_loss_of_logits_read_within(model: PreTrainedModel) -> Tensor:
     return checkpointed_loss(model, read=True)
 
 
-@pytest.mark.parametrize(
-    "loss", [halved_loss, checkpointed_loss, checkpointed_loss_of_logits_read_within]
-)
-def test_gradients_pass_through_somebodys_autograd_function(
+@pytest.mark.parametrize("loss", [checkpointed_loss, checkpointed_loss_of_logits_read_within])
+def test_gradients_pass_through_a_reentrant_checkpoint(
     loss: Callable[[PreTrainedModel], Tensor],
 ) -> None:
     ours, eager = llama(), llama(patched=False)

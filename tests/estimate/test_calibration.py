@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from sections import check_section
+from documents import check_section
 from slow_cases import slow_but
 
 from benchmarks.longest_row import MODELS as LONG_MODELS

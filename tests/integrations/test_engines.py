@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from documents import check_section
 from engine_cases import table
-from sections import check_section
 
 pytest.importorskip("accelerate", minversion="1.15")
 pytest.importorskip("bitsandbytes")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from documented_code import blocks
+from documents import blocks
 from tiny_models import tiny_batch, tiny_model
 from torch.utils.data import DataLoader
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from documented_code import configuration
+from documents import configuration
 from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from packed_samples import IGNORED, flattened, make_model, padded
+from packed_samples import IGNORED, Sample, flattened, make_model, make_samples, padded, tensors
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from training_step import call, gradients, patched
+from training_step import Step, call, gradients, patched
+from transformers import PreTrainedModel
 from untested_classes import NOTICE, Tomorrow
 from untested_classes import make_model as make_own_model
-from weighted_samples import truth_of, weighted_samples, weights_of
 
 from liger_patch import apply_patch, patch_status
 
 MODEL_TYPES = ["llama", "gemma2", "qwen3_moe"]
+
+
+def weights_of(ids: Sequence[int]) -> list[float]:
+    """A weight follows from its token, so that no test needs to know on which way it came. Some are
+    0; all are sums of few powers of 2, which float32 holds.
+    """
+    return [(each * 5 % 8) / 4 for each in ids]
+
+
+def weighted_samples(*lengths: int, **options: Any) -> list[Any]:
+    samples: list[Any] = make_samples(*lengths, **options)
+    return [{**each, "loss_weights": weights_of(each["input_ids"])} for each in samples]
+
+
+def truth_of(model: PreTrainedModel, samples: Sequence[Sample]) -> Step:
+    """The weighted mean over all supervised tokens of these sequences, and its gradients: of the
+    eager model in float64, one sequence at a time, each loss times its weight by hand.
+    """
+    total, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    for sample in samples:
+        logits: Tensor = call(model, {"input_ids": tensors(sample)["input_ids"]}).logits[0]
+        labels = torch.tensor(sample["labels"][1:], dtype=torch.int64)
+        weights = torch.tensor(weights_of(sample["input_ids"])[1:], dtype=torch.float64)
+        losses = cross_entropy(logits[:-1], labels, ignore_index=IGNORED, reduction="none")
+        total = total + (weights * losses).sum()
+        denominator += weights[labels != IGNORED].sum().item()
+    loss = total / denominator
+    return {"loss": loss.detach(), **gradients(model, loss)}
 
 
 def weights_beside(batch: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from documented_code import configuration
+from documents import configuration
 from tiny_models import tiny_batch
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
