@@ -14,7 +14,7 @@ from exactness import assert_no_worse
 from rows import FAMILIES, RAISE_IN_EAGER
 from tiny_images import IMAGES
 from tiny_media import with_media
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from tiny_sound import SOUND
 from torch import Tensor
 from training_step import (
@@ -32,7 +32,6 @@ from transformers import PreTrainedModel
 from liger_patch import patch_status, registry
 
 IS_NEWEST = not registry.missing()  # of the versions of Transformers that all rows were made for
-ROWS = {row.model_type: row for row in registry.available()}
 TABLES = {"images": IMAGES, "sound": SOUND}
 CASES = [(kind, each) for kind, table in TABLES.items() for each in table if each in ROWS]
 ARGUMENTS = {  # by which a model takes them

@@ -14,12 +14,12 @@ import pytest
 import torch
 from documents import check_section
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import nn
 from training_step import call, gradients, joined
 from unusual_heads import float8, int8, packed, sharded, two_layers, weight_norm
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -28,7 +28,6 @@ bnb = pytest.importorskip("bitsandbytes")
 from liger_patch.readers import quantized_weights  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "heads.md"
-ROWS = {row.model_type: row for row in registry.available()}
 TRAINED = ("everything", "all but the head", "the head alone")
 PRECISIONS = ("float64", "bfloat16", "bfloat16 autocast")
 

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import END_OF_WORDS, FIRST_WORD, PAD, tiny_model
+from tiny_models import END_OF_WORDS, FIRST_WORD, PAD, ROWS, tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from training_step import Step, call, gradients, widened
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from liger_patch import registry
-
-ROWS = {row.model_type: row for row in registry.available()}
 MODEL_TYPES = ["llama", "gemma2", "qwen3"]
 AVERAGES = ["token", "sequence"]
 IGNORED = -100

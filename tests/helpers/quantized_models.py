@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny_models import Batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-
-from liger_patch import registry
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -20,7 +18,6 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from liger_patch.readers import quantized_weights  # noqa: E402
 
-ROWS = {row.model_type: row for row in registry.available()}
 # peft 0.21 calls Transformers' gradient_checkpointing_enable, which 5.23 has renamed.
 # PEFT says so where an adapter touches a tied head.
 MARKS = [

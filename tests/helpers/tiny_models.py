@@ -31,8 +31,9 @@ from tiny_configurations import (
 )
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 
-from liger_patch.registry import Architecture
+from liger_patch.registry import Architecture, available
 
+ROWS = {row.model_type: row for row in available()}
 Batch = dict[str, torch.Tensor]
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # fields with a list of layers
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import Batch, tiny_batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, joined, step, widened
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 
 accelerate = pytest.importorskip("accelerate")
@@ -27,7 +27,6 @@ from accelerate.hooks import (  # noqa: E402
 )
 from accelerate.state import AcceleratorState  # noqa: E402
 
-ROWS = {row.model_type: row for row in registry.available()}
 CPU = torch.device("cpu")
 WHEN = ("before", "after")
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from trainers import QUIET
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.deferred.fuse import fused_log_probs
 from liger_patch.integrations import metrics
 from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
@@ -20,7 +20,6 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
-ROWS = {row.model_type: row for row in registry.available()}
 METRICS = ["eval_accuracy", "eval_perplexity", "eval_entropy", "eval_loss"]
 
 

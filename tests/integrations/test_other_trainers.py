@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from documents import configuration
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from trainers import QUIET
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch.forward import record_of
 
@@ -28,8 +28,6 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from liger_patch.integrations.transformers import LigerPatchCallback
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 def make_model() -> PreTrainedModel:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import call, joined, step, tell_apart, widened
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 
 peft = pytest.importorskip("peft")
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:You have requested .ensure_weight_tying.:UserWarning",
 )
 
-ROWS = {row.model_type: row for row in registry.available()}
 FALLBACK = "liger_patch computes ordinary logits"
 
 

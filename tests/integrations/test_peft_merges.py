@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from training_step import call
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
 peft = pytest.importorskip("peft")
 
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (has|with) .tie_word_embeddings:UserWarning",
     "ignore:You have requested .ensure_weight_tying.:UserWarning",
 )
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

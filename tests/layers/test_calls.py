@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from training_step import call, step, tell_apart
 from transformers import Gemma3ForCausalLM, PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.layers import attention, checks, mlp, norm
 from liger_patch.layers.replace import count_layers
 from liger_patch.layers.rotations import ROTATIONS
 
-ROWS = {row.model_type: row for row in registry.available()}
 # what layers on kernels call, with an attention's context for its rotary embedding
 OPERATORS: list[tuple[Any, str]] = [
     (norm, "run_rms_norm"),

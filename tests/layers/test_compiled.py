@@ -12,15 +12,13 @@ from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from functorch.compile import make_boxed_func
 from slow_cases import slow_but
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch._dynamo.backends.common import aot_autograd
 from training_step import joined, step, widened
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.layers.replace import LAYERS
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 pytestmark = MARKS
 

@@ -10,7 +10,7 @@ from exactness import assert_no_worse
 from rows import every_row, is_known_well
 from rows import model_type as row_name
 from slow_cases import slow_but
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, gradients, joined, patched, router_arguments, step, widened
 
@@ -20,7 +20,6 @@ from liger_patch.layers.norm import NORMS
 from liger_patch.layers.replace import ENDINGS, count_layers
 from liger_patch.layers.rotations import ATTENTIONS, ROTATIONS
 
-ROWS = {row.model_type: row for row in registry.available()}
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
 
 

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import step, tell_apart
 
-from liger_patch import apply_patch, registry, revert_patch
+from liger_patch import apply_patch, revert_patch
 from liger_patch.layers import mlp
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 def make_model(model_type: str = "llama") -> Any:

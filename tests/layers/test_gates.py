@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.layers import mlp
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.replace import count_layers
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 def make_model(model_type: str = "llama") -> Any:

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 from layer_checks import as_of
-from tiny_models import tiny_model
+from tiny_models import ROWS, tiny_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.layers import norm
 from liger_patch.layers.norm import PROBED
 from liger_patch.layers.probing import results_match
 from liger_patch.layers.replace import count_layers
 
-ROWS = {row.model_type: row for row in registry.available()}
 LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
 
 

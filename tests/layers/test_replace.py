@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from training_step import step
@@ -23,8 +23,6 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import masked_attention, mlp, norm, replace, rotations
 from liger_patch.layers.replace import LAYERS, count_layers
 from liger_patch.layers.tensor_parallel import is_parallel_linear
-
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:

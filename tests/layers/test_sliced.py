@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from training_step import call, joined, step, widened
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.kernels import gated_mlp, sliced
 from liger_patch.layers import checks, long_rows
 from liger_patch.patch.forward import record_of
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"),
 ]
-ROWS = {row.model_type: row for row in registry.available()}
 # Llama 4 adds in place to what its shared expert returns
 FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_text"]
 

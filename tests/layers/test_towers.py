@@ -9,14 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_model
+from tiny_models import ROWS, tiny_model
 from torch import Tensor, nn
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.replace import LAYERS, replace_layers
 
-ROWS = {row.model_type: row for row in registry.available()}
 # of models that encode sound without gradients, and the field of the outputs that is compared
 TOWERS = {
     ("vibevoice", "audio_tower"): "audio",

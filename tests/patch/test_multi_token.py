@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import step, tell_apart
 from transformers import (
@@ -18,9 +18,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import NOTICE
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
-ROWS = {row.model_type: row for row in registry.available()}
 DEPTH = 3
 
 

@@ -24,18 +24,17 @@ from offloaded_models import (
     tiny_batch_of,
 )
 from slow_cases import slow_but
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_patch import apply_patch, registry, revert_patch
+from liger_patch import apply_patch, revert_patch
 from liger_patch.patch.layer_input import PIECE_BYTES
 
 pytestmark = MARKS
 
-ROWS = {row.model_type: row for row in registry.available()}
 
 
 PASS_MORE = ("gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe")

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import Batch, tiny_batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import Float64, Step, call, gradients, joined, patched, step, widened
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
-ROWS = {row.model_type: row for row in registry.available()}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALVES = (torch.bfloat16, torch.float16)
 SCALE = 1024.0  # a loss scale that overflows nowhere here

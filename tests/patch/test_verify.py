@@ -62,24 +62,21 @@ def test_a_sound_model_agrees_and_stays_fused(
     assert not outputs.logits.is_computed
 
 
-def test_only_the_first_training_step_is_compared(verified: list[Any]) -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    with torch.no_grad():
-        call(model, tiny_batch(model))
-    assert verified == []
-    for _ in range(3):
-        call(model, tiny_batch(model))
-    assert verified == [None]
-
-
-def test_nothing_is_compared_without_the_flag(
+def test_only_the_first_training_step_is_compared_and_with_the_flag(
     verified: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = apply_patch(tiny_model(LLAMA))
+    with torch.no_grad():
+        call(model, tiny_batch(model))
     for value in ("0", ""):
         monkeypatch.setenv("LIGER_PATCH_VERIFY", value)
         call(model, tiny_batch(model))
     assert verified == []
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    model = apply_patch(tiny_model(LLAMA))
+    for _ in range(3):
+        call(model, tiny_batch(model))
+    assert verified == [None]
 
 
 def test_the_comparison_leaves_loss_and_gradients_as_they_are(

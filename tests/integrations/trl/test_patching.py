@@ -256,14 +256,6 @@ def test_a_model_without_trls_head_is_refused() -> None:
     assert "forward" not in vars(model)
 
 
-def patched_model() -> PreTrainedModel:
-    return apply_patch(make_model())
-
-
-def model_of_another_trainer() -> PreTrainedModel:
-    return apply_trl_patch(with_head(make_model(), ("log_probs",)))
-
-
 def test_a_callback_beside_the_flag_is_named(tmp_path: Path) -> None:
     from liger_patch.integrations.transformers import LigerPatchCallback
 
@@ -299,7 +291,14 @@ def test_same_gradient_is_true_or_false(wrong: Any) -> None:
     assert not patch_status(model).patched
 
 
-@pytest.mark.parametrize("make", [patched_model, model_of_another_trainer])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: apply_patch(make_model()),
+        lambda: apply_trl_patch(with_head(make_model(), ("log_probs",))),
+    ],
+    ids=["apply_patch", "another trainer"],
+)
 def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
     model = make()
     with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
