@@ -36,7 +36,6 @@ from liger_patch.patch.layer_input import PIECE_BYTES
 pytestmark = MARKS
 
 
-
 PASS_MORE = ("gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe")
 
 
