@@ -1,8 +1,8 @@
 """Draw the pictures of a report.
 
 Heads: time over the lower bound against peak memory, and both against the number of tokens.
-Training steps: bars of time and peak memory. Training runs: losses. The longest rows: against the
-memory of the GPU.
+Training steps: bars of time and peak memory; of LoRA only the first, in large bars, for the README.
+Training runs: losses. The longest rows: against the memory of the GPU.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def draw_all(report: dict, path: Path) -> list[Path]:
         ("results", "", draw),
         ("sweep", "_sweep", draw_sweep),
         ("steps", "", draw_steps),
+        ("lora_steps", "", draw_first_lora),
         ("distributed_steps", "", partial(draw_steps, key="distributed_steps")),
         ("longest_rows", "", draw_longest),
         ("convergence", "", draw_convergence),
@@ -153,6 +154,32 @@ def draw_steps(report: dict, path: Path, key: str = "steps") -> None:
     axes[0].set_yticks(range(len(models)), models)
     axes[0].invert_yaxis()
     _finish(figure, report, path, "training step")
+
+
+def draw_first_lora(report: dict, path: Path) -> None:
+    """Draw time and peak memory of the first model, one bar a contender."""
+    first = report["lora_steps"][0]["model"]
+    rows = [r for r in report["lora_steps"] if r["model"] == first and "peak_mib" in r]
+    rows = [row for row in rows if row["contender"] != LOWER_BOUND]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 0.9 + 0.75 * len(rows)), layout="constrained")
+    for panel, title, field, unit in (
+        (axes[0], "ms a step", "ms", 1),
+        (axes[1], "GiB at the peak", "peak_mib", GIB),
+    ):
+        values = [row[field] / unit for row in rows]
+        colours = ["black" if row["contender"] == OURS else "silver" for row in rows]
+        bars = panel.barh([row["contender"] for row in rows], values, 0.7, color=colours)
+        panel.bar_label(bars, fmt="{:.1f}", padding=4, fontsize=20, fontweight="bold")
+        panel.set_title(title, fontsize=17)
+        panel.set_xlim(right=1.3 * max(values))
+        panel.tick_params(axis="y", length=0, labelsize=17)
+        panel.set_xticks([])
+        panel.spines[:].set_visible(False)
+        panel.invert_yaxis()
+    axes[1].set_yticks([])
+    figure.suptitle(f"{first}, bf16, {report['gpu']}", fontsize=17)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def draw_longest(report: dict, path: Path) -> None:
