@@ -65,19 +65,6 @@ def of_all_runs(report: dict) -> dict:
     return report | {"command": "python -m benchmarks longest_row", "date": date}
 
 
-def longest_sentence(rows: list[dict]) -> str:
-    """Say what every contender trains in the least memory that was searched, of one model."""
-    rows = [row for row in rows if "gib" in row]
-    model, gib = rows[0]["model"], min(row["gib"] for row in rows)
-    found = {
-        row["contender"]: _cell(row, rows).replace(">= ", "at least ")
-        for row in rows
-        if (row["model"], row["gib"]) == (model, gib)
-    }
-    said = "; ".join(f"{contender} {cell}" for contender, cell in found.items())
-    return f"The longest row of {model} in {gib:g} GiB, in tokens: {said}"
-
-
 def _line(row: dict) -> str:
     if "timed" in row:
         run = f", run {row['run']}" if "run" in row else ""  # times of two runs have no line

@@ -19,8 +19,14 @@ def document(report: dict, cells: list[list[str]], note: str) -> str:
     count = max((row.get("gpus", 1) for row in rows), default=1)
     where = f"one {report['gpu']}" if count == 1 else f"{count} GPUs ({report['gpu']})"
     measured = f"Measured on {where} on {report['date']} in bf16 with {versions}"
-    note = note.replace("{command}", f"`{report['command']}`")
+    note = note.replace("{command}", _said(report["command"]))
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
+
+
+def _said(command: str) -> str:
+    """Quote the first of several commands: the file has all."""
+    first, *others = command.split("; ")
+    return f"`{first}`" + (f" and {len(others)} more in the file" if others else "")
 
 
 def case_of(row: Row) -> str:

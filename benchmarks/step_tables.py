@@ -7,7 +7,6 @@ from .longest_report import (
     attention_note,
     check_cells,
     longest_cells,
-    longest_sentence,
     of_all_runs,
     runs_note,
 )
@@ -15,59 +14,10 @@ from .lora_report import RATIO, first_steps, ratios
 from .markdown import cells_of, document, model_of
 from .names import LOWER_BOUND, by_default
 
-SUMMARY = {  # contenders of training steps -> columns of the README's table
-    "eager": "eager",
-    "torch.compile": "torch.compile",
-    "Liger, all kernels": "Liger-Kernel",
-    "liger_patch, layers": "liger_patch",
-}
-HEADLINE = "Llama-3.2-1B, 8 x 2048"
 BOUND_SAID = (
     " The matmul-only bound is the matrix products and attentions of eager's step alone, the "
     "head's for supervised tokens only."
 )
-
-
-def headline(report: dict) -> str:
-    """Say in a sentence what eager and we need for one training step."""
-    rows = {
-        SUMMARY.get(row["contender"]): row for row in report["steps"] if row["model"] == HEADLINE
-    }
-    eager, ours = rows["eager"], rows["liger_patch"]
-    name, batch = HEADLINE.split(", ")
-    return (
-        f"**A training step of {name} on {batch} tokens needs {ours['peak_mib'] / 1024:.1f} GiB "
-        f"over the weights instead of {eager['peak_mib'] / 1024:.1f} GiB, and takes "
-        f"{ours['ms']:.0f} ms instead of {eager['ms']:.0f} ms** (forward and backward, bf16, one "
-        f"{report['gpu']})."
-    )
-
-
-def summary_table(report: dict, compiled: dict) -> str:
-    """Format a line a model, a column for each of SUMMARY; torch.compile's from another run."""
-    cells, of_other_run = (
-        {(row["model"], row["contender"]): row for row in each["steps"]}
-        for each in (report, compiled)
-    )
-    shared = [
-        key
-        for key, row in cells.items()
-        if key[1] in SUMMARY and "ms" in row and "ms" in of_other_run.get(key, {})
-    ]
-    slower = max(of_other_run[key]["ms"] / cells[key]["ms"] for key in shared) - 1
-    found = of_other_run | cells
-    rows = [
-        {**found[model, contender], "contender": column}
-        for model in dict.fromkeys(map(model_of, report["steps"]))
-        for contender, column in SUMMARY.items()
-    ]
-    note = (
-        ": forward and backward of the whole model with random weights, 40 % of the labels "
-        "ignored, without checkpointing; medians, peak memory over the weights: "
-        "[commands and all rows](docs/performance.md#training-steps). The column of torch.compile "
-        f"is from another run, in which the same contenders took up to {100 * slower:.0f} % longer."
-    )
-    return document(report, cells_of("training step, ms / GiB", rows, model_of), note)
 
 
 def steps_table(report: dict) -> str:
@@ -112,8 +62,8 @@ def lora_steps_table(report: dict) -> str:
 
 def lora_summary(report: dict) -> str:
     """Format the plainest and the most frugal line of each model in which every contender ended,
-    without the bound: all are in docs/lora.md. The first steps are those of all lines: kernels are
-    compiled in the first line of a process.
+    without the bound: all are in docs/results.md. The first steps are those of all lines: kernels
+    are compiled in the first line of a process.
     """
     measured = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
     failed = {row["model"] for row in measured if "failure" in row}
@@ -125,7 +75,7 @@ def lora_summary(report: dict) -> str:
     note = (
         " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
         "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        "weights. The longest first step, kernels compiled: "
+        "weights, {command}. The longest first step, kernels compiled: "
         f"{first_steps(report['lora_steps'])}. Only checkpoints can be offloaded."
     )
     return document(report, cells_of("LoRA step, ms / GiB", rows, model_of), note)
@@ -140,17 +90,6 @@ def longest_rows_table(report: dict) -> str:
         f"{attention_note(rows)}{runs_note(rows)}"
     )
     return document(of_all_runs(report), longest_cells(rows), note)
-
-
-def longest_summary(report: dict) -> str:
-    """Say in a sentence what fits the least memory, and what the picture's arrows are:
-    docs/memory.md has the other lengths, and times.
-    """
-    rows = report["longest_rows"]
-    said = longest_sentence(rows)
-    said += ": [all lengths, and how they were measured](docs/memory.md#the-longest-row)."
-    is_bounded = any(row.get("at_least") for row in rows)
-    return f"{said} An arrow in the picture is a lower bound." if is_bounded else said
 
 
 def long_row_check_table(report: dict) -> str:
@@ -170,9 +109,8 @@ def convergence_table(report: dict) -> str:
     weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"
     note = (
         f" (autocast over {weights}): {tokens} tokens of Python's standard library a step, "
-        "from random weights. Another seed gives other weights and another order of the text; "
-        "rounded is seed 0 with each first weight moved by half an eps of bfloat16 at most. "
-        "Held-out losses are those of the trained weights in an unpatched model, without autocast. "
+        "from random weights; rounded is seed 0 with each first weight moved by half an eps of "
+        "bfloat16 at most. Held-out losses are those of an unpatched model, without autocast. "
         f"{judgement(report['convergence'])} {{command}}."
     )
     return document(report, losses(report), note)

@@ -1,7 +1,8 @@
 """MkDocs' hooks: files outside docs/ become pages of the site, so that links work as on GitHub.
 
-A file of the repository at ``path`` is at ``repository/path`` in the site: Markdown as it is,
-Python as a page that shows it, a folder as a page that lists it, any other file for download.
+README.md is the first page, index.md. A file of the repository at ``path`` is at
+``repository/path`` in the site: Markdown as it is, Python as a page that shows it, a folder as a
+page that lists it, any other file for download.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FIRST, INDEX = "README.md", "index.md"
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 COMMENT = re.compile(r"^<!-- /?\w+ -->$", re.M)  # around what tests write
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
@@ -30,9 +32,11 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages at the root, and all outside docs/ that a page links to."""
-    documents = [*PAGES, *(f"docs/{path.name}" for path in Path(config.docs_dir).glob("*.md"))]
+    own = (f"docs/{path.name}" for path in Path(config.docs_dir).glob("*.md"))
+    documents = [FIRST, *PAGES, *own]
     linked = {target for document in documents for target in _targets(document)}
-    outside = sorted(target for target in {*PAGES, *linked} if not target.startswith("docs/"))
+    files.append(File.generated(config, INDEX, abs_src_path=str(ROOT / FIRST)))
+    outside = sorted(x for x in {*PAGES, *linked} - {FIRST} if not x.startswith("docs/"))
     added = {file.src_uri: file for target in outside for file in _files_of(target, config)}
     for file in added.values():
         files.append(file)
@@ -43,13 +47,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to where the files are in the site."""
     here = page.file.src_uri
     in_repository = here.removeprefix("repository/") if _is_added(here) else f"docs/{here}"
+    in_repository = FIRST if here == INDEX else in_repository
 
     def moved(match: re.Match[str]) -> str:
         target, anchor = match[2], match[3] or ""
         if not target or ":" in target:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), target))
-        if path.startswith("docs/"):
+        if path == FIRST:
+            path = INDEX
+        elif path.startswith("docs/"):
             path = path.removeprefix("docs/")
         else:
             path = f"repository/{path}{_suffix(path)}"

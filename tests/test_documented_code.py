@@ -1,4 +1,7 @@
-"""Code and configurations in the documents: they parse, and what they name is there."""
+"""Code and configurations in the documents: they parse, and what they name is there.
+
+The first block of Python of each page runs, on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
-from documents import DOCUMENTS, ROOT, Block, blocks
+from documented_code import DOCUMENTS, ROOT, Block, blocks
+from tiny_models import tiny_batch, tiny_model
+from tiny_text import prompts_and_completions, tiny_tokenizer
+from trainers import QUIET
 
 import liger_patch
+from liger_patch import registry
 from liger_patch.__main__ import _parser
 from liger_patch.patch import flags
 
@@ -55,6 +62,45 @@ def test_python_in_the_documents_is_right(document: Path) -> None:
             tree = ast.parse(OMITTED.sub("", block.code), block.place)
             if "liger_patch.integrations.trl" not in block.code or find_spec("trl"):
                 assert wrong_names(tree, names) == [], block.place
+
+
+FIRST = {block.place.partition(":")[0]: block for block in reversed(blocks("python"))}
+
+
+@pytest.mark.parametrize("page", sorted(FIRST))
+@pytest.mark.filterwarnings("ignore")  # of the libraries in these blocks
+def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """With the names that it does not define: a model, a batch, data and what trains."""
+    code = FIRST[page].code
+    if "trl" in code:
+        pytest.importorskip("trl")
+    if "peft" in code:
+        pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    row = next(each for each in registry.available() if each.model_type == "qwen3")
+    tiny_model(row).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained("model").train()
+    rows = tiny_batch(model, batch=4)
+    data = [{name: value[i] for name, value in rows.items()} for i in range(4)]
+    if "SFTTrainer" in code:
+        datasets = pytest.importorskip("datasets")
+        data = prompts_and_completions(8)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    names: dict[str, Any] = {
+        "model": model,
+        "batch": tiny_batch(model),
+        "dataset": data,
+        "args": transformers.TrainingArguments("outputs", max_steps=1, **QUIET),
+        "Trainer": transformers.Trainer,
+    }
+    on_a_cpu = "use_liger_patch=True, use_cpu=True, bf16=False, max_steps=1"
+    code = code.replace("Qwen/Qwen3-0.6B", "model").replace("use_liger_patch=True", on_a_cpu)
+    exec(compile(code, page, "exec"), names)
+    trained = names["trainer"].model if "trainer" in names else names["model"]
+    if "revert_patch(model)" not in code and "longest_row" not in code:
+        assert liger_patch.patch_status(trained).reason is None
 
 
 def test_wrong_names_are_found() -> None:
@@ -100,6 +146,6 @@ def test_every_example_has_a_line() -> None:
     }
     own = {f"{name}.py" for name in scripts.keys() - imported}
     own |= {path.name for path in EXAMPLES.glob("*.ipynb")}
-    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `.*?examples/(\w+\.(?:py|ipynb))\b.*?` \|", text, re.M))
     assert named == own

@@ -1,5 +1,5 @@
 """Every kind of head x what trains x precision x when it is patched: fused or falling back as
-docs/heads.md says, with eager's loss and gradients. UPDATE_README=1 writes the table there.
+docs/models.md says, with eager's loss and gradients. UPDATE_README=1 writes the table there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ bnb = pytest.importorskip("bitsandbytes")
 
 from liger_patch.readers import quantized_weights  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs" / "heads.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+ROWS = {row.model_type: row for row in registry.available()}
 TRAINED = ("everything", "all but the head", "the head alone")
 PRECISIONS = ("float64", "bfloat16", "bfloat16 autocast")
 

@@ -142,7 +142,7 @@ def test_a_quantized_checkpoint_takes_what_its_loaded_model_does(
 
 @pytest.mark.skipif(TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
 def test_feed_forward_layers_in_4_bits_without_adapters_run_in_slices(config: LlamaConfig) -> None:
-    """Those in 8 bits do not, as docs/layers.md says."""
+    """Those in 8 bits do not, as docs/memory.md says."""
     length = 2 * longest_at_once(SIZE, 2)
     step = replace(STEP, lora_rank=4, checkpointing=True, length=length)
     step = replace(step, lora_targets=("model.layers.0.self_attn.q_proj",))
@@ -213,7 +213,7 @@ def test_ours_holds_a_chunk_of_logits(config: LlamaConfig) -> None:
 
 
 def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
-    """docs/layers.md: a norm keeps its input, a feed-forward layer 2 H + 4 I bytes a token."""
+    """docs/design.md: a norm keeps its input, a feed-forward layer 2 H + 4 I bytes a token."""
     steps = [replace(STEP, length=length, chunk_mib=0.05) for length in (TOKENS, 2 * TOKENS)]
     kept = [parts(config, step, OURS)["kept by the layers"] for step in steps]
     a_token = (kept[1] - kept[0]) / TOKENS

@@ -1,5 +1,6 @@
-"""The cells of the support matrix on the first page of the docs: what trains what, and how. Each
-of a trainer is run by test_support, each of an engine by test_distributed.
+"""The cells of the support matrix in docs/trl.md: what trains what, and how.
+
+test_support runs each.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from engine_cases import ROWS as ENGINES
-from engine_cases import SEQUENCES
 from tiny_models import tiny_batch, tiny_model
 from tiny_text import judgements, preferences, prompts_and_completions, tiny_tokenizer
 from torch import nn
@@ -39,23 +38,21 @@ class Head(NamedTuple):
 
     Attributes:
         targets: of the adapters; nothing is adapted without.
-        engines: the column of the engines' table that tests it there: of Row; "" for all of them.
         saved: whether the head is trained beside them.
         in_4_bits: whether the head is stored so. There is no float64 of it.
         dora: whether the adapters are of a kind that is not fused on a head.
     """
 
     targets: tuple[str, ...] = ()
-    engines: str | None = None
     saved: bool = False
     in_4_bits: bool = False
     dora: bool = False
 
 
 HEADS = {
-    "trained, no adapters": Head(engines=""),
+    "trained, no adapters": Head(),
     "LoRA on other layers": Head(("q_proj", "v_proj")),
-    "LoRA on `lm_head` too": Head(("q_proj", "lm_head"), engines="lora"),
+    "LoRA on `lm_head` too": Head(("q_proj", "lm_head")),
     '`modules_to_save=["lm_head"]`': Head(("q_proj",), saved=True),
     "`lm_head` in 4 bits, LoRA on it": Head(("q_proj", "lm_head"), in_4_bits=True),
     "DoRA on `lm_head`": Head(("q_proj", "lm_head"), dora=True),
@@ -184,35 +181,4 @@ def trainers_table() -> str:
     lines = [["trained by", *HEADS], ["---"] * (1 + len(HEADS))]
     for trainer in TRAINERS:
         lines.append([trainer, *(outcome(trainer, head) for head in HEADS.values())])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def engines_table() -> str:
-    """Return a row an engine, a column a head: what ``Row.cases`` run, which fail unless fused."""
-    tested = {name: head for name, head in HEADS.items() if head.engines is not None}
-    lines = [["engine", "trained by", *tested], ["---"] * (2 + len(tested))]
-    for row in ENGINES:
-        cells = [
-            "fused" if not h.engines or getattr(row, h.engines) else "" for h in tested.values()
-        ]
-        lines.append(
-            [
-                row.title,
-                "Transformers, Trainer" if row.engine in SEQUENCES else "your own loop",
-                *cells,
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def families_table() -> str:
-    """Return a row a family: how many architectures have a test, and which stands for it above."""
-    lines = [
-        ["family", "tested architectures", "with layers on kernels", "in the matrix"],
-        ["---"] * 4,
-    ]
-    for family, model_type in MODELS.items():
-        rows = [row for row in registry.ARCHITECTURES if row.family == family]
-        layers = sum(bool(row.kinds) for row in rows)
-        lines.append([family, str(len(rows)), str(layers), f"`{model_type}`"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""Each cell of the support matrix in docs/index.md, with a model of each family: fused or not, as
+"""Each cell of the support matrix in docs/trl.md, with a model of each family: fused or not, as
 the matrix says, with the numbers of the same trainer on logits.
 """
 
