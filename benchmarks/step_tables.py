@@ -14,11 +14,6 @@ from .lora_report import RATIO, first_steps, ratios
 from .markdown import cells_of, document, model_of
 from .names import LOWER_BOUND, by_default
 
-BOUND_SAID = (
-    " The matmul-only bound is the matrix products and attentions of eager's step alone, the "
-    "head's for supervised tokens only."
-)
-
 
 def steps_table(report: dict) -> str:
     report = by_default(report)
@@ -27,8 +22,6 @@ def steps_table(report: dict) -> str:
         "ignored, without checkpointing; medians, the contenders of a row in one process, peak "
         "memory over the weights, gradients included, {command}."
     )
-    if any(row["contender"] == LOWER_BOUND for row in report["steps"]):
-        note += BOUND_SAID
     return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), note)
 
 
@@ -55,8 +48,6 @@ def lora_steps_table(report: dict) -> str:
         "process a contender, medians, peak memory with the weights, {command}. The longest first "
         f"step, kernels compiled: {first_steps(rows)}."
     )
-    if any(row["contender"] == LOWER_BOUND for row in rows):
-        note += BOUND_SAID
     return document(report, cells, note)
 
 

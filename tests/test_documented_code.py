@@ -103,6 +103,14 @@ def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: 
         assert liger_patch.patch_status(trained).reason is None
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_page_says_when_to_use_it_and_what_does_not_work(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.match(r"# .+\n\nUse this when ", text)
+    assert re.findall(r"^## (.+)$", text, re.M)[-1] == "What does not work"
+    assert any(block.place.startswith(f"{page.name}:") for block in blocks())
+
+
 def test_wrong_names_are_found() -> None:
     code = "from liger_patch import apply_patch, nothing\napply_patch(model, chunk=1, layers=False)"
     names: dict[str, Any] = {}
