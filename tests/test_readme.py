@@ -23,8 +23,6 @@ from benchmarks.head_tables import (
     idle_table,
     layer_kernels_table,
     log_probs_table,
-    other_gpus_table,
-    quack_table,
     readme_table,
 )
 from benchmarks.report import RESULTS, read
@@ -73,9 +71,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
         ("longest_rows", longest_rows_table, "longest_row"),
         ("long_row_check", long_row_check_table, "long_row_check"),
         ("benchmark", readme_table, "linear_cross_entropy"),
-        ("quack", quack_table, "linear_cross_entropy"),
         ("idle", idle_table, "linear_cross_entropy"),
-        ("other_gpus", other_gpus_table, "linear_cross_entropy"),
         ("heads", heads_table, "kinds_of_heads"),
         ("log_probs", log_probs_table, "log_probs"),
         ("sft_steps", sft_steps_table, "sft_step"),
