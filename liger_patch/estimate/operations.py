@@ -75,7 +75,7 @@ class GpuOperations(TorchFunctionMode):
             self._copies[id(value)] = value.to(self.autocast)
         return self._copies[id(value)]
 
-    def tokens_of_slice(self, x: Tensor, size: int) -> int | None:
+    def tokens_of_slice(self, x: Tensor, size: int, _: torch.dtype) -> int | None:
         """Return what ``layers/long_rows`` does on a GPU."""
         return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.sliced import slice_tokens
@@ -41,17 +40,17 @@ def is_checkpointed() -> bool:
     return getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
-def tokens_of_slice(x: Tensor, size: int) -> int | None:
+def tokens_of_slice(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
     """Return the tokens of a slice, for a feed-forward layer of x (..., H). None for no slices: if
     the row is short, or if checkpointing does not compute the layer again.
 
     Args:
         size: the intermediate size.
+        dtype: of the products.
     """
     if _is_in_graph() or x.dim() == 0:
         return None
-    itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
-    tokens = slice_tokens(math.prod(x.shape[:-1]), size, itemsize)
+    tokens = slice_tokens(math.prod(x.shape[:-1]), size, dtype.itemsize)
     if tokens is None or torch._C._is_tracing() or not is_checkpointed():
         return None
     return tokens

@@ -7,6 +7,7 @@ attention that read the same input are computed together, when the first of them
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.backend import PLAIN_TENSORS, autocast_dtype
 from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.linears import run_lora_linears
@@ -47,6 +48,8 @@ class Dtypes(NamedTuple):
     product: torch.dtype
     casts: bool  # whether autocast casts operands of another dtype
 
+
+_dtypes = functools.cache(Dtypes)  # a call's are those of the last one, the same object
 
 # the dtypes of each layer's last call; or why PEFT's own forward ran, whatever the adapter is
 _last_call: WeakKeyDictionary[nn.Module, Dtypes | str] = WeakKeyDictionary()
@@ -118,7 +121,7 @@ def lora_linear(original: Any) -> type[nn.Module]:
             if result is not None:
                 return result
             if not is_left_to_model(self, x):
-                plain = _plain_of((self,), x)
+                plain = _plain_of((self,), _dtypes_of(x))
                 if plain is not None:
                     return _results(x, plain)[0]
         return original.forward(self, x, *args, **kwargs)
@@ -148,7 +151,8 @@ def not_plain(model: nn.Module) -> Counter[str]:
     for layer in layers:
         if is_on_kernels(layer):
             last = _last_call.get(layer)
-            plain = last if isinstance(last, str) else _plain(layer, last)
+            adapter = lora_adapters.plain_adapter(layer)
+            plain = last if isinstance(last, str) else _plain(layer, adapter, last)
             reasons.update([plain] if isinstance(plain, str) else ())
         elif "forward" in vars(layer) and lora_adapters.has_adapters(layer):
             reasons["its forward was replaced"] += 1
@@ -173,15 +177,16 @@ def lora_feed_forward(
         return None
     if not (is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)):
         return None
-    gates = _plain_of((gate, up), x)
-    if gates is None or gates[0].dtype != gates[1].dtype:
+    dtypes = _dtypes_of(x)
+    gates = _plain_of((gate, up), dtypes)
+    if gates is None or gates[0].dtype != gates[1].dtype or isinstance(dtypes, str):
         return None
-    downs = _plain_of((down,), x, gates[0].dtype)
+    downs = _plain_of((down,), _dtypes(gates[0].dtype, dtypes.product, dtypes.casts))
     if downs is None:
         return None
     projections = gates[0].projection, gates[1].projection, downs[0].projection
-    tokens = tokens_of_slice(x, projections[0].weight.shape[0])
-    y = run_gated_mlp(x, *projections, gates[0].product, activation, tokens)
+    tokens = tokens_of_slice(x, projections[0].weight.shape[0], dtypes.product)
+    y = run_gated_mlp(x, *projections, dtypes.product, activation, tokens)
     return y.to(downs[0].dtype)
 
 
@@ -209,7 +214,7 @@ class Siblings:
         if self._x is not None or member not in self._members:
             return None
         self._x, self._version = x, version
-        plain = _plain_of(self._members, x)
+        plain = _plain_of(self._members, _dtypes_of(x))
         if plain is None:
             return None
         self._results = dict(zip(self._members, _results(x, plain), strict=True))
@@ -227,27 +232,30 @@ def computed_together(attention: nn.Module) -> AbstractContextManager[object]:
     return Siblings(members)
 
 
-def _plain_of(
-    layers: Sequence[Any], x: Tensor, dtype: torch.dtype | None = None
-) -> list[Plain] | None:
-    """Return the projections of layers for a call on an input like x; None if PEFT's own forward
-    must run for one of them.
-
-    Args:
-        dtype: the dtype of that input, where it is not that of x.
-    """
-    dtype = dtype or x.dtype
+def _dtypes_of(x: Tensor) -> Dtypes | str:
+    """Return the dtypes of a call on x, or why PEFT's own forward runs, whatever the adapter is."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        dtypes = "a dispatch mode or torch.jit.trace records the call"
-    elif needs_own_code(x):
-        dtypes = "torch.func or a tensor subclass"
-    else:
-        autocast = autocast_dtype(x.device.type, dtype)
-        dtypes = Dtypes(dtype, autocast or dtype, casts=autocast is not None)
+        return "a dispatch mode or torch.jit.trace records the call"
+    if needs_own_code(x):
+        return "torch.func or a tensor subclass"
+    dtype = x.dtype
+    autocast = autocast_dtype(x.device.type, dtype)
+    return _dtypes(dtype, autocast or dtype, autocast is not None)
+
+
+def _plain_of(layers: Sequence[Any], dtypes: Dtypes | str) -> list[Plain] | None:
+    """Return the projections of layers for a call with these dtypes; None if PEFT's own forward
+    must run for one of them.
+    """
+    from liger_patch.readers import lora_adapters
+
     found = []
     for layer in layers:
-        _last_call[layer] = dtypes
-        plain = dtypes if isinstance(dtypes, str) else _plain(layer, dtypes)
+        if _last_call.get(layer) is not dtypes:
+            _last_call[layer] = dtypes
+        if isinstance(dtypes, str):
+            continue
+        plain = _plain(layer, lora_adapters.plain_adapter(layer), dtypes)
         if not isinstance(plain, str):
             found.append(plain)
     return found if len(found) == len(layers) else None
@@ -269,14 +277,18 @@ def _own_dtypes(base: Any) -> Dtypes:
     return Dtypes(dtype, dtype, casts=True)
 
 
-def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
-    """Return the layer's projection for a call with these dtypes, or why the layer is not plain."""
-    from liger_patch.readers import lora_adapters
+def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | str:
+    """Return the layer's projection for a call with these dtypes, or why the layer is not plain.
 
-    base: Any = layer.base_layer
-    adapter = lora_adapters.plain_adapter(layer)
+    Each call asks again, and keeps nothing: so it sees whatever has changed, copies and threads
+    have nothing to share, and a checkpoint's second pass decides as its first one did.
+
+    Args:
+        adapter: what ``lora_adapters.plain_adapter`` returned for the layer.
+    """
     if isinstance(adapter, str):
         return adapter
+    base: Any = layer._modules["base_layer"]
     a, b, dropout, scaling, rate = adapter
     # asked before weights are read: under ZeRO-3, reading gathers them
     if has_hooks(base, a, b, dropout):
@@ -286,7 +298,7 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
     if type(base) is nn.Linear:
         if (nn.Linear.forward, nn.functional.linear) != PRODUCT:
             return "another function than torch's linear"
-        weight = base.weight
+        weight: Any = None
     else:
         weight = _quantized_weight(base, dtype)
         if isinstance(weight, str):
@@ -297,15 +309,21 @@ def _plain(layer: Any, dtypes: Dtypes | None) -> Plain | str:
             return OfDtypes(reason, advice)
         # bitsandbytes casts what a product gives to the dtype of its input
         result_dtype = torch.promote_types(x_dtype, dtype)
-    projection = LoraProjection(weight, base.bias, a.weight, b.weight, scaling, rate)
-    for each in projection[:4]:
-        if not isinstance(each, Tensor):  # no bias, or a quantized weight
-            continue
-        if type(each) not in (Tensor, nn.Parameter):
+    try:  # not by attribute: nn.Module looks these up in Python
+        weight = base._parameters["weight"] if weight is None else weight
+        bias = base._parameters["bias"]
+        matrices = a._parameters["weight"], b._parameters["weight"]
+    except KeyError:  # FSDP's are attributes
+        weight = base.weight if weight is None else weight
+        bias, matrices = base.bias, (a.weight, b.weight)
+    tensors: Any = weight, bias, *matrices
+    for each in tensors:
+        if type(each) in PLAIN_TENSORS:
+            if each.dtype != dtype and not (casts and each.is_floating_point()):
+                return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
+        elif isinstance(each, Tensor):  # else no bias, or a quantized weight
             return "weights of a tensor subclass"
-        if each.dtype != dtype and not (casts and each.is_floating_point()):
-            return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
-    return Plain(projection, result_dtype, dtype)
+    return Plain(LoraProjection(weight, bias, *matrices, scaling, rate), result_dtype, dtype)
 
 
 def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:

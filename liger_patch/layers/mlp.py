@@ -178,10 +178,10 @@ def _as_one_function(x: Tensor, modules: Sequence[Any], activation: str) -> Tens
         y = lora_feed_forward(x, *modules, activation=activation)
         if y is not None:
             return y
-    tokens = tokens_of_slice(x, getattr(modules[-1], "in_features", 0))
+    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
+    tokens = tokens_of_slice(x, getattr(modules[-1], "in_features", 0), dtype)
     if tokens is None and not _keeps_tensors():
         return None
-    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
     parts = []
     for module in modules:
         weight = _plain_weight(module, dtype)

@@ -1,6 +1,6 @@
 """PEFT: the Transformers model inside a PEFT wrapper. Imported only where peft is loaded."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraLayer
@@ -26,23 +26,6 @@ def merged_adapters(*modules: nn.Module | None) -> tuple[list[str], ...]:
     return tuple(layer.merged_adapters for layer in layers if hasattr(layer, "merged_adapters"))
 
 
-class Adapter(NamedTuple):
-    """The one active LoRA adapter of a linear layer.
-
-    Attributes:
-        a, b, dropout: the modules that PEFT calls to compute it; the weights of the first two are
-            (R, H) and (O, R).
-        scaling: factor on what it adds.
-        rate: of the dropout now, in [0, 1).
-    """
-
-    a: nn.Linear
-    b: nn.Linear
-    dropout: nn.Module
-    scaling: float
-    rate: float
-
-
 def runs_pefts_forward(module: nn.Module) -> bool:
     """Return True for a linear layer with LoRA adapters that runs PEFT's own forward."""
     forward = type(module).forward
@@ -65,9 +48,13 @@ def described(layer: nn.Module) -> str:
     return f"{type(layer).__name__} ({tuner})"
 
 
-def plain_adapter(layer: Any) -> Adapter | str:
-    """Return the adapter of a layer that adds ``scaling * B A dropout(x)`` and nothing else; or why
-    it is not so.
+def plain_adapter(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Module, float, float] | str:
+    """Return the one active adapter of a layer, if it adds ``scaling * B A dropout(x)`` and nothing
+    else; or why it is not so.
+
+    Returns:
+        the modules of A, B and dropout, whose weights are (R, H) and (O, R); the scaling; and the
+        rate of the dropout now, in [0, 1).
     """
     if layer.disable_adapters:
         return "adapters are disabled"
@@ -100,4 +87,4 @@ def plain_adapter(layer: Any) -> Adapter | str:
     scaling = layer.scaling[name]
     if isinstance(scaling, Tensor):  # on a GPU mostly, where reading it at each call would wait
         return "its scaling is a tensor (prepare_model_for_compiled_hotswap)"
-    return Adapter(a, b, dropout, scaling, rate)
+    return a, b, dropout, scaling, rate

@@ -104,11 +104,12 @@ class _Weight4bit(LayerWeight):
             self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
         row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
         super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
-        self._fits_kernel = self._quant_type == "nf4" and self._has_kernels_floats()
+        is_served = self._quant_type == "nf4" and serves_triton_device(packed)
+        self._fits_kernel = is_served and self._has_kernels_floats()
 
     def _dequantized(self, start: int, stop: int) -> Tensor:
         width, blocksize = self.shape[1], self._blocksize
-        if self._fits_kernel and serves_triton_device(self._packed) and not is_traced():
+        if self._fits_kernel and not is_traced():
             from liger_patch.kernels.triton import nf4
 
             numbers = nf4.dequantized(
@@ -221,9 +222,9 @@ def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | Non
     bitsandbytes has packed for inference on a CPU. Autocast is not considered.
     """
     forward = type(module).forward
-    if isinstance(module, Linear4bit) and forward is Linear4bit.forward:
+    if forward is Linear4bit.forward and isinstance(module, Linear4bit):
         return _weight_4bit(module, dtype)
-    if isinstance(module, Linear8bitLt) and forward is Linear8bitLt.forward:
+    if forward is Linear8bitLt.forward and isinstance(module, Linear8bitLt):
         return _weight_8bit(module, dtype)
     return None
 
@@ -248,17 +249,12 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     # not so for a shard of FSDP, or where bitsandbytes rounded down to a whole quant_storage
     if packed.numel() != -(-size // 2) or absmax.shape != (-(-size // blocksize),):
         return None
-    dtype = _product_dtype(module, dtype)
+    # Linear4bit.forward's own dtype, which its first input may set
+    if module.compute_type_is_set or dtype not in (torch.float32, torch.bfloat16):
+        dtype = module.compute_dtype or dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
     return _Weight4bit(module, weight, packed, state, dtype)
-
-
-def _product_dtype(module: Linear4bit, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of ``Linear4bit.forward``, whose first input may set it."""
-    if not module.compute_type_is_set and dtype in (torch.float32, torch.bfloat16):
-        return dtype
-    return module.compute_dtype or dtype
 
 
 def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None:

@@ -4,6 +4,9 @@ asks which layers are plain, and the others run PEFT's own forward.
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ from peft.utils import hotswap
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_step import call
+from training_step import call, joined
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.layers.lora import not_plain
@@ -78,6 +81,16 @@ def renewed(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data * 1.5
+
+
+def with_bases_renewed(model: Any) -> None:
+    for layer in lora_layers(model).values():
+        layer.base_layer.weight.data = layer.base_layer.weight.data * 1.5
+
+
+def set_scale(model: Any) -> None:
+    for layer in lora_layers(model).values():
+        layer.set_scale("default", 2.5)
 
 
 def hotswapped(model: Any, **options: Any) -> None:
@@ -145,6 +158,8 @@ CASES = {
     "merged and unmerged": Case(unmerged),
     "scaled": Case(scaled),
     "new memory": Case(renewed),
+    "new memory of bases": Case(with_bases_renewed),
+    "another scale": Case(set_scale),
     "swapped for one of a smaller rank": Case(hotswapped),
     "swapped for one of a larger rank": Case(lambda m: hotswapped(m, r=6)),
     "evaluation and training": Case(lambda m: m.eval().train()),
@@ -171,6 +186,9 @@ CASES = {
     ),
     "hook of B": Case(
         of("up_proj", lambda m: doubles(m.lora_B["default"])), "hooks", ("up_proj",), layers=1
+    ),
+    "hook of dropout": Case(
+        of("k_proj", lambda m: doubles(m.lora_dropout["default"])), "hooks", ("k_proj",), layers=1
     ),
     "hook of a base": Case(
         of("o_proj", lambda m: doubles(m.base_layer)), "hooks", ("o_proj",), layers=1
@@ -278,6 +296,39 @@ def test_the_optimizer_of_lora_fa() -> None:
             theirs.requires_grad_(ours.requires_grad)
         assert_same(model, eager, batch)
     assert training_step(model, batch)["loss"] < before
+
+
+def test_autocast_between_steps() -> None:
+    eager = adapted()
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    truth = training_step(copy.deepcopy(eager).double(), batch)
+    for autocast in (False, True, False):
+        steps = (training_step(each, batch, autocast=autocast) for each in (eager, model))
+        wide, plain, ours = joined(truth, *steps)
+        assert_no_worse(ours, plain, wide, torch.bfloat16 if autocast else torch.float32)
+
+
+def test_hooks_of_all_modules(calls: Calls) -> None:
+    eager, model, batch = copies()
+    training_step(model, batch)
+    seen: set[nn.Module] = set()
+    hook = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(m))
+    try:
+        assert_same(model, eager, batch)
+        assert len(calls.of_step(model, batch)[1]) == 14
+    finally:
+        hook.remove()
+    assert {each.base_layer for each in lora_layers(model).values()} <= seen
+    assert calls.of_step(model, batch) == (LAYER * 2, [])
+
+
+def test_no_call_keeps_adapters_that_the_model_has_dropped() -> None:
+    _, model, batch = copies()
+    training_step(model, batch)
+    weights = [weakref.ref(p) for n, p in model.named_parameters() if "lora_" in n]
+    exchanged(model)
+    gc.collect()
+    assert [each() for each in weights] == [None] * len(weights)
 
 
 @pytest.mark.parametrize("name", ["disable_adapter", "adapter_names"])

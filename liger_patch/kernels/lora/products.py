@@ -121,7 +121,7 @@ def gradients_of_input_(
     """Write to dx what comes through bases and adapters. Return dA of each in its dtype, None for
     None.
     """
-    is_whole = not any([part.dropout for part in parts])  # each adapter sees all features
+    is_whole = {*kept} == {None}  # each adapter sees all features
     if dx is not None:
         add = False
         if is_whole and ds is not None and a is not None:
