@@ -28,7 +28,6 @@ bnb = pytest.importorskip("bitsandbytes")
 from liger_patch.readers import quantized_weights  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
-ROWS = {row.model_type: row for row in registry.available()}
 TRAINED = ("everything", "all but the head", "the head alone")
 PRECISIONS = ("float64", "bfloat16", "bfloat16 autocast")
 
