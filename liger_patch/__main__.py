@@ -1,4 +1,4 @@
-"""The command line: ``python -m liger_patch estimate MODEL`` and ``... doctor``."""
+"""The command line: ``python -m liger_patch`` with ``try``, ``run``, ``estimate`` or ``doctor``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from liger_patch.cli.doctor import doctor
 
         return doctor()
+    if options.command in ("try", "run"):
+        return _train(options.parser, options)
     return _estimate(options.parser, options)
 
 
@@ -38,6 +40,18 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "doctor", help="test this machine in seconds, and print what a bug report needs"
     )
+    for name, does in (
+        ("try", "run a training script for some steps, as it is and patched, and compare"),
+        ("run", "patch what a training script trains, and run it to its end"),
+    ):
+        train = commands.add_parser(name, help=does, description=does)
+        train.set_defaults(parser=train)
+        if name == "try":
+            train.add_argument("--steps", type=_whole, default=20,
+                help="optimizer steps of each (default: 20)")  # fmt: skip
+            train.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
+        train.add_argument("script", metavar="SCRIPT", help="a training script, unchanged")
+        train.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     estimate = commands.add_parser(
         "estimate", help="say where the memory of a training step goes, without a download or a GPU"
     )
@@ -69,6 +83,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="draw the parts of each peak")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
+
+
+def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if not Path(options.script).is_file():
+        parser.error(f"argument SCRIPT: expected a file, got {options.script}")
+    if options.command == "run":
+        from liger_patch.cli.run import run
+
+        return run(options.script, options.arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("it compares runs of one process: several can run the script")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: expected a file in an existing folder, got {options.json}")
+    from liger_patch.cli.compare import compare
+
+    return compare(options.script, options.arguments, options.steps, options.json)
 
 
 def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from documented_code import DOCUMENTS, ROOT, Block, blocks
+from documents import DOCUMENTS, ROOT, Block, blocks
 from tiny_models import tiny_batch, tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from trainers import QUIET

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sections import check_section
+from documents import check_section
 from support_cases import trainers_table
 
 from benchmarks.distributed_tables import (
