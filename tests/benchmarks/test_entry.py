@@ -22,6 +22,7 @@ DRAWN = (  # how the names begin of reports that have a picture; one has two
     "distributed_step",
     "linear_cross_entropy",
     "longest_row",
+    "lora_step",
     "qlora_step",
     "training_step",
 )
