@@ -42,7 +42,7 @@ def gated_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         return y
     dtype = accumulation_dtype(y.dtype)
     gate, up = _parts(gate, up)
-    return y.copy_(_activated(gate.to(dtype), activation) * up.to(dtype))
+    return y.copy_(act(gate.to(dtype), activation) * up.to(dtype))
 
 
 def _gated_backward_results(
@@ -82,7 +82,7 @@ def _gradients(
     gate, up = _parts(gate, up)
     dtype = accumulation_dtype(gate.dtype)
     wide, wide_up, upstream = gate.to(dtype), up.to(dtype), dy.to(dtype)
-    activated = _activated(wide, activation)
+    activated = act(wide, activation)
     dup.copy_(upstream * activated)
     if activation == "silu":
         dgate.copy_(torch.ops.aten.silu_backward(upstream * wide_up, wide))
@@ -102,7 +102,8 @@ def _parts(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _activated(gate: Tensor, activation: str) -> Tensor:
+def act(gate: Tensor, activation: str) -> Tensor:
+    """Return the activation of gate, with PyTorch's operations."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])

@@ -31,6 +31,7 @@ from liger_patch.layers.checks import (
     PRODUCT,
     has_hooks,
     is_left_to_model,
+    layers_of,
     needs_own_code,
 )
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
@@ -156,6 +157,9 @@ def not_plain(model: nn.Module) -> Counter[str]:
             reasons.update([plain] if isinstance(plain, str) else ())
         elif "forward" in vars(layer) and lora_adapters.has_adapters(layer):
             reasons["its forward was replaced"] += 1
+        elif lora_adapters.wraps_experts(layer) and layers_of(layer):
+            plain = lora_adapters.expert_adapters(layer)
+            reasons.update([plain] if isinstance(plain, str) else ())
         elif lora_adapters.has_adapters(layer) and not is_lora_linear(layer):
             reasons[lora_adapters.described(layer)] += 1
     return reasons

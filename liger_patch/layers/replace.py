@@ -26,6 +26,7 @@ from liger_patch.layers.attention import (
     attention_on_kernels,
 )
 from liger_patch.layers.checks import EVERYWHERE, LAYER_NAMES, layers_of
+from liger_patch.layers.experts import experts_class, experts_configuration, is_wrapper
 from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
@@ -34,13 +35,15 @@ from liger_patch.layers.tensor_parallel import is_parallel_linear, parallel_line
 from liger_patch.subclass import ORIGINAL, is_transformers
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
+EXPERTS = ("experts",)
 PARALLEL = ("tensor_parallel",)
 ATTENTION = attention.NAMES
-LAYERS = *NORM, *ATTENTION, *MLP, *LORA, *PARALLEL
+LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *LORA, *PARALLEL
 CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
     NORM: lambda module, _: norm_class(module),
     ATTENTION: attention_class,
     MLP: lambda module, _: mlp_class(module),
+    EXPERTS: lambda module, _: experts_class(module),
     LORA: lambda module, _: lora_class(module),
     PARALLEL: lambda module, _: parallel_linear_class(module),
 }
@@ -49,12 +52,14 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     NORM: norm_configuration,
     ATTENTION: attention_configuration,
     MLP: mlp_configuration,
+    EXPERTS: experts_configuration,
     LORA: type,
     PARALLEL: type,
 }
 ENDINGS = {  # of the classes' names
     "CenteredRMSNorm": NORM,
     "L2Norm": NORM,
+    "Experts": EXPERTS,
     "LayerNorm": NORM,
     "RMSNorm": NORM,
     "RMSNormGated": NORM,
@@ -94,6 +99,8 @@ def replace_layers(
         layers = _layers(module)
         if not layers and module is not head and is_lora_linear(module):
             layers = LORA
+        if is_wrapper(module):
+            layers = EXPERTS
         if not layers and is_parallel_linear(module):
             layers = PARALLEL
         wanted = tuple(name for name in layers if name in names)
@@ -192,6 +199,6 @@ def count_layers(model: nn.Module) -> dict[str, int]:
     """Return how many layers of each name are on kernels."""
     counts: dict[str, int] = dict.fromkeys(LAYERS, 0)
     for module in model.modules():
-        for name in layers_of(module):
+        for name in () if is_wrapper(module) else layers_of(module):
             counts[name] += 1
     return counts

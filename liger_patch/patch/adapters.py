@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from liger_patch.layers.experts import replace_new_wrappers
 from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
 from liger_patch.patch.settings import PatchRecord
 
@@ -28,7 +29,9 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     ):
         record.adapters = configurations, dict(configurations)
         record.checked_dtypes = False
-        replace_new_adapters(model, everywhere=record.layers is not True)
+        everywhere = record.layers is not True
+        replace_new_adapters(model, everywhere=everywhere)
+        replace_new_wrappers(model, everywhere=everywhere)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """PEFT: the Transformers model inside a PEFT wrapper. Imported only where peft is loaded."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import layer as lora_layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -88,3 +89,53 @@ def plain_adapter(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Module, float, f
     if isinstance(scaling, Tensor):  # on a GPU mostly, where reading it at each call would wait
         return "its scaling is a tensor (prepare_model_for_compiled_hotswap)"
     return a, b, dropout, scaling, rate
+
+
+class ExpertAdapter(NamedTuple):
+    """The active adapter of a 3-D weight of experts: ``a`` (E, R, in) and ``b`` (E, out, R)."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+def wraps_experts(module: nn.Module) -> bool:
+    """Return True for PEFT's wrapper of a parameter (``target_parameters``)."""
+    wrapper = getattr(lora_layer, "ParamWrapper", None)  # PEFT 0.17 and newer
+    return wrapper is not None and isinstance(module, wrapper)
+
+
+def expert_adapters(
+    wrapper: Any,
+) -> tuple[nn.Module, list[nn.Module], dict[str, ExpertAdapter]] | str:
+    """Return the experts in nested wrappers, the modules that a call would pass between, and the
+    adapter of each parameter by name; or why PEFT's own forward must run.
+    """
+    modules: list[nn.Module] = []
+    found: dict[str, ExpertAdapter] = {}
+    layer = wrapper
+    while wraps_experts(layer):
+        if layer.merged and layer.disable_adapters:
+            return "adapters are merged"  # and PEFT unmerges them
+        active = [] if layer.merged or layer.disable_adapters else layer.active_adapters
+        active = [name for name in active if name in layer.lora_A]
+        if len(active) > 1:
+            return f"{len(active)} active adapters"
+        if active:
+            a, b = layer.lora_A[active[0]], layer.lora_B[active[0]]
+            if layer.num_experts == 1:
+                return "one expert, or a 2-D parameter"
+            modules += [a, b]
+            # A is (E R, in), B is (out, R E): its experts take turns
+            matrices = (
+                a.weight.view(layer.num_experts, -1, a.weight.shape[1]),
+                b.weight.view(len(b.weight), -1, layer.num_experts).permute(2, 0, 1),
+            )
+            is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+            if is_transposed == getattr(layer, "_did_swap_in_out_features", False):
+                # PEFT 0.20 and older: A reads what a weight (E, out, in) gives
+                matrices = matrices[1].transpose(1, 2), matrices[0].transpose(1, 2)
+            found[layer.parameter_name] = ExpertAdapter(*matrices, layer.scaling[active[0]])
+        layer = layer.base_layer
+        modules.append(layer)
+    return layer, modules, found

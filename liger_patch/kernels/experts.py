@@ -1,0 +1,511 @@
+"""Experts of a mixture (arXiv:2101.03961): gated feed-forward layers, of which each token takes K.
+
+For a slot s, which is a token n and one of its experts e, with sorted rows x_s = x[n]:
+
+    gate, up = halves of x_s W1e + S B1e' + b1e       S = s1 x_s A1e'
+    h        = act(gate) * up                         D = s2 h A2e'
+    y_s      = h W2e + D B2e' + b2e                   y[n] = sum of weight_s y_s over slots of n
+
+Slots are sorted by expert, so each product is one grouped product: PyTorch's ``grouped_mm``. The
+adapters are never added to the weights. In the backward pass, with g_s = dy[n]:
+
+    dh = g_s W2e' + s2 (g_s B2e) A2e       dweight_s = dh . h + g_s . b2e
+
+and one kernel computes h again, dgate and dup of weight_s dh, and dweight_s. y is a gather of each
+token's slots: nothing is added by atomics, so results repeat bit by bit. The host reads no counts.
+
+N: tokens, H: hidden size, I: intermediate size, E: experts, R: ranks, S = N K. Kept for the
+backward pass, in bytes a token in 16 bits: x, 2 H, and K times gate and up, 4 I, and the thin S and
+D, 2 R each. Extra memory of the backward pass: 4 H + 6 I a slot.
+
+As with ``gated_mlp``, two functions share the work: gradient checkpointing computes the first one
+again, which ends before the product with W2.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    autocast_dtype,
+    check_backward,
+    serves_triton,
+    without_autocast,
+)
+from liger_patch.kernels.gated import ACTIVATIONS, act
+
+GROUPED_MM: Any = getattr(functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
+GROUPED_DTYPES = (torch.bfloat16,)  # others PyTorch multiplies in a loop of its own
+LEAST_RANK = 16  # what the tensor cores multiply
+ALIGNMENT = 8  # numbers of 16 bits in the 16 bytes that grouped products read
+
+
+class Activation(NamedTuple):
+    """What experts compute of gate and up.
+
+    Attributes:
+        name: "silu", "gelu_tanh", "gelu", or "clamped": ``gate sigmoid(alpha gate) (up + shift)``
+            of gate <= limit and -limit <= up <= limit (gpt-oss, DeepSeek-V4).
+        is_interleaved: whether gate and up take turns in the features of the first product. They
+            are its halves otherwise.
+    """
+
+    name: str = "silu"
+    alpha: float = 1.0
+    limit: float = float("inf")
+    shift: float = 0.0
+    is_interleaved: bool = False
+
+
+SWIGLU = Activation()
+
+
+class ExpertProjection(NamedTuple):
+    """A linear layer of each expert.
+
+    Attributes:
+        weight: (E, in, out), a view of any strides.
+        bias: (E, out), or None.
+        a, b: (E, R, in) and (E, out, R) of the adapter; None for no adapter.
+        scaling: factor on what the adapter adds.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Any = None
+    b: Any = None
+    scaling: float = 1.0
+
+
+class _Order(NamedTuple):
+    """The order of slots by expert.
+
+    Attributes:
+        index: (N, K), the experts of each token.
+        slots: (S,), the place of each sorted slot in ``index``.
+        tokens: (S,), the token of each sorted slot.
+        places: (N, K), the place of each slot among the sorted ones.
+        offsets: (E,) int32, where the slots of each expert end.
+    """
+
+    index: Tensor
+    slots: Tensor
+    tokens: Tensor
+    places: Tensor
+    offsets: Tensor
+
+
+def _order(index: Tensor, experts: int) -> _Order:
+    flat = index.reshape(-1)
+    if experts < torch.iinfo(torch.int16).max:
+        flat = flat.to(torch.int16)  # half as many passes as int32 takes
+    by_expert, slots = torch.sort(flat, stable=True)
+    each = torch.arange(experts, device=flat.device, dtype=flat.dtype)
+    offsets = torch.searchsorted(by_expert, each, right=True, out_int32=True)
+    places = torch.empty_like(slots)
+    places[slots] = torch.arange(len(slots), device=slots.device)
+    return _Order(
+        index.contiguous(),
+        slots,
+        torch.div(slots, index.shape[1], rounding_mode="floor"),
+        places.view(index.shape),
+        offsets,
+    )
+
+
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return the product of each expert's rows with its weight.
+
+    Args:
+        x: (S, in), rows sorted by expert, contiguous.
+        weight: (E, in, out).
+        offsets: (E,) int32, where each expert's rows end.
+
+    Returns:
+        (S, out).
+    """
+    if _is_grouped(x, weight):
+        return GROUPED_MM(x, weight, offs=offsets)
+    y = x.new_empty(len(x), weight.shape[2])
+    for expert, (start, stop) in _groups(offsets):
+        torch.mm(x[start:stop], weight[expert], out=y[start:stop])
+    return y
+
+
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Return the product of two matrices' rows, (S, in) and (S, out), for each expert: (E, in,
+    out). It is zero for an expert without rows.
+    """
+    if _is_grouped(x, y):
+        return GROUPED_MM(x.t(), y, offs=offsets)
+    sums = x.new_zeros(len(offsets), x.shape[1], y.shape[1])
+    for expert, (start, stop) in _groups(offsets):
+        torch.mm(x[start:stop].t(), y[start:stop], out=sums[expert])
+    return sums
+
+
+def _is_grouped(x: Tensor, y: Tensor) -> bool:
+    """Return whether PyTorch has a kernel for the product, or needs none: on the meta device."""
+    if GROUPED_MM is None or x.dtype not in GROUPED_DTYPES or x.device.type == "cpu":
+        return False
+    is_served = x.device.type == "meta" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    sizes = (x.shape[1], *y.shape[-2:]) if y.dim() == 3 else (x.shape[1], y.shape[1])
+    return is_served and not any(size % ALIGNMENT for size in sizes)
+
+
+def _serves(x: Tensor) -> bool:
+    """Return whether Triton's kernels serve grouped rows: they multiply by the tensor cores."""
+    # Triton's interpreter multiplies the bits of bf16 as whole numbers
+    served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
+    return x.dtype in served and serves_triton(x) and len(x) > 0
+
+
+def _groups(offsets: Tensor) -> Sequence[tuple[int, tuple[int, int]]]:
+    ends = offsets.tolist()
+    pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
+    return [(expert, pair) for expert, pair in pairs if pair[0] < pair[1]]
+
+
+def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor, scaling: float) -> None:
+    """Add ``scaling thin b'`` of each expert, b (E, out, R), to y (S, out)."""
+    if _serves(y):
+        from liger_patch.kernels.triton import experts as experts_triton
+
+        experts_triton.add_thin_(y, thin, b, offsets, scaling)
+        return
+    y += grouped_product(thin, b.transpose(1, 2), offsets) * scaling
+
+
+def _sum_slots(
+    y: Tensor, order: _Order, weights: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum of each token's slots (N, H), each times its weight."""
+    out = y.new_empty(len(order.places), y.shape[1], dtype=dtype)
+    if serves_triton(y, weights, bias):
+        from liger_patch.kernels.triton import experts as experts_triton
+
+        experts_triton.sum_slots(y, order.places, weights, bias, order.index, out)
+        return out
+    slots = y[order.places].to(accumulation_dtype(y.dtype))  # (N, K, H)
+    if bias is not None:
+        slots += bias[order.index]
+    if weights is not None:
+        slots *= weights[..., None]
+    return out.copy_(slots.sum(1))
+
+
+def _halves(gate_up: Tensor, is_interleaved: bool) -> tuple[Tensor, Tensor]:
+    if is_interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, -1)
+    return gate, up
+
+
+def _h(gate_up: Tensor, how: Activation) -> Tensor:
+    """Return act(gate) * up, with PyTorch's operations."""
+    gate, up = _halves(gate_up, how.is_interleaved)
+    if how.name != "clamped":
+        return act(gate, how.name) * up
+    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
+    return gate * torch.sigmoid(gate * how.alpha) * (up + how.shift)
+
+
+def _full_gate_up(gate_up: Tensor, first: ExpertProjection, thin: Any, order: _Order) -> Tensor:
+    """Return gate and up with bias and adapter, in the dtype of sums."""
+    full = gate_up.to(accumulation_dtype(gate_up.dtype))
+    if first.bias is not None:
+        full = full + first.bias[order.index.reshape(-1)[order.slots]]
+    if first.b is not None:
+        b = first.b.transpose(1, 2).to(full.dtype)
+        full = full + grouped_product(thin.to(full.dtype), b, order.offsets) * first.scaling
+    return full
+
+
+class _FirstProducts(torch.autograd.Function):
+    """x to link, h and D: keeps what the backward pass needs, and computes every gradient."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # (N, H)
+        weights: Tensor,  # (N, K)
+        order: _Order,
+        how: Activation,
+        scalings: tuple[float, float],
+        *parameters: Tensor | None,
+    ):
+        first, last = _projections(parameters, scalings)
+        rows = x[order.tokens]
+        thin = None if first.a is None else _thin(rows, first.a, order)
+        gate_up = grouped_product(rows, first.weight, order.offsets)
+        del rows
+        h = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        if _serves(gate_up):
+            from liger_patch.kernels.triton import experts as experts_triton
+
+            tensors = gate_up, first.bias, thin, first.b, h
+            experts_triton.gated(*tensors, order.offsets, first.scaling, *how)
+        else:
+            h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
+        last_thin = None if last.a is None else _thin(h, last.a, order)
+        ctx.how, ctx.order, ctx.scalings = how, order, scalings
+        ctx.save_for_backward(x, weights, gate_up, thin, last_thin, *parameters)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(h, *([] if last_thin is None else [last_thin]))
+        return x.new_empty(()).expand(len(x), last.weight.shape[2]), h, last_thin
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, *_: None):
+        check_backward("experts", dy, advice=LAYER_ADVICE)
+        x, weights, gate_up, thin, last_thin, *parameters = ctx.saved_tensors
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        wants_x, wants_weights, _, _, _, *wanted = ctx.needs_input_grad
+        order, offsets = ctx.order, ctx.order.offsets
+        first, last = _projections(parameters, ctx.scalings)
+        with without_autocast(dy.device.type):
+            found: list[Tensor | None] = [None] * len(parameters)
+            upstream = dy.to(gate_up.dtype)[order.tokens]  # (S, H)
+            dh = grouped_product(upstream, last.weight.transpose(1, 2), offsets)
+            dlast_thin: Any = None if last.b is None else grouped_product(upstream, last.b, offsets)
+            sorted_weights = weights.reshape(-1)[order.slots]
+            h, dgate_up, dweights = _gated_backward_(
+                dh, gate_up, first, thin, last, dlast_thin, sorted_weights, order, ctx.how
+            )
+            del dh, gate_up
+            if wanted[4]:
+                found[4] = _weight_gradient(h, upstream, last.weight, offsets)
+            if wanted[5]:
+                found[5] = _sums(upstream * sorted_weights[:, None], offsets)
+            if last.b is not None:
+                if wanted[6]:
+                    found[6] = grouped_outer(dlast_thin, h, offsets).mul_(last.scaling)
+                if wanted[7]:
+                    weighted = (last_thin * sorted_weights[:, None]).to(last_thin.dtype)
+                    found[7] = grouped_outer(upstream, weighted, offsets).mul_(last.scaling)
+            if last.bias is not None and wants_weights:
+                of_bias = dy.to(last.bias.dtype) @ last.bias.t()  # (N, E)
+                dweights = dweights + of_bias.gather(1, order.index).view(-1)[order.slots]
+            dw = dweights[order.places].to(weights.dtype) if wants_weights else None
+            del h, upstream, dlast_thin
+            dthin: Any = None
+            if first.b is not None:
+                dthin = grouped_product(dgate_up, first.b, offsets)
+            if any(wanted[:3]):
+                rows = x[order.tokens]
+                if wanted[0]:
+                    found[0] = _weight_gradient(rows, dgate_up, first.weight, offsets)
+                if wanted[2]:
+                    found[2] = grouped_outer(dthin, rows, offsets).mul_(first.scaling)
+                del rows
+            if wanted[1]:
+                found[1] = _sums(dgate_up, offsets)
+            if wanted[3]:
+                found[3] = grouped_outer(dgate_up, thin, offsets).mul_(first.scaling)
+            dx = None
+            if wants_x:
+                drows = grouped_product(dgate_up, first.weight.transpose(1, 2), offsets)
+                del dgate_up
+                if dthin is not None:
+                    _add_thin_(drows, dthin, first.a.transpose(1, 2), offsets, first.scaling)
+                dx = _sum_slots(drows, order, None, None, x.dtype)
+        return dx, dw, None, None, None, *found
+
+
+class _Result(torch.autograd.Function):
+    """link to y. Keeps nothing, so gradient checkpointing does not compute it again."""
+
+    @staticmethod
+    def forward(ctx, link: Tensor, y: Tensor) -> Tensor:
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+def _projections(
+    parameters: Sequence[Any], scalings: tuple[float, float]
+) -> tuple[ExpertProjection, ExpertProjection]:
+    first, last = scalings
+    of_first, of_last = parameters[:4], parameters[4:]
+    return ExpertProjection(*of_first, scaling=first), ExpertProjection(*of_last, scaling=last)
+
+
+def _thin(x: Tensor, a: Tensor, order: _Order) -> Tensor:
+    return grouped_product(x, a.transpose(1, 2), order.offsets)
+
+
+def _gated_backward_(
+    dh: Tensor,
+    gate_up: Tensor,
+    first: ExpertProjection,
+    thin: Tensor | None,
+    last: ExpertProjection,
+    dlast_thin: Tensor | None,
+    weights: Tensor,  # (S,)
+    order: _Order,
+    how: Activation,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight h, which takes the place of dh, the gradient of gate and up, and dweight."""
+    scalings = first.scaling, last.scaling
+    dweights = weights.new_empty(weights.shape, dtype=accumulation_dtype(dh.dtype))
+    if _serves(dh):
+        from liger_patch.kernels.triton import experts as experts_triton
+
+        dgate_up = torch.empty_like(gate_up)
+        tensors = gate_up, dgate_up, first.bias, thin, first.b, dlast_thin, last.a, weights
+        experts_triton.gated_backward_(dh, *tensors, dweights, order.offsets, *scalings, *how)
+        return dh, dgate_up, dweights
+    full = _full_gate_up(gate_up, first, thin, order)
+    wide = dh.to(full.dtype)
+    if dlast_thin is not None and last.a is not None:
+        _add_thin_(
+            wide, dlast_thin.to(full.dtype), last.a.to(full.dtype).transpose(1, 2),
+            order.offsets, last.scaling,
+        )  # fmt: skip
+    with torch.enable_grad():
+        leaf = full.detach().requires_grad_()
+        h = _h(leaf, how)
+    dweights.copy_((wide * h.detach()).sum(1))
+    (dgate_up,) = torch.autograd.grad(h, leaf, wide * weights[:, None])
+    dh.copy_(h.detach() * weights[:, None])
+    return dh, dgate_up.to(gate_up.dtype), dweights
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return dW (E, in, out), in memory as the weight lies."""
+    if weight.stride(2) == 1:
+        return grouped_outer(x, dy, offsets)
+    return grouped_outer(dy, x, offsets).transpose(1, 2)
+
+
+def _sums(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of each expert's rows (E, out)."""
+    ones = rows.new_ones(len(rows), ALIGNMENT)
+    return grouped_outer(ones, rows, offsets)[:, 0]
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    first: ExpertProjection,
+    last: ExpertProjection,
+    *,
+    activation: Activation = SWIGLU,
+) -> Tensor:
+    """Compute the weighted sum of K gated feed-forward layers for each token.
+
+    Under autocast the products run in the autocast dtype. Each gradient has its input's dtype.
+
+    Args:
+        x: (N, H), floating point.
+        index: (N, K), integers in [0, E): the experts of each token.
+        weights: (N, K): the factor of each expert's result.
+        first: H features to gate and up, 2 I.
+        last: I features to H.
+        activation: what is computed between the two.
+
+    Returns:
+        (N, H) in the dtype of x.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    _check(x, index, weights, first, last, activation)
+    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
+    return run_experts(x, index, weights, first, last, activation, dtype)
+
+
+def run_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    first: ExpertProjection,
+    last: ExpertProjection,
+    activation: Activation,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
+    order = _order(index, first.weight.shape[0])
+    parameters = [*_cast(first, dtype), *_cast(last, dtype)]
+    scalings = first.scaling, last.scaling
+    with without_autocast(x.device.type):
+        weights = weights.contiguous()
+        how = order, activation, scalings
+        link, h, thin = _FirstProducts.apply(x.to(dtype), weights, *how, *parameters)
+        with torch.no_grad():
+            _, part = _projections(parameters, scalings)
+            y = grouped_product(h, part.weight, order.offsets)
+            if thin is not None:
+                _add_thin_(y, thin, part.b, order.offsets, part.scaling)
+            y = _sum_slots(y, order, weights, part.bias, dtype)
+        return _Result.apply(link, y).to(x.dtype)
+
+
+def _cast(projection: ExpertProjection, dtype: torch.dtype) -> list[Tensor | None]:
+    """Return weight, bias, A and B in a dtype, the thin ones contiguous and of a padded rank."""
+    weight, bias, a, b, _ = projection
+    if a is None or b is None:
+        return [weight.to(dtype), None if bias is None else bias.to(dtype), None, None]
+    rank = a.shape[1]
+    rest = max(LEAST_RANK, 1 << (rank - 1).bit_length()) - rank
+    a, b = a.to(dtype), b.to(dtype).contiguous()
+    if rest:
+        a, b = functional.pad(a, (0, 0, 0, rest)), functional.pad(b, (0, rest))
+    return [
+        weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+        a.contiguous(),
+        b,
+    ]
+
+
+def _check(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    first: ExpertProjection,
+    last: ExpertProjection,
+    activation: Activation,
+) -> None:
+    names = (*ACTIVATIONS, "clamped")
+    if activation.name not in names:
+        raise ValueError(f"activation.name must be one of {names}, got {activation.name!r}")
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x must be floating point (N, H), got {x.dtype} {tuple(x.shape)}")
+    if index.dim() != 2 or index.is_floating_point() or len(index) != len(x):
+        raise ValueError(f"index must be ({len(x)}, K) integers, got {tuple(index.shape)}")
+    if weights.shape != index.shape:
+        raise ValueError(
+            f"weights must have the shape of index, {tuple(index.shape)}, "
+            f"got {tuple(weights.shape)}"
+        )
+    count, hidden = first.weight.shape[0], x.shape[1]
+    size = last.weight.shape[1]
+    for name, part, shape in (
+        ("first", first, (count, hidden, 2 * size)),
+        ("last", last, (count, size, hidden)),
+    ):
+        if tuple(part.weight.shape) != shape:
+            raise ValueError(f"{name}.weight must be {shape}, got {tuple(part.weight.shape)}")
+        if (part.a is None) != (part.b is None):
+            raise ValueError(f"{name}.a and {name}.b must both be given, or none of them")
+        rank = 0 if part.a is None else part.a.shape[1]
+        for which, tensor, wanted in (
+            ("bias", part.bias, (count, shape[2])),
+            ("a", part.a, (count, rank, shape[1])),
+            ("b", part.b, (count, shape[2], rank)),
+        ):
+            if tensor is not None and tuple(tensor.shape) != wanted:
+                raise ValueError(f"{name}.{which} must be {wanted}, got {tuple(tensor.shape)}")
+        for which, tensor in zip(("weight", "bias", "a", "b"), part[:4], strict=True):
+            if tensor is not None and tensor.device != x.device:
+                raise ValueError(f"{name}.{which} must be on {x.device}, got {tensor.device}")
