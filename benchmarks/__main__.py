@@ -29,6 +29,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "training_step": "forward and backward of whole models, beside peers",
     "sft_step": "steps of TRL's SFTTrainer, with its own head and with ours",
     "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
+    "moe_step": "LoRA steps of mixtures of experts, one process a contender",
     "longest_row": "the longest LoRA and QLoRA rows that fit, one process a contender",
     "long_row_check": "gradients of a row of a million tokens, beside those of its blocks",
     "distributed_step": "steps of whole models on several GPUs, and a distributed head",

@@ -35,17 +35,28 @@ LORA = {
     "bias": "none",
     "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
 }
+EXPERTS = {  # of a mixture: attention's layers, and PEFT's wrappers of the experts' weights
+    "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o")],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradient
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; ``quantized``: in 4 bits (nf4), ``dropout``: in the adapters."""
+    """How a model is trained; ``quantized``: in 4 bits (nf4), ``dropout``: in the adapters,
+    ``experts``: with adapters on all experts of a mixture.
+    """
 
     name: str
     quantized: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
+    experts: bool = False
+
+    def lora(self) -> dict[str, Any]:
+        """Return the options of the adapters."""
+        return LORA | (EXPERTS if self.experts else {}) | {"lora_dropout": self.dropout}
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class Request:
         sequences, length: shape of a batch.
         settings: measured in this order.
         rounds: timed steps of each.
+        attention: that of all contenders but Unsloth.
         host_gib: of host memory for our offloaded checkpoints; None for what is available.
     """
 
@@ -70,6 +82,7 @@ class Request:
     settings: tuple[Setting, ...]
     rounds: int
     device: str = "cuda"
+    attention: str = "sdpa"
     host_gib: float | None = None
 
 
@@ -125,7 +138,7 @@ def _steps(request: Request, setting: Setting) -> dict[str, dict]:
     row |= asdict(measured)
     row["peak_mib"] = _allocated_mib(torch.cuda.max_memory_allocated)
     found = {request.contender: row}
-    if request.contender == "eager" and "ms" in row and not setting.quantized:
+    if request.contender == "eager" and "ms" in row and not (setting.quantized or setting.experts):
         found[LOWER_BOUND] = asdict(attempt(partial(_bound, request, step, model, batch)))
     return found
 
@@ -158,7 +171,7 @@ def _allocated_mib(count: Callable[[], int]) -> float:
     return count() / MIB if torch.cuda.is_available() else 0.0
 
 
-def _eager(request: Request, setting: Setting, attention: str = "sdpa") -> Any:
+def _eager(request: Request, setting: Setting, attention: str | None = None) -> Any:
     """Return PEFT's model: a frozen base in bf16 or 4 bits, adapters in float32.
 
     ``prepare_model_for_kbit_training`` would also make float32 copies of norms and head.
@@ -172,13 +185,11 @@ def _eager(request: Request, setting: Setting, attention: str = "sdpa") -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         request.folder,
         dtype=torch.bfloat16,
-        attn_implementation=attention,
+        attn_implementation=attention or request.attention,
         device_map={"": request.device},
         quantization_config=in_4_bits if setting.quantized else None,
     )
-    model: Any = get_peft_model(
-        model, LoraConfig(**LORA, lora_dropout=setting.dropout, task_type="CAUSAL_LM")
-    )
+    model: Any = get_peft_model(model, LoraConfig(**setting.lora(), task_type="CAUSAL_LM"))
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -203,8 +214,7 @@ def _unsloth(request: Request, setting: Setting) -> Any:
     )
     return fast.get_peft_model(
         model,
-        **LORA,
-        lora_dropout=setting.dropout,
+        **setting.lora(),
         max_seq_length=request.length,
         use_gradient_checkpointing=checkpointing,
     ).train()

@@ -53,10 +53,11 @@ SETTINGS = (Setting("LoRA"), Setting("QLoRA", quantized=True), *CHECKPOINTED)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained: one row of the table for each."""
+    """A model, its attention, and how it is trained: one row of the table for each."""
 
     model: Model
     settings: tuple[Setting, ...]
+    attention: str = "sdpa"
 
     def named(self, parts: Sequence[str]) -> Case:
         """Return the case with those rows whose name contains one of ``parts``."""
@@ -131,7 +132,8 @@ def run_case(
             if not settings:
                 continue
             sizes = (model.sequences, model.length)
-            request = Request(contender, model.name, folder, *sizes, settings, rounds, device)
+            how = (*sizes, settings, rounds, device, case.attention)
+            request = Request(contender, model.name, folder, *how)
             if isinstance(saved, Failure):
                 rows = _failed(request, saved.failure)
             else:
@@ -246,12 +248,12 @@ def _environment(place: Path) -> dict[str, str]:
     }
 
 
-def cases(options: argparse.Namespace) -> Cases:
+def cases(options: argparse.Namespace, of: Sequence[Case] = CASES) -> Cases:
     """Return the models with the rows whose name contains one of --model."""
     names = [
         name for name in CONTENDERS if name == "eager" or name in (options.contender or CONTENDERS)
     ]
-    chosen = [case.named(options.model or [""]) for case in CASES]
+    chosen = [case.named(options.model or [""]) for case in of]
     return {
         "lora_steps": [
             partial(
