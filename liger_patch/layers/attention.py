@@ -19,7 +19,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.lora import computed_together
-from liger_patch.layers.masked_attention import TABLE, attention, is_causal_by_table
+from liger_patch.layers.masked_attention import (
+    TABLE,
+    attention,
+    attention_with_sinks,
+    is_causal_by_table,
+    own_attention_with_sinks,
+)
 from liger_patch.layers.other_globals import OtherTable, decorated_again, with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
 from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
@@ -64,7 +70,8 @@ def with_masks(model: nn.Module) -> Counter[str]:
     for module in model.modules():
         if "attention" in layers_of(module):
             name = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
-            if name != "sdpa":
+            has_sinks = name == "eager" and own_attention_with_sinks(type(module)) is not None
+            if name != "sdpa" and not has_sinks:
                 found[f"attn_implementation={name!r} is not 'sdpa'"] += 1
     return found
 
@@ -80,7 +87,11 @@ def attention_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Modul
         for name, rotate in rotations.items()
     }
     if "attention" in names:
-        values[TABLE] = OtherTable(module[TABLE], sdpa_attention_forward, attention)
+        others: dict[Any, Any] = {sdpa_attention_forward: attention}
+        sinks = own_attention_with_sinks(original)
+        if sinks is not None:
+            others[sinks] = attention_with_sinks(sinks)
+        values[TABLE] = OtherTable(module[TABLE], others)
     return derived_class(
         original,
         functools.partial(attention_on_kernels, names),

@@ -36,9 +36,13 @@ from liger_patch.kernels.segments import (
     segments_of,
     serves_flash_attention,
 )
+from liger_patch.kernels.sinks import add_sinks, sink_attention
 from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.deferred_mask import DeferredMask
+from liger_patch.layers.probing import results_match
+from liger_patch.subclass import is_transformers, once_for_each_class
 
+EAGER = "eager_attention_forward"  # the name of the function of an attention's own file
 TABLE = "ALL_ATTENTION_FUNCTIONS"  # the name by which attentions look their function up
 SDPA = nn.functional.scaled_dot_product_attention  # PyTorch's own: libraries replace it
 # with a value for one of these arguments, Transformers' own function computes the attention
@@ -120,6 +124,8 @@ def attention(
     segments = None
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
     like = attention_mask if deferred is None else deferred.padding  # of the same shape
+    if like is not None and like.dtype != torch.bool:  # a mask of the caller's
+        like = None
     if like is not None and not _needs_mask(query, key, like, dropout, options):
         dtype, states = autocast_dtype(query.device.type, query.dtype), (query, key, value)
         if dtype is not None:  # as autocast has it for scaled_dot_product_attention
@@ -137,6 +143,71 @@ def attention(
         _warn_of_length(query)
     how = dropout, scaling, is_causal
     return sdpa_attention_forward(module, query, key, value, attention_mask, *how, **options)
+
+
+@once_for_each_class
+def own_attention_with_sinks(cls: Any) -> Any:
+    """Return the attention function of a class's file, if it adds a sink to each head's softmax;
+    None for any other. Transformers computes those with ``attn_implementation="eager"``.
+    """
+    own = inspect.unwrap(cls.forward).__globals__.get(EAGER)
+    if own is None or EAGER not in names_of(cls) or not is_transformers(own):
+        return None
+    return own if "sinks" in own.__code__.co_names and _has_sinks(own) else None
+
+
+def _has_sinks(own: Any) -> bool:
+    """Return whether a function computes what sinks are, on a few numbers."""
+    heads, tokens = 2, 3
+    numbers = torch.arange(3 * heads * tokens * 4, dtype=torch.float32).mul(0.7).sin()
+    query, key, value = numbers.view(3, 1, heads, tokens, 4)
+    layer: Any = nn.Module()
+    layer.sinks = nn.Parameter(torch.tensor([0.5, -1.0]))
+    layer.num_key_value_groups = 1
+    mask = torch.full((tokens, tokens), float("-inf")).triu(1)[None, None]
+
+    def with_sinks() -> list[Tensor]:
+        scores = query @ key.transpose(2, 3) * 0.3 + mask
+        y = (scores.softmax(-1) @ value).transpose(1, 2)
+        return [add_sinks(y, scores.logsumexp(-1).transpose(1, 2), layer.sinks)[0]]
+
+    return results_match(with_sinks, lambda: [own(layer, query, key, value, mask, scaling=0.3)[0]])
+
+
+@once_for_each_class
+def attention_with_sinks(own: Any) -> Any:
+    """Return a function for attentions with sinks, in the place of that of their file."""
+
+    @functools.wraps(own)
+    def attention(
+        module: Any,
+        query: Tensor,  # (B, num_heads, T, D)
+        key: Tensor,  # (B, num_key_value_heads, T, D)
+        value: Tensor,  # (B, num_key_value_heads, T, D)
+        attention_mask: Tensor | None,
+        scaling: float,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        def by_eager() -> tuple[Tensor, Tensor | None]:
+            return own(module, query, key, value, attention_mask, scaling, dropout, **options)
+
+        sinks = getattr(module, "sinks", None)
+        # the configuration may ask for the weights
+        if sinks is None or getattr(module.config, "output_attentions", False):
+            return by_eager()
+        if attention_mask is None or _needs_mask(query, key, attention_mask, dropout, options):
+            return by_eager()
+        dtype = autocast_dtype(query.device.type, query.dtype) or query.dtype
+        states = query.to(dtype), key.to(dtype), value.to(dtype)
+        segments = None
+        if serves_flash_attention(*states):
+            segments = _segments_of_call(attention_mask, len(query))
+        if segments is None:
+            return by_eager()
+        return sink_attention(*states, sinks, segments, scaling), None
+
+    return attention
 
 
 def _warn_of_length(query: Tensor) -> None:
@@ -162,9 +233,13 @@ def _needs_mask(
     rows: as in generation with a cache.
     """
     tokens = query.shape[2]
-    if mask.dtype != torch.bool or mask.dim() != 4 or is_compiled_here():
+    if is_compiled_here():
         return True
-    if tuple(mask.shape[1:]) != (1, tokens, tokens) or len(mask) not in (1, len(query)):
+    if (
+        mask.dim() != 4
+        or tuple(mask.shape[1:]) != (1, tokens, tokens)
+        or len(mask) not in (1, len(query))
+    ):
         return True
     if tokens != key.shape[2] or dropout or mask.is_inference():
         return True
@@ -199,7 +274,9 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
             segments = deferred.segments(rows, used.of_mask(rows, deferred.padding))
         else:  # somebody may have written to it
             values = mask if deferred is None else deferred.real_mask()
-            segments = segments_of(values[:, 0], rows, used.of_mask(rows, values))
+            # eager's mask is added to scores: 0 where a query sees a key
+            seen = values if values.dtype == torch.bool else values == 0
+            segments = segments_of(seen[:, 0], rows, used.of_mask(rows, values))
     used.without_padding |= segments is not None and segments.has_padding
     _read[mask] = used, of, segments
     return segments

@@ -90,7 +90,7 @@ def _deferring(function: Any) -> Any:
         if name in names and module.get(name) is getattr(masking_utils, name)
     }
     if TABLE in names and type(module.get(TABLE)) is AttentionMaskInterface:
-        values[TABLE] = OtherTable(module[TABLE], sdpa_mask, _sdpa_mask)
+        values[TABLE] = OtherTable(module[TABLE], {sdpa_mask: _sdpa_mask})
     values = {name: value for name, value in values.items() if value is not None}
     if not values:
         return None

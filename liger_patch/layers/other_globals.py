@@ -11,20 +11,20 @@ from typing import Any
 
 
 class OtherTable:
-    """A table of Transformers, by the names that a configuration gives, with another function in
-    the place of one of its own.
+    """A table of Transformers, by the names that a configuration gives, with other functions in
+    the place of some of its own.
     """
 
-    def __init__(self, table: Any, own: Callable[..., Any], other: Callable[..., Any]) -> None:
-        self._table, self._own, self._other = table, own, other
+    def __init__(self, table: Any, others: dict[Callable[..., Any], Callable[..., Any]]) -> None:
+        self._table, self._others = table, others
 
     def __getitem__(self, name: str) -> Any:
         function = self._table[name]
-        return self._other if function is self._own else function
+        return self._others.get(function, function)
 
     def get_interface(self, name: str, default: Any) -> Any:
         function = self._table.get_interface(name, default)
-        return self._other if function is self._own else function
+        return self._others.get(function, function)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)

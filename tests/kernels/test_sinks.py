@@ -1,0 +1,105 @@
+"""Attention with sinks is a softmax over one more logit, of which no value is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from torch import Tensor
+
+from liger_patch.kernels.segments import Segments
+from liger_patch.kernels.sinks import add_sinks, gradient_of_sinks, sink_attention
+
+SCALE = 0.3
+NAMES = "query", "key", "value", "sinks"
+
+
+def inputs(tokens: int, heads: int, size: int, device: str = "cpu") -> list[Tensor]:
+    torch.manual_seed(0)
+    states = torch.randn(3, 2, heads, tokens, size, device=device, dtype=torch.float64)
+    return [*states, torch.randn(heads, device=device, dtype=torch.float64)]
+
+
+def by_softmax(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, sees: Tensor) -> Tensor:
+    """Return (B, T, H, D) of states (B, H, T, D), with the sinks as another logit."""
+    key, value = (
+        each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value)
+    )
+    scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~sees, float("-inf"))
+    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return (shares @ value).transpose(1, 2)
+
+
+def causal(tokens: int, window: int | None, starts: list[int], device: str) -> Tensor:
+    """Return (T, T) bool: the keys of a query's sequence up to it, and of its window."""
+    place = torch.arange(tokens, device=device)
+    sequence = torch.bucketize(place, torch.tensor(starts, device=device), right=True)
+    distance = place[:, None] - place
+    sees = (distance >= 0) & (sequence[:, None] == sequence)
+    return sees if window is None else sees & (distance < window)
+
+
+def test_the_formula_is_exact_in_float64() -> None:
+    """Given its result and log-sum-exp with sinks, flash attention's backward pass is right too."""
+    query, key, value, sinks = (each.requires_grad_() for each in inputs(7, 3, 4))
+    sees = causal(7, None, [0], "cpu")
+    truth = by_softmax(query, key, value, sinks, sees)
+    dy = torch.randn_like(truth)
+    expected = torch.autograd.grad(truth, (query, key, value, sinks), dy)
+    with torch.no_grad():
+        scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~sees, float("-inf"))
+        y = (scores.softmax(-1) @ value).transpose(1, 2)
+        y, lse = add_sinks(y, scores.logsumexp(-1).transpose(1, 2), sinks)
+        torch.testing.assert_close(y, truth, rtol=1e-14, atol=1e-14)
+        shares = torch.exp(scores - lse.transpose(1, 2)[..., None])
+        upstream, result = dy.transpose(1, 2), y.transpose(1, 2)
+        rest = (upstream * result).sum(-1, keepdim=True)
+        dscores = shares * (upstream @ value.transpose(-1, -2) - rest) * SCALE
+        found = (
+            dscores @ key,
+            dscores.transpose(-1, -2) @ query,
+            shares.transpose(-1, -2) @ upstream,
+            gradient_of_sinks(dy, y, lse, sinks),
+        )
+    for ours, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("starts", [[0], [0, 30, 101]])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_flash_attention_with_sinks_is_no_worse(
+    groups: int, starts: list[int], window: int | None, dtype: torch.dtype
+) -> None:
+    tokens, size = 130, 64
+    states = inputs(tokens, 8, size, "cuda")
+    states[1:3] = [each[:, ::groups] for each in states[1:3]]
+    low = [each.to(dtype).contiguous() for each in states]
+    sees = causal(tokens, window, starts, "cuda")
+    cu_seqlens = None
+    if len(starts) > 1:
+        ends = [start + row * tokens for row in range(2) for start in starts] + [2 * tokens]
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    longest = max(b - a for a, b in zip(starts, [*starts[1:], tokens], strict=True))
+    segments = Segments(cu_seqlens, longest, window)
+    dy = torch.randn(2, tokens, 8, size, device="cuda", dtype=torch.float64)
+
+    def results(call, given: list[Tensor]) -> dict[str, Tensor | None]:
+        leaves = [each.detach().requires_grad_() for each in given]
+        y = call(*leaves)
+        gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+        return {"y": y, **dict(zip(NAMES, gradients, strict=True))}
+
+    def on_flash(*given: Tensor) -> Tensor:
+        return sink_attention(*given, segments, SCALE)
+
+    def eager(*given: Tensor) -> Tensor:
+        return by_softmax(*given, sees)
+
+    truth = results(eager, [each.double() for each in low])
+    assert_no_worse(results(on_flash, low), results(eager, low), truth, dtype)
+    again = results(on_flash, low)
+    assert torch.equal(again["y"], results(on_flash, low)["y"])

@@ -1,0 +1,81 @@
+"""Attention with sinks (gpt-oss) runs on flash attention where its mask can be left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_models import WARNINGS, make_batch
+from exactness import assert_no_worse
+from training_step import Step, call, gradients, joined, step, widened
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.layers import masked_attention
+
+pytestmark = WARNINGS
+
+
+def gpt_oss() -> Any:
+    """Return a model with a layer of each kind, and random sinks."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        max_position_embeddings=128,
+        pad_token_id=0,
+    )
+    model: Any = GptOssForCausalLM(config)
+    model.set_experts_implementation("eager")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model.train()
+
+
+def test_weights_that_are_asked_for_are_eagers() -> None:
+    model = gpt_oss()
+    ids = torch.arange(8)[None]
+    own = model(ids, output_attentions=True).attentions
+    apply_patch(model, layers=["attention"])
+    for ours, each in zip(model(ids, output_attentions=True).attentions, own, strict=True):
+        assert torch.equal(ours, each)
+    assert "with masks" not in str(patch_status(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "padded left"])
+def test_a_step_on_a_gpu_is_no_worse(
+    kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = gpt_oss(), make_batch(kind)
+    truth = step(widened(model), batch)
+    model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def in_autocast() -> Step:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = call(model, batch).loss
+        return {"loss": loss.detach(), **gradients(model, loss)}
+
+    eager = in_autocast()
+    calls: list[Any] = []
+    own = masked_attention.sink_attention
+    monkeypatch.setattr(
+        masked_attention, "sink_attention", lambda *each: (calls.append(each), own(*each))[1]
+    )
+    apply_patch(model, layers=["attention"])
+    ours = in_autocast()
+    assert len(calls) == 2 * (1 + checkpointing)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
