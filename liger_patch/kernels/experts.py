@@ -2,14 +2,14 @@
 
 For a slot s, which is a token n and one of its experts e, with sorted rows x_s = x[n]:
 
-    gate, up = halves of x_s W1e + S B1e' + b1e       S = s1 x_s A1e'
-    h        = act(gate) * up                         D = s2 h A2e'
+    gate, up = halves of x_s W1e + S B1e' + b1e       S = x_s A1e'
+    h        = act(gate) * up                         D = h A2e'
     y_s      = h W2e + D B2e' + b2e                   y[n] = sum of weight_s y_s over slots of n
 
-Slots are sorted by expert, so each product is one grouped product: PyTorch's ``grouped_mm``. The
-adapters are never added to the weights. In the backward pass, with g_s = dy[n]:
+Slots are sorted by expert, so each product is one grouped product: PyTorch's ``grouped_mm``. B is
+cast times the adapter's scaling; adapters are never added to weights. Backward, with g_s = dy[n]:
 
-    dh = g_s W2e' + s2 (g_s B2e) A2e       dweight_s = dh . h + g_s . b2e
+    dh = g_s W2e' + (g_s B2e) A2e          dweight_s = dh . h + g_s . b2e
 
 and one kernel computes h again, dgate and dup of weight_s dh, and dweight_s. y is a gather of each
 token's slots: nothing is added by atomics, so results repeat bit by bit. The host reads no counts.
@@ -108,7 +108,7 @@ def _order(index: Tensor, experts: int) -> _Order:
     each = torch.arange(experts, device=flat.device, dtype=flat.dtype)
     offsets = torch.searchsorted(by_expert, each, right=True, out_int32=True)
     places = torch.empty_like(slots)
-    places[slots] = torch.arange(len(slots), device=slots.device)
+    places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
     return _Order(
         index.contiguous(),
         slots,
@@ -171,14 +171,14 @@ def _groups(offsets: Tensor) -> Sequence[tuple[int, tuple[int, int]]]:
     return [(expert, pair) for expert, pair in pairs if pair[0] < pair[1]]
 
 
-def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor, scaling: float) -> None:
-    """Add ``scaling thin b'`` of each expert, b (E, out, R), to y (S, out)."""
+def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor) -> None:
+    """Add ``thin b'`` of each expert, b (E, out, R), to y (S, out)."""
     if _serves(y):
         from liger_patch.kernels.triton import experts as experts_triton
 
-        experts_triton.add_thin_(y, thin, b, offsets, scaling)
+        experts_triton.add_thin_(y, thin, b, offsets)
         return
-    y += grouped_product(thin, b.transpose(1, 2), offsets) * scaling
+    y += grouped_product(thin, b.transpose(1, 2), offsets)
 
 
 def _sum_slots(
@@ -222,7 +222,7 @@ def _full_gate_up(gate_up: Tensor, first: ExpertProjection, thin: Any, order: _O
         full = full + first.bias[order.index.reshape(-1)[order.slots]]
     if first.b is not None:
         b = first.b.transpose(1, 2).to(full.dtype)
-        full = full + grouped_product(thin.to(full.dtype), b, order.offsets) * first.scaling
+        full = full + grouped_product(thin.to(full.dtype), b, order.offsets)
     return full
 
 
@@ -237,9 +237,11 @@ class _FirstProducts(torch.autograd.Function):
         order: _Order,
         how: Activation,
         scalings: tuple[float, float],
+        dtype: torch.dtype,
         *parameters: Tensor | None,
     ):
-        first, last = _projections(parameters, scalings)
+        matrices = _cast(parameters, scalings, dtype)
+        first, last = _projections(matrices)
         rows = x[order.tokens]
         thin = None if first.a is None else _thin(rows, first.a, order)
         gate_up = grouped_product(rows, first.weight, order.offsets)
@@ -249,15 +251,17 @@ class _FirstProducts(torch.autograd.Function):
             from liger_patch.kernels.triton import experts as experts_triton
 
             tensors = gate_up, first.bias, thin, first.b, h
-            experts_triton.gated(*tensors, order.offsets, first.scaling, *how)
+            experts_triton.gated(*tensors, order.offsets, *how)
         else:
             h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
         last_thin = None if last.a is None else _thin(h, last.a, order)
         ctx.how, ctx.order, ctx.scalings = how, order, scalings
-        ctx.save_for_backward(x, weights, gate_up, thin, last_thin, *parameters)
+        ctx.given = [None if each is None else (each.shape, each.dtype) for each in parameters]
+        ctx.save_for_backward(x, weights, gate_up, thin, last_thin, *matrices)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(h, *([] if last_thin is None else [last_thin]))
-        return x.new_empty(()).expand(len(x), last.weight.shape[2]), h, last_thin
+        results = h, last_thin, last.weight, last.bias, last.b
+        ctx.mark_non_differentiable(*(each for each in results if each is not None))
+        return x.new_empty(()).expand(len(x), last.weight.shape[2]), *results
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, *_: None):
@@ -265,9 +269,9 @@ class _FirstProducts(torch.autograd.Function):
         x, weights, gate_up, thin, last_thin, *parameters = ctx.saved_tensors
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        wants_x, wants_weights, _, _, _, *wanted = ctx.needs_input_grad
+        wants_x, wants_weights, _, _, _, _, *wanted = ctx.needs_input_grad
         order, offsets = ctx.order, ctx.order.offsets
-        first, last = _projections(parameters, ctx.scalings)
+        first, last = _projections(parameters)
         with without_autocast(dy.device.type):
             found: list[Tensor | None] = [None] * len(parameters)
             upstream = dy.to(gate_up.dtype)[order.tokens]  # (S, H)
@@ -284,10 +288,10 @@ class _FirstProducts(torch.autograd.Function):
                 found[5] = _sums(upstream * sorted_weights[:, None], offsets)
             if last.b is not None:
                 if wanted[6]:
-                    found[6] = grouped_outer(dlast_thin, h, offsets).mul_(last.scaling)
+                    found[6] = grouped_outer(dlast_thin, h, offsets)
                 if wanted[7]:
                     weighted = (last_thin * sorted_weights[:, None]).to(last_thin.dtype)
-                    found[7] = grouped_outer(upstream, weighted, offsets).mul_(last.scaling)
+                    found[7] = grouped_outer(upstream, weighted, offsets)
             if last.bias is not None and wants_weights:
                 of_bias = dy.to(last.bias.dtype) @ last.bias.t()  # (N, E)
                 dweights = dweights + of_bias.gather(1, order.index).view(-1)[order.slots]
@@ -301,20 +305,25 @@ class _FirstProducts(torch.autograd.Function):
                 if wanted[0]:
                     found[0] = _weight_gradient(rows, dgate_up, first.weight, offsets)
                 if wanted[2]:
-                    found[2] = grouped_outer(dthin, rows, offsets).mul_(first.scaling)
+                    found[2] = grouped_outer(dthin, rows, offsets)
                 del rows
             if wanted[1]:
                 found[1] = _sums(dgate_up, offsets)
             if wanted[3]:
-                found[3] = grouped_outer(dgate_up, thin, offsets).mul_(first.scaling)
+                found[3] = grouped_outer(dgate_up, thin, offsets)
             dx = None
             if wants_x:
                 drows = grouped_product(dgate_up, first.weight.transpose(1, 2), offsets)
                 del dgate_up
                 if dthin is not None:
-                    _add_thin_(drows, dthin, first.a.transpose(1, 2), offsets, first.scaling)
+                    _add_thin_(drows, dthin, first.a.transpose(1, 2), offsets)
                 dx = _sum_slots(drows, order, None, None, x.dtype)
-        return dx, dw, None, None, None, *found
+            factors = [1.0, 1.0, 1.0, ctx.scalings[0], 1.0, 1.0, 1.0, ctx.scalings[1]]
+            for i, each in enumerate(found):
+                if each is not None:
+                    shape, dtype = ctx.given[i]
+                    found[i] = _as_given(each, shape, dtype, factors[i])
+        return dx, dw, None, None, None, None, *found
 
 
 class _Result(torch.autograd.Function):
@@ -329,12 +338,17 @@ class _Result(torch.autograd.Function):
         return dy, None
 
 
-def _projections(
-    parameters: Sequence[Any], scalings: tuple[float, float]
-) -> tuple[ExpertProjection, ExpertProjection]:
-    first, last = scalings
-    of_first, of_last = parameters[:4], parameters[4:]
-    return ExpertProjection(*of_first, scaling=first), ExpertProjection(*of_last, scaling=last)
+def _projections(matrices: Sequence[Any]) -> tuple[ExpertProjection, ExpertProjection]:
+    return ExpertProjection(*matrices[:4]), ExpertProjection(*matrices[4:])
+
+
+def _as_given(gradient: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float) -> Tensor:
+    """Return a gradient without what a padded rank added, times a factor."""
+    if gradient.shape != shape:
+        gradient = gradient[:, : shape[1], : shape[2]]
+    if factor == 1.0:
+        return gradient.to(dtype)
+    return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 def _thin(x: Tensor, a: Tensor, order: _Order) -> Tensor:
@@ -353,21 +367,20 @@ def _gated_backward_(
     how: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight h, which takes the place of dh, the gradient of gate and up, and dweight."""
-    scalings = first.scaling, last.scaling
     dweights = weights.new_empty(weights.shape, dtype=accumulation_dtype(dh.dtype))
     if _serves(dh):
         from liger_patch.kernels.triton import experts as experts_triton
 
         dgate_up = torch.empty_like(gate_up)
         tensors = gate_up, dgate_up, first.bias, thin, first.b, dlast_thin, last.a, weights
-        experts_triton.gated_backward_(dh, *tensors, dweights, order.offsets, *scalings, *how)
+        experts_triton.gated_backward_(dh, *tensors, dweights, order.offsets, *how)
         return dh, dgate_up, dweights
     full = _full_gate_up(gate_up, first, thin, order)
     wide = dh.to(full.dtype)
     if dlast_thin is not None and last.a is not None:
         _add_thin_(
             wide, dlast_thin.to(full.dtype), last.a.to(full.dtype).transpose(1, 2),
-            order.offsets, last.scaling,
+            order.offsets,
         )  # fmt: skip
     with torch.enable_grad():
         leaf = full.detach().requires_grad_()
@@ -435,37 +448,42 @@ def run_experts(
 ) -> Tensor:
     """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
     order = _order(index, first.weight.shape[0])
-    parameters = [*_cast(first, dtype), *_cast(last, dtype)]
     scalings = first.scaling, last.scaling
     with without_autocast(x.device.type):
-        weights = weights.contiguous()
-        how = order, activation, scalings
-        link, h, thin = _FirstProducts.apply(x.to(dtype), weights, *how, *parameters)
+        how = order, activation, scalings, dtype
+        link, h, thin, weight, bias, b = _FirstProducts.apply(
+            x.to(dtype), weights.contiguous(), *how, *first[:4], *last[:4]
+        )
         with torch.no_grad():
-            _, part = _projections(parameters, scalings)
-            y = grouped_product(h, part.weight, order.offsets)
+            y = grouped_product(h, weight, order.offsets)
             if thin is not None:
-                _add_thin_(y, thin, part.b, order.offsets, part.scaling)
-            y = _sum_slots(y, order, weights, part.bias, dtype)
+                _add_thin_(y, thin, b, order.offsets)
+            y = _sum_slots(y, order, weights, bias, dtype)
         return _Result.apply(link, y).to(x.dtype)
 
 
-def _cast(projection: ExpertProjection, dtype: torch.dtype) -> list[Tensor | None]:
-    """Return weight, bias, A and B in a dtype, the thin ones contiguous and of a padded rank."""
-    weight, bias, a, b, _ = projection
-    if a is None or b is None:
-        return [weight.to(dtype), None if bias is None else bias.to(dtype), None, None]
-    rank = a.shape[1]
-    rest = max(LEAST_RANK, 1 << (rank - 1).bit_length()) - rank
-    a, b = a.to(dtype), b.to(dtype).contiguous()
-    if rest:
-        a, b = functional.pad(a, (0, 0, 0, rest)), functional.pad(b, (0, rest))
-    return [
-        weight.to(dtype),
-        None if bias is None else bias.to(dtype),
-        a.contiguous(),
-        b,
-    ]
+def _cast(
+    parameters: Sequence[Any], scalings: tuple[float, float], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Return weight, bias, A and B of both projections in a dtype: A and B contiguous and of a
+    padded rank, B times its scaling.
+    """
+    found: list[Tensor | None] = []
+    for i, scaling in enumerate(scalings):
+        weight, bias, a, b = parameters[4 * i : 4 * i + 4]
+        found += [weight.to(dtype), None if bias is None else bias.to(dtype)]
+        if a is None or b is None:
+            found += [None, None]
+            continue
+        rank = a.shape[1]
+        padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
+        make = a.new_empty if rank == padded else a.new_zeros
+        a_cast = make(len(a), padded, a.shape[2], dtype=dtype)
+        b_cast = make(len(b), b.shape[1], padded, dtype=dtype)
+        a_cast[:, :rank].copy_(a)
+        torch.mul(b, scaling, out=b_cast[:, :, :rank])
+        found += [a_cast, b_cast]
+    return found
 
 
 def _check(

@@ -49,7 +49,7 @@ def _thin(ptr, row, mask, RANK: tl.constexpr):
 
 @triton.jit
 def _with_adapter(
-    base_ptr, offsets, mask, bias_ptr, thin, b_ptr, feature, is_feature, scaling, RANK: tl.constexpr
+    base_ptr, offsets, mask, bias_ptr, thin, b_ptr, feature, is_feature, RANK: tl.constexpr
 ):
     """Return the base's product, its bias and what the adapter adds, in float32."""
     tile = tl.load(base_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -58,7 +58,7 @@ def _with_adapter(
     if b_ptr is not None:
         place = feature[None, :] * RANK + tl.arange(0, RANK)[:, None]
         b = tl.load(b_ptr + place, mask=is_feature[None, :], other=0.0)
-        tile += tl.dot(thin, b) * scaling
+        tile += tl.dot(thin, b)
     return tile
 
 
@@ -91,7 +91,6 @@ def _gated_kernel(
     experts,
     columns,  # I
     up_column,  # of the first feature of up: I or 1
-    scaling,
     alpha,
     limit,
     shift,
@@ -120,11 +119,11 @@ def _gated_kernel(
     rows = row[:, None] * (2 * columns)
     gate = _with_adapter(
         gate_up_ptr, rows + gate_feature[None, :], mask, bias_ptr, thin, b_ptr, gate_feature,
-        is_column, scaling, RANK,
+        is_column, RANK,
     )  # fmt: skip
     up = _with_adapter(
         gate_up_ptr, rows + up_feature[None, :], mask, bias_ptr, thin, b_ptr, up_feature,
-        is_column, scaling, RANK,
+        is_column, RANK,
     )  # fmt: skip
     is_f32: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
     activated, up, _, _ = _activated(gate, up, alpha, limit, shift, ACTIVATION, is_f32)
@@ -147,8 +146,6 @@ def _gated_backward_kernel(
     experts,
     columns,  # I
     up_column,  # of the first feature of up: I or 1
-    scaling,
-    down_scaling,
     alpha,
     limit,
     shift,
@@ -189,18 +186,18 @@ def _gated_backward_kernel(
         place = row[:, None] * columns + column[None, :]
         dh = tl.load(dh_ptr + place, mask=mask, other=0.0).to(tl.float32)
         gate = _with_adapter(
-            gate_up_ptr, gate_place, mask, bias_ptr, thin, b_ptr, gate_feature, is_column, scaling,
+            gate_up_ptr, gate_place, mask, bias_ptr, thin, b_ptr, gate_feature, is_column,
             RANK,
         )  # fmt: skip
         up = _with_adapter(
-            gate_up_ptr, up_place, mask, bias_ptr, thin, b_ptr, up_feature, is_column, scaling,
+            gate_up_ptr, up_place, mask, bias_ptr, thin, b_ptr, up_feature, is_column,
             RANK,
         )  # fmt: skip
         if a_ptr is not None:
             r = tl.arange(0, DOWN_RANK)
             of_a = r[:, None] * columns + column[None, :]
             a = tl.load(a_ptr + of_a, mask=is_column[None, :], other=0.0)
-            dh += tl.dot(dthin, a) * down_scaling
+            dh += tl.dot(dthin, a)
         activated, up, slope, up_slope = _activated(
             gate, up, alpha, limit, shift, ACTIVATION, is_f32
         )
@@ -225,7 +222,6 @@ def _add_thin_kernel(
     b_expert_stride,
     b_stride,
     b_rank_stride,
-    scaling,
     RANK: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -245,7 +241,7 @@ def _add_thin_kernel(
     b = tl.load(b_ptr + expert * b_expert_stride + of_b, mask=is_feature[None, :], other=0.0)
     place = row[:, None] * features + feature[None, :]
     y = tl.load(y_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, y + tl.dot(thin, b) * scaling, mask=mask)
+    tl.store(y_ptr + place, y + tl.dot(thin, b), mask=mask)
 
 
 @triton.jit
@@ -290,7 +286,6 @@ def gated(
     b: Tensor | None,  # (E, 2 I, R)
     h: Tensor,  # (S, I)
     offsets: Tensor,  # (E,) int32
-    scaling: float,
     activation: str,
     alpha: float,
     limit: float,
@@ -313,7 +308,6 @@ def gated(
             experts,
             columns,
             1 if is_interleaved else columns,
-            scaling,
             alpha,
             limit,
             shift,
@@ -339,8 +333,6 @@ def gated_backward_(
     weights: Tensor,  # (S,)
     dweights: Tensor,  # (S,)
     offsets: Tensor,  # (E,) int32
-    scaling: float,
-    down_scaling: float,
     activation: str,
     alpha: float,
     limit: float,
@@ -367,8 +359,6 @@ def gated_backward_(
             experts,
             columns,
             1 if is_interleaved else columns,
-            scaling,
-            down_scaling,
             alpha,
             limit,
             shift,
@@ -388,9 +378,8 @@ def add_thin_(
     thin: Tensor,  # (S, R)
     b: Tensor,  # (E, H, R), of any strides
     offsets: Tensor,  # (E,) int32
-    scaling: float,
 ) -> None:
-    """Add ``scaling thin b'`` to y, each row with its expert's matrix; y and thin contiguous."""
+    """Add ``thin b'`` to y, each row with its expert's matrix; y and thin contiguous."""
     experts = len(offsets)
     grid = _tiles(len(y), experts), triton.cdiv(y.shape[1], BLOCK_H)
     kernel: Any = _add_thin_kernel
@@ -403,7 +392,6 @@ def add_thin_(
             experts,
             y.shape[1],
             *b.stride(),
-            scaling,
             RANK=b.shape[2],
             EXPERTS=triton.next_power_of_2(experts),
             BLOCK_S=BLOCK_S,
