@@ -73,9 +73,8 @@ def apply_patch(
             each sequence's own mean, whether rows hold one sequence or several. Over several
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
-            some of "rms_norm", "rotary", "attention", "gated", "lora" and "tensor_parallel". These
-            run in calls without labels too. LoRA adapters may be added later: the next call finds
-            them.
+            some of "rms_norm", "rotary", "attention", "gated", "experts" and "lora". These run in
+            calls without labels too. LoRA adapters may be added later: the next call finds them.
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
             pinned host memory: True for as much of it as the system has available, or GiB that this
             process may take at most. What does not fit stays on the GPU, with one warning.
@@ -163,18 +162,14 @@ def _choose_layers(
     before = frozenset(name for name, count in count_layers(model).items() if count)
     replace_layers(model, names | before, everywhere=is_explicit)
     counts = count_layers(model)
-    optional = {"lora"}  # adapters may come later
-    if len(names) > 1:
-        optional.add("tensor_parallel")  # the same call in one process has no shards
-    lacking = [n for n in sorted(names - optional) if not counts[n]]
+    lacking = [n for n in sorted(names) if n != "lora" and not counts[n]]  # adapters may come later
     if lacking and is_explicit:
         restore_layers(model, names - before)
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             "layer that has a kernel. Its class must be Transformers' own, and have no "
             "hook of accelerate. A gated layer must be one whose activation is silu or gelu, an "
-            "attention must be causal and take its function from Transformers' table, a "
-            "tensor_parallel layer be distributed by the plan of Transformers 5.17 or later"
+            "attention must be causal and take its function from Transformers' table"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from liger_patch import registry
 from liger_patch.apply import transformers_model
@@ -90,6 +91,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(() if other is not None else _loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             *_device_rows(target, record),
+            *_shard_rows(target),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
@@ -133,6 +135,15 @@ def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str]
     if not waits or not any(count_layers(model).values()):
         return ()
     return (("", f"calls on {device} run the model's own layers: no kernels for this device"),)
+
+
+def _shard_rows(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
+    """Return a row where a plan of Transformers has split the projections over ranks."""
+    ranks = model.tp_size or 1
+    if ranks == 1:
+        return ()
+    why = f"its tensor-parallel plan splits them over {ranks} ranks"
+    return (("", f"projections run Transformers' own code: {why}"),)
 
 
 def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:

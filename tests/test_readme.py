@@ -123,4 +123,4 @@ def test_documents_name_all_layers(document: str, begins: str) -> None:
     lines = re.search(rf"(^{re.escape(begins)}.*\n)+", text, re.M)
     assert lines is not None
     names = re.findall(r"^\| `(\w+)`" if document == "models" else r'"(\w+)"', lines[0], re.M)
-    assert names == [name for name in LAYERS if name != "tensor_parallel"]  # it is to go
+    assert names == list(LAYERS)

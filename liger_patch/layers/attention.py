@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Collection, Hashable
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,6 @@ from liger_patch.layers.masked_attention import (
 )
 from liger_patch.layers.other_globals import OtherTable, decorated_again, with_other_globals
 from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
-from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 NAMES = "rotary", "attention"  # of the layers that an attention may be
@@ -120,10 +118,7 @@ def _forward_on_kernels(function: Any, values: dict[str, Any]) -> Any:
         if is_left_to_model(layer, others[0] if others else options.get("hidden_states")):
             return function(*arguments, **options)
         look_up()
-        with (
-            computed_together(layer),
-            sharing_inputs() if has_parallel_projection(layer, "q_proj") else nullcontext(),
-        ):
+        with computed_together(layer):
             return other(*arguments, **options)
 
     vars(forward)["look_up"] = look_up

@@ -17,7 +17,6 @@ from transformers.activations import ACT2FN
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.gated import run_gated
 from liger_patch.kernels.gated_mlp import run_gated_mlp
-from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.projection import without_adapter
 from liger_patch.layers.checks import (
     PRODUCT,
@@ -31,7 +30,6 @@ from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, probe_of, results_match
-from liger_patch.layers.tensor_parallel import has_parallel_projection, sharing_inputs
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
@@ -137,12 +135,6 @@ def gated_layer(original: Any) -> type[nn.Module]:
     def forward(self, x: Tensor) -> Tensor:
         if is_left_to_model(self, x):
             return original.forward(self, x)
-        if is_compiled_here() or not has_parallel_projection(self, projections[0]):
-            return compute(self, x)
-        with sharing_inputs():
-            return compute(self, x)
-
-    def compute(self: Any, x: Tensor) -> Tensor:
         act = getattr(self, own.activation)
         kind = _activation(act)
         if kind is None or has_hooks(act) or needs_own_code(x):

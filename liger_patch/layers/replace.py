@@ -7,7 +7,6 @@ Only the classes of these instances change:
 - An attention runs its own code. Only the functions of its rotary embedding and of its attention
   are others.
 - So does the backbone around it. Only the functions that make masks are others.
-- A projection that Transformers' tensor-parallel plan distributes multiplies by its own part.
 """
 
 from __future__ import annotations
@@ -31,21 +30,18 @@ from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
-from liger_patch.layers.tensor_parallel import is_parallel_linear, parallel_linear_class
 from liger_patch.subclass import ORIGINAL, is_transformers
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
 EXPERTS = ("experts",)
-PARALLEL = ("tensor_parallel",)
 ATTENTION = attention.NAMES
-LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *LORA, *PARALLEL
+LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *LORA
 CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
     NORM: lambda module, _: norm_class(module),
     ATTENTION: attention_class,
     MLP: lambda module, _: mlp_class(module),
     EXPERTS: lambda module, _: experts_class(module),
     LORA: lambda module, _: lora_class(module),
-    PARALLEL: lambda module, _: parallel_linear_class(module),
 }
 # Instances for which these are equal get the same class: a probe runs once for all of them.
 CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
@@ -54,7 +50,6 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     MLP: mlp_configuration,
     EXPERTS: experts_configuration,
     LORA: type,
-    PARALLEL: type,
 }
 ENDINGS = {  # of the classes' names
     "CenteredRMSNorm": NORM,
@@ -101,10 +96,8 @@ def replace_layers(
             layers = LORA
         if is_wrapper(module):
             layers = EXPERTS
-        if not layers and is_parallel_linear(module):
-            layers = PARALLEL
         wanted = tuple(name for name in layers if name in names)
-        if not wanted or ("forward" in vars(module) and layers != PARALLEL):
+        if not wanted or "forward" in vars(module):
             continue
         # decide anew: somebody may have replaced its class's forward
         _change_class(module, _original_class(module))

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from engine_cases import ROWS, SEQUENCES, cases_of
 from gloo_group import run_cases
-from packaging.version import Version
 
 from liger_patch.layers import checks
 
@@ -22,7 +20,6 @@ DEEPSPEEDS = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest
 GRID = ("transformers_fsdp_tp",)  # of two times two processes
 OTHERS = [r.engine for r in ROWS if r.engine not in (*SEQUENCES, *DEEPSPEEDS, *GRID)]
 DOCUMENTED = ("accelerate>=1.15", "bitsandbytes", "deepspeed", "peft")
-HAS_SHARD_BIASES = Version(transformers.__version__) >= Version("5.17")
 slow, gpu = pytest.mark.slow, pytest.mark.gpu
 
 
@@ -169,8 +166,8 @@ RUNS = {
     "plans of Transformers": Run(
         TENSOR_PARALLEL,
         (
-            "transformers --layers --hooked",
-            f"transformers --layers {'--bias' if HAS_SHARD_BIASES else ''} --checkpoints",
+            "transformers --layers",
+            "transformers --layers --checkpoints",
             "transformers --tied",
             "transformers --model gemma2 --layers",
             "transformers --packed --layers",

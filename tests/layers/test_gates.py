@@ -122,8 +122,8 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         "rotary": 2,
         "attention": 2,
         "gated": 0,
+        "experts": 0,
         "lora": 0,
-        "tensor_parallel": 0,
     }
     assert count_layers(apply_patch(model, layers=True)) == counts
 

@@ -62,7 +62,7 @@ def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls
     assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in model.modules())
 
 
-@pytest.mark.parametrize("layers", ["lora", ["lora"], ["lora", "tensor_parallel"]], ids=str)
+@pytest.mark.parametrize("layers", ["lora", ["lora"]], ids=str)
 def test_adapters_of_a_row_without_layers(layers: Any) -> None:
     assert not ROWS["gpt_neo"].kinds
     base = tiny_model(ROWS["gpt_neo"]).double()

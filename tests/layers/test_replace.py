@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import masked_attention, mlp, norm, replace, rotations
 from liger_patch.layers.replace import LAYERS, count_layers
-from liger_patch.layers.tensor_parallel import is_parallel_linear
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:
@@ -48,10 +47,7 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     apply_patch(model, layers=False)
     assert not any(count_layers(model).values())
     apply_patch(model)
-    assert {name for name, count in count_layers(model).items() if not count} == {
-        "lora",
-        "tensor_parallel",
-    }
+    assert {name for name, count in count_layers(model).items() if not count} == {"experts", "lora"}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +253,7 @@ def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
     counts = count_layers(apply_patch(model, layers=True))
     assert counts["rms_norm"] == 0
     assert [counts[n] for n in ("rotary", "attention", "gated")] == [2] * 3
-    assert counts["lora"] == counts["tensor_parallel"] == 0
+    assert counts["lora"] == 0
 
 
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
@@ -314,7 +310,7 @@ def test_saved_and_loaded_models_are_unpatched(tmp_path: Any) -> None:
         ("gemma2", 9, 2, 2, 2),
         ("gemma3_text", 13, 2, 2, 2),
         ("qwen3", 9, 2, 2, 2),
-        ("mixtral", 5, 2, 2, 0),  # experts are no layers of theirs
+        ("mixtral", 5, 2, 2, 0),  # all its feed-forward layers are experts
         ("phi3", 5, 2, 2, 2),
         ("glm4", 9, 2, 2, 2),
         ("qwen2_5_vl", 8, 3, 2, 3),  # attention of images is not causal
@@ -327,8 +323,9 @@ def test_all_layers_of_a_model_are_replaced(
     model_type: str, norms: int, rotary: int, attentions: int, gated: int
 ) -> None:
     model = apply_patch(make_model(model_type), layers=True)
+    experts = 2 if model_type == "mixtral" else 0
     counts = {"rms_norm": norms, "rotary": rotary, "attention": attentions, "gated": gated}
-    assert count_layers(model) == {**counts, "lora": 0, "tensor_parallel": 0}
+    assert count_layers(model) == {**counts, "experts": experts, "lora": 0}
 
 
 def test_nothing_is_replaced_that_a_hook_holds() -> None:
@@ -340,21 +337,3 @@ def test_nothing_is_replaced_that_a_hook_holds() -> None:
     assert type(norm) is type(make_model().model.norm)
     assert count_layers(model)["rms_norm"] == 4
     assert set(count_layers(model)) == set(LAYERS)
-
-
-def test_a_hook_around_a_plans_forward_is_not_read_as_the_plan() -> None:
-    """accelerate's hooks are partial functions that say to be of Transformers' module."""
-    linear = torch.nn.Linear(2, 2)
-    forward = functools.partial(torch.nn.Linear.forward, linear)
-    linear.forward = functools.update_wrapper(forward, tp_like())
-    assert not is_parallel_linear(linear)
-    with pytest.raises(ValueError, match="has no tensor_parallel layer"):
-        apply_patch(make_model(), layers=["tensor_parallel"])
-
-
-def tp_like() -> Any:
-    def tp_forward(x: Any) -> Any:
-        return x
-
-    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
-    return tp_forward

@@ -370,8 +370,8 @@ def test_only_transformers_own_layers_are_on_kernels() -> None:
         "rotary": 2,
         "attention": 2,
         "gated": 2,
+        "experts": 0,
         "lora": 0,
-        "tensor_parallel": 0,
     }
     assert type(model.model.norm).__name__ == "OwnRMSNorm"
     with pytest.raises(ValueError, match="has no rms_norm layer that has a kernel"):
