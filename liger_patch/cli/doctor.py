@@ -24,8 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_patch
 from liger_patch.kernels import reference
-from liger_patch.kernels.backend import HAS_TRITON, serves_triton_device
-from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
+from liger_patch.kernels.backend import (
+    HAS_TRITON,
+    is_hopper,
+    serves_triton_device,
+    takes_descriptors,
+)
 from liger_patch.patch import flags
 
 PACKAGES = {  # with the newest version that is tested: that of constraints.txt

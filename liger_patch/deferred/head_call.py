@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from liger_patch.deferred.engines import in_process_group, is_partitioned, stored_parameter
 from liger_patch.kernels.backend import autocast_dtype, autocast_to
 from liger_patch.kernels.graphs import runs_eagerly
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 
 
 class Owner(Protocol):

@@ -15,9 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from liger_patch.kernels.chunk_sizes import ROW_MULTIPLE
+from liger_patch.kernels.chunk_sizes import (
+    GATED_TENSORS,
+    ROW_MULTIPLE,
+    SLICE_BYTES,
+    longest_at_once,
+)
 from liger_patch.kernels.segments import Segments
-from liger_patch.kernels.sliced import GATED_TENSORS, SLICE_BYTES, longest_at_once
 from liger_patch.layers.long_rows import is_checkpointed
 
 PRODUCTS = (

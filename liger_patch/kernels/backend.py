@@ -1,5 +1,6 @@
 """Questions that every operator asks: whether Triton kernels or PyTorch operations serve a tensor,
-in which dtype, and whether autograd can run its backward pass.
+in which dtype, whether a GPU loads tiles by tensor descriptors (its tensor memory accelerator does,
+from Hopper on), and whether autograd can run its backward pass.
 """
 
 import functools
@@ -13,12 +14,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton < 3.4
+    TensorDescriptor = None
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_SHARED_BYTES = 64 * 1024  # of a program: sm_75's and gfx942's
 # TRITON_INTERPRET is Triton's own switch: its interpreter runs on the CPU, for tests
 TRITON_DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # computed in float32 inside
 PLAIN_TENSORS = (Tensor, Parameter)
+HOPPER = (9, 0)
 LOSS_ADVICE = "Use torch.nn.functional.cross_entropy on logits of your own for that."
 LAYER_ADVICE = "Use apply_patch(model, layers=False) for that."
 _BATCHED = cast(Any, torch._C)._parse_dispatch_key("Batched")
@@ -46,6 +53,24 @@ def serves_triton_device(tensor: Tensor) -> bool:
     A tensor of a subclass may have no memory of its own (DTensor), and is left to PyTorch.
     """
     return HAS_TRITON and type(tensor) in PLAIN_TENSORS and tensor.device.type in TRITON_DEVICES
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Return True for an H100, H200 or another GPU of their kind."""
+    return _compute_capability(device) == HOPPER
+
+
+@functools.cache
+def takes_descriptors(device: torch.device) -> bool:
+    """Return True if kernels on a device can be given descriptors."""
+    return TensorDescriptor is not None and _compute_capability(device) >= HOPPER
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
+from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
 from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
 from liger_patch.kernels.lora.products import (
@@ -50,9 +51,8 @@ from liger_patch.kernels.lora.projection import (
     products_dtype,
     without_adapter,
 )
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.rows import rows_of
-from liger_patch.kernels.sliced import check_slice_tokens, slices_of
 
 Seeds = list[int | None]  # of what the adapters of gate, up and down drop
 

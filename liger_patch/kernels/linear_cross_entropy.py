@@ -25,7 +25,7 @@ from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.losses import loss_and_gradients, loss_factors, loss_gradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 

@@ -35,7 +35,7 @@ from liger_patch.kernels.head.log_probs import (
 )
 from liger_patch.kernels.head.statistics import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 

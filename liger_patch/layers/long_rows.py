@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from liger_patch.kernels.chunk_sizes import slice_tokens
 from liger_patch.kernels.graphs import in_tracing_mode
 from liger_patch.kernels.rms_norm import NormInputs
-from liger_patch.kernels.sliced import slice_tokens
 from liger_patch.layers.checks import TOP_HOOKS
 
 LONG_INPUT_BYTES = 128 * 2**20  # of x: 16k tokens of 4096 features in 16 bits

@@ -28,7 +28,7 @@ from liger_patch.estimate.model import QuantizedLinear, TrainingStep, build, of_
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
-from liger_patch.kernels.sliced import longest_at_once
+from liger_patch.kernels.chunk_sizes import longest_at_once
 from liger_patch.layers import mlp
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES

@@ -19,7 +19,7 @@ from liger_patch.estimate.model import build
 from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
-from liger_patch.kernels import gated_mlp, sliced
+from liger_patch.kernels import chunk_sizes, gated_mlp
 from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES
@@ -82,10 +82,10 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> int:
     if TOP_HOOKS is None:
         pytest.skip("torch 2.6 runs no slices")
     token_bytes = 5 * 2 * SIZE
-    monkeypatch.setattr(sliced, "LONG_BYTES", 1024 * token_bytes)
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 1024 * token_bytes)
     for module in (long_rows, estimates):
         monkeypatch.setattr(module, "LONG_INPUT_BYTES", 1024 * 2 * HIDDEN)
-    for module in (sliced, operations):
+    for module in (chunk_sizes, operations):
         monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)
     return 256
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from liger_patch.kernels.descriptors import TensorDescriptor, is_hopper
+from liger_patch.kernels.backend import TensorDescriptor, is_hopper
 
 SERVED: dict[str, dict[str, Any]] = {
     **{name: how for name, how in OPTIONS.items() if "label_smoothing" not in how},

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from liger_patch import apply_patch
-from liger_patch.kernels import gated_mlp, sliced
+from liger_patch.kernels import chunk_sizes, gated_mlp
 
 LONG_BYTES, SLICE_BYTES = 2**31, 5 * 8 * 64 * 7  # 7 tokens of 64 float64 features
 
 
 def step(engine: str, kind: str, reentrant: bool, long_bytes: int) -> dict[str, Tensor]:
     """The loss, and the gradients that this rank holds, by name; in float64."""
-    sliced.LONG_BYTES, sliced.SLICE_BYTES = long_bytes, SLICE_BYTES
+    chunk_sizes.LONG_BYTES, chunk_sizes.SLICE_BYTES = long_bytes, SLICE_BYTES
     model = (adapted() if kind == "lora" else tiny_model(ROWS["llama"])).double()
     base = model.get_base_model() if kind == "lora" else model
     if kind == "lora":

@@ -30,7 +30,7 @@ from training_step import joined
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels import gated_mlp, sliced
+from liger_patch.kernels import chunk_sizes, gated_mlp
 from liger_patch.layers import checks
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
@@ -167,8 +167,8 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
 ) -> None:
     """With adapters, and without. On three batches: the largest error of one is luck."""
     runs: list[int] = []
-    monkeypatch.setattr(sliced, "LONG_BYTES", 0)
-    monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
+    monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
     result = gated_mlp._result_of_slices
 
     def counted(x: Any, layer: Any, slices: Any, *others: Any) -> Any:

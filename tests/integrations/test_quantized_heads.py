@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.head import products
+from liger_patch.kernels import products
 from liger_patch.readers import quantized_weights
 
 pytestmark = MARKS

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from liger_patch.kernels.descriptors import TensorDescriptor
+from liger_patch.kernels.backend import TensorDescriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 

@@ -13,7 +13,7 @@ from three_ways import (
 )
 from torch import Tensor
 
-from liger_patch.kernels.head import products
+from liger_patch.kernels import products
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 

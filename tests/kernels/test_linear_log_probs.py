@@ -21,9 +21,8 @@ from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels import reference
+from liger_patch.kernels import products, reference
 from liger_patch.kernels.head import log_probs as operator
-from liger_patch.kernels.head import products
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")

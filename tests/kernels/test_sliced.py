@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from liger_patch.kernels.chunk_sizes import LONG_BYTES, SLICE_BYTES, slice_tokens
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.sliced import LONG_BYTES, SLICE_BYTES, slice_tokens
 
 HIDDEN, SIZE, OTHER = 24, 40, 9
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 5, HIDDEN), "none": (0, HIDDEN)}

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch
-from liger_patch.kernels import gated_mlp, sliced
+from liger_patch.kernels import chunk_sizes, gated_mlp
 from liger_patch.layers import checks, long_rows
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
@@ -38,9 +38,11 @@ FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_t
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many slices each run of a sliced layer had, forward; every row is a long one."""
-    monkeypatch.setattr(sliced, "LONG_BYTES", 0)
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
-    monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 4 * 64 * 7)  # 7 tokens of 64 float32 features
+    monkeypatch.setattr(
+        chunk_sizes, "SLICE_BYTES", 5 * 4 * 64 * 7
+    )  # 7 tokens of 64 float32 features
     found: list[int] = []
     result = gated_mlp._result_of_slices
 
@@ -226,7 +228,7 @@ def test_short_rows_run_at_once(runs: list[int], monkeypatch: pytest.MonkeyPatch
     model = apply_patch(checkpointed(tiny_model(ROWS["llama"])))
     batch = tiny_batch(model)
     size = model.config.intermediate_size
-    monkeypatch.setattr(sliced, "LONG_BYTES", 5 * 4 * size * batch["input_ids"].numel())
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 4 * size * batch["input_ids"].numel())
     model(**batch).loss.backward()
     assert not runs
 
@@ -271,7 +273,7 @@ def test_a_thread_that_compiles_changes_nothing(
     slices: bool, when: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a layer is when it is computed again must be what it was."""
-    monkeypatch.setattr(sliced, "LONG_BYTES", 0 if slices else 2**40)
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0 if slices else 2**40)
     layer = apply_patch(tiny_model(ROWS["llama"])).model.layers[0]
     x = torch.randn(2, 9, layer.mlp.gate_proj.in_features, requires_grad=True)
     results = []
@@ -310,7 +312,7 @@ def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPa
     """No length is compared with that of a long row."""
     layer = apply_patch(tiny_model(ROWS["llama"])).double().model.layers[0]
     size, hidden_size = layer.mlp.gate_proj.weight.shape
-    monkeypatch.setattr(sliced, "LONG_BYTES", 5 * 8 * size * 20)
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 8 * size * 20)
     monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 8 * hidden_size * 20)
     norm_and_mlp = nn.Sequential(layer.input_layernorm, layer.mlp)
     short, long = (torch.randn(1, n, hidden_size).double() for n in (9, 99))

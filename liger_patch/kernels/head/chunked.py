@@ -53,7 +53,7 @@ from liger_patch.kernels.head.labels import (
 from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V

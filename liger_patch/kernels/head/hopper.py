@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import processors
-from liger_patch.kernels.descriptors import TensorDescriptor
+from liger_patch.kernels.backend import TensorDescriptor, processors
 from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels

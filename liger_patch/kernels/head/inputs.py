@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype, check_plain_tensors
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 MIB = 2**20

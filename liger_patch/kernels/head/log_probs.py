@@ -12,8 +12,8 @@ from liger_patch.kernels.backend import accumulation_dtype, without_autocast
 from liger_patch.kernels.head.chunked import ChunkConfig, run_chunks
 from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
-from liger_patch.kernels.head.products import weight_slices
 from liger_patch.kernels.head.statistics import UpstreamGradients
+from liger_patch.kernels.products import weight_slices
 
 SLAB = 1024  # tokens that are converted at a time
 

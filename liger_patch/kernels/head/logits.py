@@ -14,7 +14,6 @@ from liger_patch.kernels.head import pytorch
 from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.products import logits_
 from liger_patch.kernels.head.row_sums import (
     BASIC,
     OF_ENTROPY,
@@ -32,6 +31,7 @@ from liger_patch.kernels.head.statistics import (
     write_statistics,
 )
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.products import product_, weight_slices
 from liger_patch.kernels.vocab_shard import VocabShard
 
 
@@ -144,3 +144,18 @@ def cross_entropy_rows(
     return form.cross_entropy_rows(
         logits, labels, options, losses=losses, dlogits=dlogits, row_scale=row_scale
     )
+
+
+def logits_(out: Tensor, operands: HeadInputs) -> Tensor:
+    """Write the logits of the C tokens to ``out`` (C, V); all of one dtype."""
+    (x, weight), *others = operands.products()
+    for classes, part in weight_slices(weight):
+        if operands.bias is None:
+            torch.mm(x, part.t(), out=out[:, classes])
+        else:
+            torch.addmm(operands.bias[classes], x, part.t(), out=out[:, classes])
+        del part  # before the next one is dequantized
+    for x, weight in others:
+        for classes, part in weight_slices(weight):
+            product_(out[:, classes], x, part.t(), add=True)
+    return out

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.descriptors import is_hopper, takes_descriptors
+from liger_patch.kernels.backend import is_hopper, takes_descriptors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.options import LossOptions
 

@@ -14,7 +14,7 @@ from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.product import writes_float32
+from liger_patch.kernels.products import writes_float32
 
 
 def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:

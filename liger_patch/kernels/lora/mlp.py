@@ -39,7 +39,7 @@ from liger_patch.kernels.lora.projection import (
     cast_matrices,
     restored,
 )
-from liger_patch.kernels.product import product_
+from liger_patch.kernels.products import product_
 
 FIELDS = 4  # tensors of a projection: weight, bias, a, b
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import serves_triton
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.product import product_
+from liger_patch.kernels.products import product_
 
 # the features of its input that an adapter sees: None for all, a mask (N, H), or a hash's seed
 Kept = Tensor | int | None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype
-from liger_patch.kernels.quantized_weight import QuantizedWeight
+from liger_patch.kernels.products import QuantizedWeight
 
 
 class LoraProjection(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.descriptors import TensorDescriptor, takes_descriptors
+from liger_patch.kernels.backend import TensorDescriptor, takes_descriptors
 from liger_patch.kernels.triton.dropout import keeps, padded_rank
 from liger_patch.kernels.triton.gated import KINDS, activation_slope, apply_activation
 
