@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_patch import linear_cross_entropy
-from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
+from liger_patch.kernels.head.odds import SMALL_BATCH
 
 from .heads import IGNORE_INDEX, Head
 from .measure import Unsupported

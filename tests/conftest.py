@@ -69,7 +69,7 @@ def same_random_numbers() -> None:
 @pytest.fixture(autouse=True)
 def small_batches_run_the_kernels_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of tests are small, and Hopper has other kernels for small ones."""
-    monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 0)
+    monkeypatch.setattr("liger_patch.kernels.head.odds.SMALL_BATCH", 0)
 
 
 @pytest.fixture(autouse=True)

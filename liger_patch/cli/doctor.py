@@ -133,7 +133,7 @@ def _kernels(device: torch.device) -> str:
     if device.type == "cpu":
         return "Triton's interpreter (TRITON_INTERPRET=1)"
     if is_hopper(device):
-        from liger_patch.kernels.head.odds_inputs import SMALL_BATCH
+        from liger_patch.kernels.head.odds import SMALL_BATCH
 
         if takes_descriptors(device):
             return (

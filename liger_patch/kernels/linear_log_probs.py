@@ -1,7 +1,7 @@
 """Log-probabilities of labels under ``hidden_states @ weight.T``, without the (N, V) logits.
 
 Trainers of preferences and rewards need these of a head, for each token, and the statistics of
-``head/statistics``. N: tokens, n: supervised tokens, H: hidden size, V: vocabulary. The chunks are
+``head/row_sums``. N: tokens, n: supervised tokens, H: hidden size, V: vocabulary. The chunks are
 those of ``head/chunked``.
 
 Where it saves a product, the forward pass computes gradients too, for an expected upstream
@@ -27,13 +27,13 @@ from liger_patch.kernels.backend import check_backward
 from liger_patch.kernels.graphs import constants, is_traced, runs_eagerly
 from liger_patch.kernels.head import operators
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
+from liger_patch.kernels.head.forms import UpstreamGradients
 from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
-from liger_patch.kernels.head.log_probs import (
+from liger_patch.kernels.head.losses import (
     LogProbs,
     log_probs_and_gradients,
     log_probs_gradients_,
 )
-from liger_patch.kernels.head.statistics import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard

@@ -3,7 +3,7 @@ for any floating dtype, differentiated by autograd.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits, or the
 (T, T) mask of an attention, and is meant for nothing else. The formulas are in ``options``,
-``head/statistics`` and ``segments``; softcap as in Gemma 2 (arXiv:2408.00118), z-loss as in PaLM
+``head/row_sums`` and ``segments``; softcap as in Gemma 2 (arXiv:2408.00118), z-loss as in PaLM
 (arXiv:2204.02311).
 """
 

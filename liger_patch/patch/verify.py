@@ -24,7 +24,7 @@ from liger_patch.deferred.tensor_parallel import (
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import wider
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.odds_inputs import is_worth_odds
+from liger_patch.kernels.head.odds import is_worth_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
 from liger_patch.patch import flags

@@ -32,7 +32,7 @@ def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str)
     """
     from odds_cases import IS_HOPPER  # skips where Triton is not installed
 
-    from liger_patch.kernels.head import hopper, odds_inputs, row_odds
+    from liger_patch.kernels.head import hopper, odds
     from liger_patch.kernels.triton import row_odds as kernels
 
     is_interpreter = device == "cpu"
@@ -41,15 +41,15 @@ def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str)
     if form == "hopper":
         computes, name = hopper.OddsForm, "run"
         if is_interpreter:
-            monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: True)
+            monkeypatch.setattr(odds, "serves_odds", lambda *_: True)
         elif not IS_HOPPER:
             pytest.skip("needs a Hopper GPU")
     else:
-        computes, name = row_odds.RowOddsForm, "_turn"
-        monkeypatch.setattr(odds_inputs, "serves_odds", lambda *_: False)
+        computes, name = odds.RowOddsForm, "_turn"
+        monkeypatch.setattr(odds, "serves_odds", lambda *_: False)
         if is_interpreter:
-            serves = row_odds.has_whole_rows
-            monkeypatch.setattr(row_odds, "serves_row_odds", lambda operands, _: serves(operands))
+            serves = odds.has_whole_rows
+            monkeypatch.setattr(odds, "serves_row_odds", lambda operands, _: serves(operands))
             for block in (kernels.BLOCK, kernels.BLOCK_WITH_SOFTCAP):
                 monkeypatch.setitem(block, "BLOCK_V", ROW_BLOCK_V)
     computed = []

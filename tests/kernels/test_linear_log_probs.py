@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels import products, reference
-from liger_patch.kernels.head import log_probs as operator
+from liger_patch.kernels.head import losses as operator
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from log_probs_ways import (
 )
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 
-from liger_patch.kernels.head import log_probs as operator
+from liger_patch.kernels.head import losses as operator
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from odds_cases import IS_HOPPER, MARKS, STATISTICS
 from three_ways import check_linear, linear_inputs
 
-from liger_patch.kernels.head import hopper, odds_inputs
+from liger_patch.kernels.head import hopper, odds
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
@@ -43,10 +43,10 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     check_linear(inputs, labels)
 
     refuse_odds(monkeypatch)
-    monkeypatch.setattr(odds_inputs, "SMALL_BATCH", 12)
+    monkeypatch.setattr(odds, "SMALL_BATCH", 12)
     check_linear(inputs, labels)
     for tokens, hopper_kernels in ((12, True), (11, None)):
-        monkeypatch.setattr(odds_inputs, "SMALL_BATCH", tokens)
+        monkeypatch.setattr(odds, "SMALL_BATCH", tokens)
         operator = partial(linear_cross_entropy, hopper_kernels=hopper_kernels)
         with pytest.raises(AssertionError, match="odds are computed"):
             check_linear(inputs, labels, operator=operator)
@@ -64,10 +64,10 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     ids=str,
 )
 def test_which_statistics_are_served(statistics, served, monkeypatch):
-    monkeypatch.setattr(odds_inputs, "is_hopper", lambda _: True)
-    monkeypatch.setattr(odds_inputs, "takes_descriptors", lambda _: True)
+    monkeypatch.setattr(odds, "is_hopper", lambda _: True)
+    monkeypatch.setattr(odds, "takes_descriptors", lambda _: True)
     factors = HeadInputs(*(torch.zeros(n, 8, dtype=torch.bfloat16) for n in (5, 131)))
-    assert odds_inputs.serves_odds(factors, LossOptions(), set(statistics)) is served
+    assert odds.serves_odds(factors, LossOptions(), set(statistics)) is served
 
 
 @pytest.mark.gpu
@@ -111,4 +111,4 @@ def test_what_is_served(change, served):
         states = states[:, 4:] if how["unaligned"] else states[:, :-4].contiguous()
         low_rank = states, states.clone()
     factors = HeadInputs(hidden_states, weight, bias, *low_rank)
-    assert odds_inputs.serves_odds(factors, options, how["statistics"]) is served
+    assert odds.serves_odds(factors, options, how["statistics"]) is served

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from views import padded, strided, transposed
 
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.row_odds import serves_row_odds
+from liger_patch.kernels.head.odds import serves_row_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.options import LossOptions
@@ -147,7 +147,7 @@ def test_what_is_served(change, served, monkeypatch):
     how = {"dtype": torch.bfloat16, "bias": False, "label_smoothing": 0.0, "writes_float32": True}
     how |= change
     monkeypatch.setattr(
-        "liger_patch.kernels.head.row_odds.writes_float32", lambda _: how["writes_float32"]
+        "liger_patch.kernels.head.odds.writes_float32", lambda _: how["writes_float32"]
     )
     weight = torch.zeros(131, 8, dtype=how["dtype"])
     if "transposed" in how:

@@ -251,7 +251,7 @@ def test_the_kernels_of_the_batch_are_compared(
         return linear_cross_entropy(*args, **options)
 
     monkeypatch.setattr(verify, "linear_cross_entropy", recorded)
-    monkeypatch.setattr("liger_patch.kernels.head.odds_inputs.SMALL_BATCH", 512)
+    monkeypatch.setattr("liger_patch.kernels.head.odds.SMALL_BATCH", 512)
     model = apply_patch(tiny_model(LLAMA))
     ids = torch.randint(VOCAB_SIZE, (2, length))
     model(input_ids=ids, labels=ids).loss.backward()

@@ -5,7 +5,7 @@ N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a c
 are dropped. For each chunk, where gradients are wanted:
 
     logits = X_c W^T                 one matrix product into a buffer that every chunk reuses
-    logits -> losses, G in place     G = dloss/dlogits; see ``logits``, ``row_odds`` and ``hopper``
+    logits -> losses, G in place     G = dloss/dlogits; see ``logits``, ``odds`` and ``hopper``
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
@@ -35,7 +35,7 @@ from liger_patch.kernels.chunk_sizes import (
     rows_before_count,
     summed_chunk_bounds,
 )
-from liger_patch.kernels.head.forms import HeadForm
+from liger_patch.kernels.head.forms import HeadForm, TokenStatistics, UpstreamGradients
 from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
@@ -51,7 +51,6 @@ from liger_patch.kernels.head.labels import (
     compact_labels,
 )
 from liger_patch.kernels.head.logits import LogitsForm
-from liger_patch.kernels.head.statistics import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
@@ -249,14 +248,14 @@ def _form(
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}
     if upstream is None and shard is None and serves_triton_device(labels.labels):
-        from liger_patch.kernels.head import hopper, odds_inputs, row_odds
+        from liger_patch.kernels.head import hopper, odds
 
         may_be_hopper = config.hopper_kernels is not False
-        if config.hopper_kernels or odds_inputs.is_worth_odds(len(labels.labels)):
-            if may_be_hopper and odds_inputs.serves_odds(operands, options, statistics):
+        if config.hopper_kernels or odds.is_worth_odds(len(labels.labels)):
+            if may_be_hopper and odds.serves_odds(operands, options, statistics):
                 return hopper.OddsForm(operands, labels, options, **how)
-            if row_odds.serves_row_odds(operands, options):
-                return row_odds.RowOddsForm(operands, labels, options, **how)
+            if odds.serves_row_odds(operands, options):
+                return odds.RowOddsForm(operands, labels, options, **how)
     return LogitsForm(operands, labels, options, upstream=upstream, shard=shard, **how)
 
 

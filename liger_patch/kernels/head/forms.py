@@ -1,11 +1,36 @@
-"""The form of a chunk's memory, logits or odds: what the loop over chunks asks of each."""
+"""The form of a chunk's memory, logits or odds: what the loop asks of each, and gets."""
 
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.statistics import TokenStatistics
+
+
+class TokenStatistics(NamedTuple):
+    """Of each token, (N,); None where not computed. All but ``is_top1`` in the dtype of losses."""
+
+    entropy: Tensor
+    lse: Tensor
+    is_top1: Tensor  # bool
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+    def of(self, tokens: slice) -> "TokenStatistics":
+        """Return the same of some of the tokens."""
+        return TokenStatistics(*(None if each is None else each[tokens] for each in self))  # pyright: ignore[reportArgumentType]
+
+
+class UpstreamGradients(NamedTuple):
+    """Of each token's log_prob, entropy and lse, (N,); None for zero."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None
+
+    def of(self, tokens: slice) -> "UpstreamGradients":
+        """Return the same of some of the tokens."""
+        return UpstreamGradients(*(None if each is None else each[tokens] for each in self))
 
 
 class OddsFactors(NamedTuple):
@@ -26,7 +51,7 @@ class OddsFactors(NamedTuple):
 
 class HeadForm(Protocol):
     """Computes losses and gradients of chunks of tokens: ``logits.LogitsForm``,
-    ``row_odds.RowOddsForm`` and ``hopper.OddsForm``. C: tokens of a chunk, N: of the batch, n: of
+    ``odds.RowOddsForm`` and ``hopper.OddsForm``. C: tokens of a chunk, N: of the batch, n: of
     them supervised, V: vocabulary.
 
     Attributes:

@@ -1,5 +1,5 @@
 """Launch the odds kernels of Hopper on a chunk: a kernel that computes the matrix product of the
-logits writes their unnormalized softmax ("odds") instead (``triton/odds``). ``odds_inputs`` says
+logits writes their unnormalized softmax ("odds") instead (``triton/odds``). ``odds`` says
 which inputs are served.
 
 C: tokens of a chunk, N: of the batch, H: hidden size, V: vocabulary.
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import TensorDescriptor, processors
-from liger_patch.kernels.head.forms import OddsFactors
+from liger_patch.kernels.head.forms import OddsFactors, TokenStatistics
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
-from liger_patch.kernels.head.statistics import TokenStatistics
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel
 

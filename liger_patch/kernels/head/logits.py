@@ -2,7 +2,7 @@
 gradient. Statistics, and logits of a vocabulary on several ranks, take two: see ``row_sums``.
 
 That is done where odds do not serve, neither those of Hopper (``hopper.OddsForm``) nor those of
-other GPUs (``row_odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
+other GPUs (``odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
 a chunk, N: of the batch, n: of them supervised, V: vocabulary, V_r: its classes on this rank.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head import pytorch
-from liger_patch.kernels.head.forms import OddsFactors
+from liger_patch.kernels.head.forms import OddsFactors, TokenStatistics, UpstreamGradients
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.row_sums import (
@@ -20,14 +20,10 @@ from liger_patch.kernels.head.row_sums import (
     OF_SMOOTHING,
     OF_STATISTICS,
     RowSums,
-    row_gradients_,
-    row_sums,
-)
-from liger_patch.kernels.head.statistics import (
-    TokenStatistics,
-    UpstreamGradients,
     gradients_of_log_probs,
     losses_and_gradients,
+    row_gradients_,
+    row_sums,
     write_statistics,
 )
 from liger_patch.kernels.options import LossOptions

@@ -1,15 +1,23 @@
-"""The loss of a head from its chunks: what ``linear_cross_entropy`` computes, as it is called and
-as an operator. N: tokens, n: supervised tokens.
+"""What the operators on a head compute of its chunks, as they are called and as operators of
+``torch.library``: losses (``linear_cross_entropy``) and log-probabilities (``linear_log_probs``).
+N: tokens, n: supervised tokens.
 """
 
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import accumulation_dtype
+from liger_patch.kernels.backend import accumulation_dtype, without_autocast
 from liger_patch.kernels.head.chunked import ChunkConfig, run_chunks
+from liger_patch.kernels.head.forms import UpstreamGradients
+from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
 from liger_patch.kernels.head.labels import token_factors
+from liger_patch.kernels.products import weight_slices
+
+SLAB = 1024  # tokens that are converted at a time
 
 
 def loss_factors(
@@ -46,3 +54,131 @@ def loss_gradients(
     n = labels.read_count()
     upstream = labels.gather(grad_output) if grad_output.dim() else grad_output
     return run_chunks(config, inputs, factors[:n] * upstream, config.wanted).gradients
+
+
+class LogProbs(NamedTuple):
+    """Of each token, (N,), 0 (False) where it is ignored; None where not asked for.
+
+    Attributes:
+        log_probs: of the label.
+        entropy: of the distribution, in nats.
+        is_top1: whether the label is the most likely class, or the first of several equal ones.
+            Where logits are never written (bf16 on Hopper), it is False for each of several equal
+            ones in a block of 128 classes.
+        lse: log of the sum of the exponentials of the logits.
+        mean_logits: over the vocabulary, after scale, softcap and temperature. No gradient.
+        log_sum_sq_probs: log of the sum of the squared probabilities. No gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+
+def log_probs_and_gradients(
+    config: ChunkConfig, inputs: HeadInputs, outputs: Collection[str], *, same_gradient: bool
+) -> tuple[list[Tensor | None], list[Tensor | None] | None]:
+    """Return the fields of ``LogProbs``, None where not asked for, and the gradients of minus the
+    mean of the log-probabilities where the forward pass can compute them.
+    """
+    labels = config.labels
+    in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
+    needs_rows = config.options.softcap is not None or config.shard is not None
+    asked = set(outputs) - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
+    result = run_chunks(
+        config,
+        inputs,
+        _expected_scale(config).expand(len(labels.labels)).contiguous(),
+        config.wanted if in_forward else Wanted(),
+        statistics=asked,
+    )
+    values = {"log_probs": -result.losses}
+    if result.statistics is not None:
+        values |= result.statistics._asdict()
+    if "mean_logits" in set(outputs) - asked:
+        values["mean_logits"] = _mean_logits(inputs, config)
+    results = [
+        # no view: autograd forbids in-place changes of the views that a function returns
+        labels.scatter(values[name].clone()) if name in outputs else None
+        for name in LogProbs._fields
+    ]
+    return results, result.gradients if in_forward else None
+
+
+def log_probs_gradients_(
+    config: ChunkConfig,
+    inputs: Callable[[], HeadInputs],
+    gradients: list[Tensor | None] | None,
+    upstream: UpstreamGradients,
+) -> list[Tensor | None]:
+    """Return the gradients for upstream gradients (N,): those of the forward pass, scaled in place,
+    where they can be; else the chunks are computed again.
+    """
+    labels = config.labels
+    labels.read_count()
+    of_rows = (None if each is None else labels.gather(each) for each in upstream)
+    dlog_probs, dentropy, dlse = upstream = UpstreamGradients(*of_rows)
+    if dentropy is None and dlse is None and dlog_probs is not None and gradients is not None:
+        scale = _expected_scale(config)
+        if not config.wanted.sums:
+            labels.scale_rows_(gradients, -dlog_probs / scale)
+            return gradients
+        # the one place that waits for the device: gradients of sums cannot be mended
+        if _is_one_number(dlog_probs):
+            if len(dlog_probs):
+                present = [each for each in gradients if each is not None]
+                scale_(present, -dlog_probs[0] / scale)
+            return gradients
+    if gradients is not None:
+        gradients.clear()  # freed before others are computed
+    return _gradients(config, inputs(), upstream)
+
+
+def _expected_scale(config: ChunkConfig) -> Tensor:
+    """Return () 1 / n: minus the upstream gradient of each log-probability where the loss is minus
+    their mean, as is expected.
+    """
+    count = config.labels.counts[0]
+    return count.clamp(min=1).to(accumulation_dtype(config.dtype)).reciprocal()
+
+
+def _is_one_number(gradient: Tensor) -> bool:
+    return gradient.is_meta or bool((gradient == gradient[:1]).all())
+
+
+def _gradients(
+    config: ChunkConfig, inputs: HeadInputs, upstream: UpstreamGradients
+) -> list[Tensor | None]:
+    """Compute the chunks once more, with the upstream gradients (n,) in place."""
+    dtype, labels = accumulation_dtype(config.dtype), config.labels
+    dlog_probs, dentropy, dlse = upstream
+    if dlog_probs is None:
+        row_scale = labels.labels.new_zeros(labels.read_count(), dtype=dtype)
+    else:
+        row_scale = (-dlog_probs).to(dtype).contiguous()
+    if dentropy is None and dlse is None:
+        return run_chunks(config, inputs, row_scale, config.wanted).gradients
+    upstream = UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream))
+    return run_chunks(config, inputs, row_scale, config.wanted, upstream=upstream).gradients
+
+
+def _mean_logits(inputs: HeadInputs, config: ChunkConfig) -> Tensor:
+    """Return (n,) the mean over the vocabulary of logits without a softcap: it is linear in the
+    weight.
+    """
+    total = None
+    with without_autocast(inputs.hidden_states.device.type):
+        for states, weight in inputs.products():
+            dtype = accumulation_dtype(states.dtype)
+            parts = [part.sum(0, dtype=dtype) for _, part in weight_slices(weight)]
+            rows = torch.stack(parts).sum(0)
+            slabs = config.labels.gather(states).split(SLAB)
+            product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
+            total = product if total is None else total + product
+        assert total is not None
+        if inputs.bias is not None:
+            total = total + inputs.bias.sum(dtype=total.dtype)
+    return total * (config.options.logit_scale / inputs.weight.shape[0])

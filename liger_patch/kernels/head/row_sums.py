@@ -10,6 +10,19 @@ Of a vocabulary on several ranks, each reduces its own columns, gathers the numb
 them in the order of the ranks, so that all have the same bits. In PyTorch operations here, some
 rows at a time as in ``pytorch``; ``triton/row_sums`` has the kernels. C: rows, R: ranks, V_r:
 classes of a rank, all V of them where there is one.
+
+The sums of a row say what is asked of its token: its loss, the statistics of its distribution, and
+the factors of its gradient. With p = softmax(z) and y the label:
+
+    log_prob         = z_y - lse                  lse = log(sum_v exp(z_v))
+    entropy          = -sum_v p_v log(p_v)
+    is_top1          : y is the first of the largest logits
+    mean_logits      = mean_v z_v
+    log_sum_sq_probs = log(sum_v p_v ** 2)
+
+    d/dz_v = p_v (dlse - dlog_prob - dentropy (log(p_v) + entropy)) + [v = y] dlog_prob
+
+for upstream gradients dlog_prob, dentropy and dlse.
 """
 
 from collections.abc import Sequence
@@ -19,6 +32,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
+from liger_patch.kernels.head.forms import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.head.pytorch import blocks_of_rows
 from liger_patch.kernels.options import LossOptions
 
@@ -195,3 +209,79 @@ def _places(labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return (C, 1) whether a label is among the columns, and its column, or any."""
     is_own = (labels >= 0) & (labels < columns)
     return is_own[:, None], labels.clamp(0, columns - 1)[:, None]
+
+
+def write_statistics(sums: RowSums, vocab_size: int, out: TokenStatistics) -> None:
+    """Write all the statistics of rows, (C,)."""
+    assert out.mean_logits is not None
+    assert out.log_sum_sq_probs is not None
+    total = sums.total
+    log_sum = total.log()
+    out.entropy.copy_(log_sum - sums.moment / total)
+    out.lse.copy_(sums.highest + log_sum)
+    out.is_top1.copy_(sums.top == 0)
+    out.mean_logits.copy_(sums.z_sum / vocab_size)
+    out.log_sum_sq_probs.copy_(sums.squares.log() - 2 * log_sum)
+
+
+def losses_and_gradients(
+    sums: RowSums,
+    labels: Tensor,  # (C,) in [0, V)
+    options: LossOptions,
+    vocab_size: int,
+    row_scale: Tensor | None,  # (C,)
+) -> tuple[Tensor, RowGradients | None]:
+    """Return the losses, and with ``row_scale`` their gradients."""
+    # the maximum stays apart from the logarithm of the sum, as in ``pytorch``
+    total = sums.total
+    log_sum = total.log()
+    lse = sums.highest + log_sum
+    label_weight = torch.ones_like(lse)
+    if options.class_weight is not None:
+        label_weight = options.class_weight.to(lse.dtype).index_select(0, labels)
+    label_share = (1.0 - options.label_smoothing) * label_weight
+    losses = label_share * (log_sum - sums.label_distance) + options.z_loss * lse * lse
+    rest_share = 2.0 * options.z_loss * lse
+    smooth_share = options.label_smoothing / vocab_size
+    if smooth_share:
+        losses = losses + smooth_share * (sums.weight_sum * log_sum - sums.weighted)
+        rest_share = rest_share + smooth_share * sums.weight_sum
+    if row_scale is None:
+        return losses, None
+    scale = row_scale * options.logit_scale
+    label_part = sums.label_distance.exp()
+    label_gradient = (rest_share * label_part - label_share * sums.others) / total
+    return losses, RowGradients(
+        sums.highest,
+        (label_share + rest_share) / total * scale,
+        (label_gradient - smooth_share * label_weight) * scale,
+        smooth_share * scale if smooth_share else None,
+    )
+
+
+def gradients_of_log_probs(
+    sums: RowSums,
+    options: LossOptions,
+    upstream: UpstreamGradients,  # (C,)
+) -> RowGradients:
+    """Return the gradients for upstream gradients of log-probabilities, entropy and lse."""
+    dlog_probs, dentropy, dlse = (None if u is None else u * options.logit_scale for u in upstream)
+    total = sums.total
+    p = sums.label_distance.exp() / total
+    label_gradient = share = torch.zeros_like(p)
+    if dlse is not None:
+        share = share + dlse
+        label_gradient = label_gradient + dlse * p
+    if dlog_probs is not None:
+        share = share - dlog_probs
+        label_gradient = label_gradient + dlog_probs * (sums.others / total)
+    gradients = RowGradients(sums.highest, share / total, label_gradient)
+    if dentropy is None:
+        return gradients
+    mean_distance = sums.moment / total
+    deviation = (mean_distance - sums.label_distance).masked_fill(p == 0, 0.0)
+    return gradients._replace(
+        label_gradient=label_gradient + dentropy * p * deviation,
+        entropy_factor=dentropy / total,
+        mean_distance=mean_distance,
+    )
