@@ -15,8 +15,7 @@ from torch import Tensor
 from training_step import call, gradients, joined, patched, router_arguments, step, widened
 
 from liger_patch import apply_patch, registry
-from liger_patch.layers.gated_norm import GATED_NORMS
-from liger_patch.layers.norm import NORMS
+from liger_patch.layers.norm import GATED_NORMS, NORMS
 from liger_patch.layers.replace import ENDINGS, count_layers
 from liger_patch.layers.rotations import ATTENTIONS, ROTATIONS
 

@@ -14,8 +14,7 @@ from layer_checks import as_of, check
 from torch import Tensor, nn
 
 from liger_patch.layers.checks import LAYER_NAMES
-from liger_patch.layers.gated_norm import GATED_NORMS, gated_norm_class
-from liger_patch.layers.norm import NORMS, norm_class
+from liger_patch.layers.norm import GATED_NORMS, NORMS, gated_norm_class, norm_class
 
 SIZE, GROUP = 32, 16
 OPTIONS: dict[str, dict[str, Any]] = {
