@@ -32,10 +32,9 @@ from liger_patch.patch.forward import (
     patched_class,
     record_of,
 )
+from liger_patch.patch.labels import LOSS_WEIGHTS, used_tokens
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
-from liger_patch.patch.token_weights import LOSS_WEIGHTS
-from liger_patch.patch.used_tokens import used_tokens
 
 SUPPORTED = "trl 1.15 and 1.16"
 FLAG_READ = "_liger_patch_read"  # attribute of a configuration that a trainer here was given

@@ -1,4 +1,6 @@
-"""Why a forward pass computes its logits: the reasons that are known before the head runs."""
+"""Why no loss of a call is fused: the reasons that are known before the head runs, and losses that
+the call itself does not compute.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
@@ -14,6 +16,20 @@ from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import why_weight_cannot_be_kept
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels.graphs import is_exporting, is_in_compiled_call, is_without_values
+from liger_patch.patch import flags
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
+
+LOSS_OUTSIDE = "the model was called without labels, and its logits were used in a loss. "
+IN_TRAINER = (
+    "Give it labels; in Trainer, use apply_patch(label_smoothing=...) instead of "
+    "label_smoothing_factor; for TRL's trainers see liger_patch.integrations.trl"
+)
+IN_TRL = "TRL has no fused loss with label_smoothing_factor or compute_loss_func"
+TRLS_HEAD = (
+    "TRL has replaced the forward of a model that was patched before. Use the trainer of "
+    "liger_patch.integrations with use_liger_patch=True, or give TRL's an unpatched model and call "
+    "apply_trl_patch(trainer.model)"
+)
 
 
 def _own(module: ModuleType, name: str) -> Any:
@@ -90,3 +106,34 @@ def description(head: nn.Module | None) -> str:
 def _has_backward_hooks(head: nn.Module) -> bool:
     """Return whether hooks of the head or of all modules run in its backward pass, of any kind."""
     return any((*head._get_backward_hooks(), head._get_backward_pre_hooks()))
+
+
+def note_loss_outside(record: PatchRecord, outputs: Any) -> None:
+    """Have the backward pass through a call's real logits note that no loss was fused. Not in a
+    graph of torch.compile, which takes no such hook.
+    """
+    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or not logits.requires_grad:
+        return
+    if torch.compiler.is_compiling() or why_transformed() is not None:
+        return
+    asked = flags.return_logits() is True
+
+    def note(_: Tensor) -> None:
+        if asked:
+            record.note(LOGITS_ASKED)
+        elif record.fused_head_call is None:
+            record.note(LOSS_OUTSIDE + IN_TRAINER)
+        elif record.fused:  # else TRL was told why
+            record.note(LOSS_OUTSIDE + IN_TRL)
+
+    logits.register_hook(note)
+
+
+def note_other_forward(record: PatchRecord, forward: object) -> None:
+    """Note that a trainer of TRL gives the model a forward with a head of its own, which does not
+    call the patched one.
+    """
+    function = getattr(forward, "__func__", None)
+    if "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
+        record.note(TRLS_HEAD, "leaves the head to TRL")

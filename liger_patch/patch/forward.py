@@ -29,10 +29,22 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.compare import compare_losses
-from liger_patch.patch.expected import ExpectedLabels, expected_labels
-from liger_patch.patch.fallback import why_loss_is_other, why_not_deferred, why_transformed
+from liger_patch.patch.fallback import (
+    note_loss_outside,
+    note_other_forward,
+    why_loss_is_other,
+    why_not_deferred,
+    why_transformed,
+)
+from liger_patch.patch.labels import (
+    LOSS_WEIGHTS,
+    ExpectedLabels,
+    LabelWeights,
+    expected_labels,
+    take_weights,
+    used_tokens,
+)
 from liger_patch.patch.loss import ForwardPass
-from liger_patch.patch.outside import note_loss_outside, note_other_forward
 from liger_patch.patch.packed_rows import look_at_packing
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
@@ -41,8 +53,6 @@ from liger_patch.patch.packing import (
     take_num_sequences,
 )
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
-from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights, take_weights
-from liger_patch.patch.used_tokens import used_tokens
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss

@@ -22,11 +22,10 @@ from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
-from liger_patch.patch.expected import ExpectedLabels, flat_targets
 from liger_patch.patch.fallback import description
+from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, LabelWeights, flat_targets
 from liger_patch.patch.packing import average_of_sequences
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
-from liger_patch.patch.token_weights import LOSS_WEIGHTS, LabelWeights
 from liger_patch.patch.verify import why_distrusted
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from liger_patch.kernels.graphs import is_traced
+from liger_patch.patch.labels import has_other_layers
 from liger_patch.patch.packing import restarts
 from liger_patch.patch.settings import PatchRecord
-from liger_patch.patch.used_tokens import has_other_layers
 
 LOOKS = 4  # at training calls with position ids: at each, the host waits for the device
 
