@@ -17,10 +17,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from collectives import Collective, record_collectives
 from engine_models import TWO_LOSSES, make_model
 from engines import ACCUMULATED, ENGINES, Engine, base_of
-from gloo_group import each_case
+from gloo_group import Collective, each_case, record_collectives
 from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist

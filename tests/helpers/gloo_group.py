@@ -1,4 +1,6 @@
-"""Groups of processes that compute together, on the CPU or on a GPU each; and single ones."""
+"""Groups of processes that compute together, on the CPU or on a GPU each; single ones; and the
+collectives that a process starts, with their kinds and sizes.
+"""
 
 import gc
 import multiprocessing
@@ -7,8 +9,8 @@ import runpy
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +19,12 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
 
+Collective = tuple[str, int, torch.dtype]  # its name, the numbers in its tensors, their dtype
+KINDS = ("gather", "scatter", "reduce", "broadcast", "alltoall")
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 SECONDS = 600  # of one run, beside others
@@ -143,3 +149,31 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextmanager
+def record_collectives() -> Iterator[list[Collective]]:
+    """The collectives of all process groups within this context, in their order."""
+    recorded: list[Collective] = []
+    group: Any = dist.ProcessGroup
+    own = {
+        name: function
+        for name, function in vars(group).items()
+        if any(kind in name for kind in KINDS) and not name.startswith("__")
+    }
+    try:
+        for name in own:
+            setattr(group, name, _recording(getattr(group, name), name, recorded))
+        yield recorded
+    finally:
+        for name, function in own.items():
+            setattr(group, name, function)
+
+
+def _recording(collective: Callable[..., Any], name: str, recorded: list) -> Callable[..., Any]:
+    def start(*arguments: Any, **options: Any) -> Any:
+        tensors = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+        recorded.append((name, sum(each.numel() for each in tensors), tensors[0].dtype))
+        return collective(*arguments, **options)
+
+    return start

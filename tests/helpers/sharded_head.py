@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from collectives import record_collectives
-from gloo_group import join, leave
+from gloo_group import join, leave, record_collectives
 from kernel_forms import patch_triton_once
 from log_probs_ways import FIELDS, check_log_probs
 from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
