@@ -22,6 +22,7 @@ from liger_patch.estimate.estimate import (
     tokens_in_words,
 )
 from liger_patch.estimate.model import OPTIMIZERS, TrainingStep, build, model_class_name
+from liger_patch.estimate.step import progress
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
@@ -94,10 +95,11 @@ def longest_row(
             f"{trained:,} of {parameters:,}"
         )
     rows = {}
-    if not loops_over_tokens(config, step):
-        with explained(config, "takes steps of several lengths"):
-            reserve = int(reserve_gib * GIB)
-            rows = longest_rows(config, step, _contender(record), sizes, reserve, [gib])
+    with progress(8 if step.checkpointing else 5):  # two short ones, and three of each kind of row
+        if not loops_over_tokens(config, step):
+            with explained(config, "takes steps of several lengths"):
+                reserve = int(reserve_gib * GIB)
+                rows = longest_rows(config, step, _contender(record), sizes, reserve, [gib])
     if not rows:
         raise ValueError(
             f"model must make as many tensors at any length, got {built}, which does not: "

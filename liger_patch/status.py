@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from liger_patch.patch.settings import LossSettings, PatchRecord
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """The result of ``patch_status``; ``str()`` of it is a table.
+    """The result of ``patch_status``; ``str()`` of it is a table, as a notebook shows it too.
 
     Attributes:
         patched: whether the model is patched.
@@ -45,6 +46,10 @@ class PatchStatus:
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+    def _repr_html_(self) -> str:
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.rows)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def patch_status(model: nn.Module) -> PatchStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,19 @@ def test_all_weights_of_a_model_patched_or_not() -> None:
 
 
 @pytest.mark.slow
+def test_a_bar_counts_the_steps_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of()
+    longest_row(model, gib=16)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    longest_row(model, gib=16)
+    shown = capsys.readouterr().err
+    assert "tracing eager, 16 tokens:  20%" in shown
+    assert "4/5" in shown
+
+
 def test_options_are_read_where_they_are() -> None:
     model = model_of(lora_rank=4)
     model.gradient_checkpointing_enable({"use_reentrant": False})

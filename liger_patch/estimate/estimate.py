@@ -15,7 +15,7 @@ from liger_patch.estimate.contenders import CONTENDERS, EAGER, Contender, chunk_
 from liger_patch.estimate.model import Sizes, TrainingStep, build, described, without_adapters
 from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.operations import CHUNK
-from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.step import progress, trace_step
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.chunk_sizes import longest_at_once
 from liger_patch.kernels.segments import MOST_NUMBERS
@@ -86,21 +86,24 @@ def estimate(
     found = []
     with explained(config, "can be built from its config"):
         build(config, step)
-    for contender in CONTENDERS:
-        what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
-        with explained(config, what):
-            trace, sizes = trace_step(config, step, contender)
-        with explained(config, "takes steps of several lengths"):
-            rows = longest_rows(config, step, contender, sizes, reserve) if longest else {}
-        found.append(
-            Estimate(
-                contender.name,
-                parts_at_peak(trace, sizes, step),
-                {card: row.tokens for card, row in rows.items()},
-                sum(host_bytes(each.size) for each in trace.sent),
-                {card: row.host for card, row in rows.items()},
+    # three lengths for longer rows, and on layers' kernels three more for rows in slices
+    most = len(CONTENDERS) * (1 + 3 * longest) + 3 * (longest and step.checkpointing)
+    with progress(most):
+        for contender in CONTENDERS:
+            what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
+            with explained(config, what):
+                trace, sizes = trace_step(config, step, contender)
+            with explained(config, "takes steps of several lengths"):
+                rows = longest_rows(config, step, contender, sizes, reserve) if longest else {}
+            found.append(
+                Estimate(
+                    contender.name,
+                    parts_at_peak(trace, sizes, step),
+                    {card: row.tokens for card, row in rows.items()},
+                    sum(host_bytes(each.size) for each in trace.sent),
+                    {card: row.host for card, row in rows.items()},
+                )
             )
-        )
     return found
 
 

@@ -7,10 +7,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.estimate.contenders import Contender, chunk_bytes, set_layers
@@ -33,6 +35,18 @@ from liger_patch.patch import offload as checkpoints
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
 _ONE_AT_A_TIME = threading.RLock()  # what a trace replaces is the process's
+_BAR: ContextVar[tqdm | None] = ContextVar("_BAR", default=None)
+
+
+@contextmanager
+def progress(most: int) -> Iterator[None]:
+    """Show a bar of the steps that are traced, at most so many, where stderr is a terminal."""
+    with tqdm(total=most, unit=" steps", disable=None, leave=False) as bar:
+        token = _BAR.set(bar)
+        try:
+            yield
+        finally:
+            _BAR.reset(token)
 
 
 @torch.inference_mode(False)
@@ -50,6 +64,9 @@ def trace_step(
     Raises:
         ValueError: a model whose step needs the values of its tensors, or without kernels.
     """
+    bar = _BAR.get()
+    if bar is not None:
+        bar.set_description(f"tracing {contender.name}, {step.length:,} tokens")
     model, sizes = build(config, step)
     held = [*model.parameters(), *model.buffers()]
     quantized = [each.weight for each in model.modules() if isinstance(each, QuantizedLinear)]
@@ -118,6 +135,8 @@ def trace_step(
         loss.backward()
         memory.close_backward()
         del loss
+    if bar is not None:
+        bar.update()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return memory.finish(gradients), sizes
 

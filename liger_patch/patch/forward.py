@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +24,7 @@ from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.record import real
+from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.graphs import between_graphs, is_exporting, is_traced
 from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
@@ -56,6 +58,8 @@ from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
+COMPILES_ON = ("cuda",) if HAS_TRITON else ()
+LOG = logging.getLogger(__name__)
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
@@ -207,6 +211,8 @@ def _forward_with_loss(
             f"loss_average={record.settings.loss_average!r}"
         )
     return_logits = flags.return_logits()
+    if record.fused is None and model.device.type in COMPILES_ON and not is_traced():
+        LOG.info("first call with labels: Triton compiles its kernels, or reads those of its cache")
     if not record.tested and _is_to_be_compared(model, record, named["labels"], return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
