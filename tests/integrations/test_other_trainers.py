@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from documents import configuration
+import yaml
+from documents import ROOT, configuration
 from tiny_models import ROWS, tiny_batch, tiny_model
 from trainers import QUIET
 
@@ -142,13 +143,39 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     assert record.offload is not None
 
 
-def test_axolotl_takes_the_configuration(axolotl: Any) -> None:
+def of_example(name: str) -> tuple[str, dict[str, Any]]:
+    """The command in its first line of code, and what it says."""
+    text = (ROOT / f"examples/other_trainers/{name}.yaml").read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if f"{name}.yaml" in line)
+    return command.removeprefix("# "), yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_axolotl_takes_the_configuration(example: bool, axolotl: Any) -> None:
     given = configuration("plugins")
+    if example:
+        all_keys = of_example("axolotl")[1]
+        axolotl.LigerPatchArgs(**all_keys)
+        names = ("plugins", *axolotl.LigerPatchArgs.model_fields)
+        given = {name: all_keys[name] for name in names if name in all_keys}
     assert given.pop("plugins") == [f"{axolotl.__name__}.LigerPatchPlugin"]
     assert given.keys() <= axolotl.LigerPatchArgs.model_fields.keys()
     model = make_model()
     axolotl.LigerPatchPlugin().post_model_load(axolotl.LigerPatchArgs(**given), model)
     assert patch_status(model).patched
+
+
+@pytest.mark.parametrize("name", ["axolotl", "llamafactory", "swift"])
+def test_an_example_is_of_the_same_training(name: str) -> None:
+    command, given = of_example(name)
+    assert f"examples/other_trainers/{name}.yaml" in command
+    document = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    assert f"(../examples/other_trainers/{name}.yaml)" in document
+    models = given.keys() & {"base_model", "model_name_or_path", "model"}
+    assert {given[each] for each in models} == {"Qwen/Qwen3-4B"}
+    lengths = given.keys() & {"sequence_len", "cutoff_len", "max_length"}
+    assert {given[each] for each in lengths} == {2048}
+    assert (given["max_steps"], given["learning_rate"], given["bf16"]) == (200, 2e-4, True)
 
 
 @pytest.mark.parametrize(
@@ -234,22 +261,26 @@ def test_llamafactory_takes_the_configuration(load: Callable[..., Any]) -> None:
 def test_llamafactorys_older_trainer_gets_a_callback(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = of_example("llamafactory")[0].split()
+    assert words[:4] == ["python", "-m", "liger_patch.integrations.llamafactory", "train"]
     module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
     integration = load("llamafactory", module, KernelPlugin=KernelPlugin)
     runs: list[Any] = []
     tuner = SimpleNamespace(run_exp=lambda args=None, callbacks=None: runs.append(callbacks))
     for name in ("llamafactory.train", "llamafactory.train.tuner"):
         monkeypatch.setitem(sys.modules, name, tuner)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(sys, "argv", ["llamafactory.py", "train", "lora.yaml"])
+    monkeypatch.setattr(sys, "argv", words[2:])
     integration.main()
-    assert sys.argv == ["llamafactory.py", "lora.yaml"]
+    assert sys.argv == [words[2], words[4]]
     ((callback,),) = runs
     assert isinstance(callback, LigerPatchCallback)
 
 
 def test_swifts_callback(load: Callable[..., Any], tmp_path: Path) -> None:
     load("swift", "swift.callbacks", callbacks_map={})
-    make_callback = sys.modules["swift.callbacks"].callbacks_map["liger_patch"]
+    given = of_example("swift")[1]
+    assert given["external_plugins"] == "plugin.py"
+    make_callback = sys.modules["swift.callbacks"].callbacks_map[given["callbacks"]]
     model = make_model()
     trainer = make_trainer(tmp_path, model, callbacks=[make_callback(None, None)])
     trainer.train()
