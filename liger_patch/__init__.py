@@ -5,6 +5,7 @@ from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
+from liger_patch.layers.quantized_experts import quantize_experts
 from liger_patch.status import PatchStatus, patch_status
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "patch_status",
+    "quantize_experts",
     "revert_patch",
 ]
 __version__ = "0.1.0"

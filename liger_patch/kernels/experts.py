@@ -22,8 +22,8 @@ As with ``gated_mlp``, two functions share the work: gradient checkpointing comp
 again, which ends before the product with W2.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,17 +65,32 @@ class Activation(NamedTuple):
 SWIGLU = Activation()
 
 
+class DequantizedExperts(Protocol):
+    """A weight (E, in, out) without a gradient that is dequantized where a product needs it.
+
+    Attributes:
+        shape, device: of the dequantized weight.
+    """
+
+    shape: torch.Size
+    device: torch.device
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (E, in, out), in new memory."""
+        ...
+
+
 class ExpertProjection(NamedTuple):
     """A linear layer of each expert.
 
     Attributes:
-        weight: (E, in, out), a view of any strides.
+        weight: (E, in, out), a view of any strides; or one that is dequantized at each use.
         bias: (E, out), or None.
         a, b: (E, R, in) and (E, out, R) of the adapter; None for no adapter.
         scaling: factor on what the adapter adds.
     """
 
-    weight: Tensor
+    weight: Any
     bias: Tensor | None = None
     a: Any = None
     b: Any = None
@@ -166,6 +181,9 @@ def _serves(x: Tensor) -> bool:
 
 
 def _groups(offsets: Tensor) -> Sequence[tuple[int, tuple[int, int]]]:
+    """Return the experts that have rows, and where these start and stop; none without values."""
+    if offsets.is_meta:
+        return []
     ends = offsets.tolist()
     pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
     return [(expert, pair) for expert, pair in pairs if pair[0] < pair[1]]
@@ -238,13 +256,13 @@ class _FirstProducts(torch.autograd.Function):
         how: Activation,
         scalings: tuple[float, float],
         dtype: torch.dtype,
+        held: list[DequantizedExperts | None],  # in the place of weights
         *parameters: Tensor | None,
     ):
-        matrices = _cast(parameters, scalings, dtype)
-        first, last = _projections(matrices)
+        first, last = _cast(parameters, scalings, dtype)
         rows = x[order.tokens]
         thin = None if first.a is None else _thin(rows, first.a, order)
-        gate_up = grouped_product(rows, first.weight, order.offsets)
+        gate_up = grouped_product(rows, _dense(first, held[0], dtype), order.offsets)
         del rows
         h = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         if _serves(gate_up):
@@ -255,27 +273,35 @@ class _FirstProducts(torch.autograd.Function):
         else:
             h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
         last_thin = None if last.a is None else _thin(h, last.a, order)
-        ctx.how, ctx.order, ctx.scalings = how, order, scalings
+        ctx.how, ctx.scalings, ctx.held = how, scalings, held
         ctx.given = [None if each is None else (each.shape, each.dtype) for each in parameters]
-        ctx.save_for_backward(x, weights, gate_up, thin, last_thin, *matrices)
+        made = x, weights, gate_up, thin, last_thin, *order
+        ctx.save_for_backward(first.weight, last.weight, *made, *first[1:4], *last[1:4])
         ctx.set_materialize_grads(False)
-        results = h, last_thin, last.weight, last.bias, last.b
+        results = h, last_thin, last.b
         ctx.mark_non_differentiable(*(each for each in results if each is not None))
-        return x.new_empty(()).expand(len(x), last.weight.shape[2]), *results
+        return x.new_empty(()).expand(x.shape), *results
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, *_: None):
         check_backward("experts", dy, advice=LAYER_ADVICE)
-        x, weights, gate_up, thin, last_thin, *parameters = ctx.saved_tensors
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        wants_x, wants_weights, _, _, _, _, *wanted = ctx.needs_input_grad
-        order, offsets = ctx.order, ctx.order.offsets
-        first, last = _projections(parameters)
+        first_weight, last_weight, *saved = ctx.saved_tensors
+        # hooks may give them back in other strides
+        saved: list[Any] = [each if each is None else each.contiguous() for each in saved]
+        x, weights, gate_up, thin, last_thin, *saved = saved
+        order, offsets = _Order(*saved[:5]), saved[4]
+        first = ExpertProjection(first_weight, *saved[5:8])
+        last = ExpertProjection(last_weight, *saved[8:])
+        del saved
+        wants_x, wants_weights, _, _, _, _, _, *wanted = ctx.needs_input_grad
         with without_autocast(dy.device.type):
-            found: list[Tensor | None] = [None] * len(parameters)
+            found: list[Tensor | None] = [None] * len(wanted)
             upstream = dy.to(gate_up.dtype)[order.tokens]  # (S, H)
-            dh = grouped_product(upstream, last.weight.transpose(1, 2), offsets)
+            weight = _dense(last, ctx.held[1], gate_up.dtype)
+            dh = grouped_product(upstream, weight.transpose(1, 2), offsets)
+            del weight
             dlast_thin: Any = None if last.b is None else grouped_product(upstream, last.b, offsets)
             sorted_weights = weights.reshape(-1)[order.slots]
             h, dgate_up, dweights = _gated_backward_(
@@ -313,8 +339,9 @@ class _FirstProducts(torch.autograd.Function):
                 found[3] = grouped_outer(dgate_up, thin, offsets)
             dx = None
             if wants_x:
-                drows = grouped_product(dgate_up, first.weight.transpose(1, 2), offsets)
-                del dgate_up
+                weight = _dense(first, ctx.held[0], dgate_up.dtype)
+                drows = grouped_product(dgate_up, weight.transpose(1, 2), offsets)
+                del dgate_up, weight
                 if dthin is not None:
                     _add_thin_(drows, dthin, first.a.transpose(1, 2), offsets)
                 dx = _sum_slots(drows, order, None, None, x.dtype)
@@ -323,23 +350,25 @@ class _FirstProducts(torch.autograd.Function):
                 if each is not None:
                     shape, dtype = ctx.given[i]
                     found[i] = _as_given(each, shape, dtype, factors[i])
-        return dx, dw, None, None, None, None, *found
+        return dx, dw, None, None, None, None, None, *found
 
 
 class _Result(torch.autograd.Function):
     """link to y. Keeps nothing, so gradient checkpointing does not compute it again."""
 
     @staticmethod
-    def forward(ctx, link: Tensor, y: Tensor) -> Tensor:
-        return y
+    def forward(ctx, link: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         return dy, None
 
 
-def _projections(matrices: Sequence[Any]) -> tuple[ExpertProjection, ExpertProjection]:
-    return ExpertProjection(*matrices[:4]), ExpertProjection(*matrices[4:])
+def _dense(
+    projection: ExpertProjection, held: DequantizedExperts | None, dtype: torch.dtype
+) -> Tensor:
+    return (projection.weight if held is None else held).to(dtype)
 
 
 def _as_given(gradient: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float) -> Tensor:
@@ -449,40 +478,47 @@ def run_experts(
     """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
     order = _order(index, first.weight.shape[0])
     scalings = first.scaling, last.scaling
+    held = [None if isinstance(p.weight, Tensor) else p.weight for p in (first, last)]
+    first, last = (
+        p if each is None else p._replace(weight=None)
+        for p, each in zip((first, last), held, strict=True)
+    )
     with without_autocast(x.device.type):
-        how = order, activation, scalings, dtype
-        link, h, thin, weight, bias, b = _FirstProducts.apply(
+        how = order, activation, scalings, dtype, held
+        link, h, thin, b = _FirstProducts.apply(
             x.to(dtype), weights.contiguous(), *how, *first[:4], *last[:4]
         )
-        with torch.no_grad():
-            y = grouped_product(h, weight, order.offsets)
+
+        def result() -> Tensor:
+            y = grouped_product(h, _dense(last, held[1], dtype), order.offsets)
             if thin is not None:
                 _add_thin_(y, thin, b, order.offsets)
-            y = _sum_slots(y, order, weights, bias, dtype)
-        return _Result.apply(link, y).to(x.dtype)
+            bias = None if last.bias is None else last.bias.to(dtype)
+            return _sum_slots(y, order, weights, bias, dtype)
+
+        return _Result.apply(link, result).to(x.dtype)
 
 
 def _cast(
     parameters: Sequence[Any], scalings: tuple[float, float], dtype: torch.dtype
-) -> list[Tensor | None]:
-    """Return weight, bias, A and B of both projections in a dtype: A and B contiguous and of a
-    padded rank, B times its scaling.
+) -> list[ExpertProjection]:
+    """Return both projections in a dtype, all but weights contiguous: A and B of a padded rank, B
+    times its scaling.
     """
-    found: list[Tensor | None] = []
+    found = []
     for i, scaling in enumerate(scalings):
         weight, bias, a, b = parameters[4 * i : 4 * i + 4]
-        found += [weight.to(dtype), None if bias is None else bias.to(dtype)]
-        if a is None or b is None:
-            found += [None, None]
-            continue
-        rank = a.shape[1]
-        padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
-        make = a.new_empty if rank == padded else a.new_zeros
-        a_cast = make(len(a), padded, a.shape[2], dtype=dtype)
-        b_cast = make(len(b), b.shape[1], padded, dtype=dtype)
-        a_cast[:, :rank].copy_(a)
-        torch.mul(b, scaling, out=b_cast[:, :, :rank])
-        found += [a_cast, b_cast]
+        weight = None if weight is None else weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        if a is not None:
+            rank = a.shape[1]
+            padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
+            make = a.new_empty if rank == padded else a.new_zeros
+            a, own_a = make(len(a), padded, a.shape[2], dtype=dtype), a
+            b, own_b = make(len(b), b.shape[1], padded, dtype=dtype), b
+            a[:, :rank].copy_(own_a)
+            torch.mul(own_b, scaling, out=b[:, :, :rank])
+        found.append(ExpertProjection(weight, bias, a, b))
     return found
 
 

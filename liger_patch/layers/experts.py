@@ -32,6 +32,7 @@ from liger_patch.subclass import derived_class, is_transformers, once_for_each_c
 
 FIRST, LAST = "gate_up_proj", "down_proj"  # names of the weights; biases have another ending
 BIAS = "_bias"
+HELD = "in_4_bits"  # the modules that hold the weights of a layer in 4 bits
 # what a layer must be: attributes that use_experts_implementation sets, older ones not all
 FORM = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
 NEEDED = ("has_bias", "is_transposed")
@@ -60,6 +61,23 @@ def experts_class(module: Any) -> Any:
     return expert_layer(type(module))
 
 
+def keeps_class(module: Any) -> bool:
+    """Return True for experts in 4 bits, and wrappers around them: without the classes that
+    ``quantize_experts`` gave them, they would have no weights.
+    """
+    experts = module.get_base_layer() if is_wrapper(module) else module
+    return HELD in experts._modules
+
+
+def is_served(module: nn.Module) -> bool:
+    """Return whether a module is experts that are on kernels, or may be."""
+    if is_wrapper(module) or HELD in module._modules:
+        return False
+    if "experts" in layers_of(module):
+        return True
+    return type(module).__name__.endswith("Experts") and experts_class(module) is not None
+
+
 def experts_configuration(module: Any) -> Hashable:
     """Return what ``experts_class`` depends on: equal configurations have the same class."""
     if is_wrapper(module):
@@ -81,7 +99,7 @@ def expert_layer(original: Any) -> type[nn.Module]:
     """Derive the class of experts on kernels."""
 
     def forward(self, hidden_states: Tensor, *routing: Any, **options: Any) -> Tensor:
-        y = None if options else _result(self, hidden_states, routing, {})
+        y = None if options else result(self, hidden_states, routing, {})
         return original.forward(self, hidden_states, *routing, **options) if y is None else y
 
     return derived_class(original, expert_layer, forward=forward, _liger_patch_layers=("experts",))
@@ -109,25 +127,27 @@ def _adapted_result(wrapper: nn.Module, x: Tensor, routing: tuple) -> Tensor | N
     experts, between, adapters = plain
     if "experts" not in layers_of(experts) or has_hooks(*between):
         return None
-    return _result(experts, x, routing, adapters)
+    return result(experts, x, routing, adapters)
 
 
-def _result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> Tensor | None:
+def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> Tensor | None:
     """Return the experts' result, or None where the layer's own code must run."""
-    if is_compiled_here() or is_left_to_model(layer, x) or len(routing) != 2 or x.dim() != 2:
+    # in 4 bits, the layer's own code would dequantize all experts for each one
+    is_left = HELD not in layer._modules and is_left_to_model(layer, x)
+    if is_compiled_here() or is_left or len(routing) != 2 or x.dim() != 2:
         return None
     how = _activation(layer)
     if how is None or not _is_of_form(layer):
         return None
     first, last = (_projection(layer, name, adapters.get(name)) for name in (FIRST, LAST))
-    tensors = [each for each in (*first[:4], *last[:4], x, *routing) if each is not None]
+    tensors = [each for each in (*first[:4], *last[:4], x, *routing) if isinstance(each, Tensor)]
     if needs_own_code(*tensors) or not all(type(each) in PLAIN_TENSORS for each in tensors):
         return None
     dtype = autocast_dtype(x.device.type, x.dtype)
-    if dtype is None and any(each.dtype != x.dtype for each in (first.weight, last.weight)):
+    weights = [each for each in (first.weight, last.weight) if isinstance(each, Tensor)]
+    if dtype is None and any(each.dtype != x.dtype for each in weights):
         return None
-    index, weights = routing
-    return run_experts(x, index, weights, first, last, how, dtype or x.dtype)
+    return run_experts(x, *routing, first, last, how, dtype or x.dtype)
 
 
 def _is_of_form(layer: Any) -> bool:
@@ -138,8 +158,12 @@ def _is_of_form(layer: Any) -> bool:
 
 
 def _projection(layer: Any, name: str, adapter: Any) -> ExpertProjection:
-    weight = getattr(layer, name)
-    weight = weight if layer.is_transposed else weight.transpose(1, 2)
+    held = layer._modules.get(HELD)
+    if held is None:
+        weight = getattr(layer, name)
+        weight = weight if layer.is_transposed else weight.transpose(1, 2)
+    else:
+        weight = held[name].weight_of_experts()
     bias = getattr(layer, name + BIAS) if layer.has_bias else None
     return ExpertProjection(weight, bias, *(adapter or ()))
 

@@ -25,7 +25,12 @@ from liger_patch.layers.attention import (
     attention_on_kernels,
 )
 from liger_patch.layers.checks import EVERYWHERE, LAYER_NAMES, layers_of
-from liger_patch.layers.experts import experts_class, experts_configuration, is_wrapper
+from liger_patch.layers.experts import (
+    experts_class,
+    experts_configuration,
+    is_wrapper,
+    keeps_class,
+)
 from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
@@ -99,6 +104,8 @@ def replace_layers(
         wanted = tuple(name for name in layers if name in names)
         if not wanted or "forward" in vars(module):
             continue
+        if keeps_class(module):
+            continue
         # decide anew: somebody may have replaced its class's forward
         _change_class(module, _original_class(module))
         vars(module).pop(EVERYWHERE, None)
@@ -152,6 +159,8 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
     """
     _check_classes(model)
     for module in list(model.modules()):
+        if keeps_class(module):
+            continue
         left = tuple(name for name in layers_of(module) if name not in names)
         if left != layers_of(module):
             original = _original_class(module)

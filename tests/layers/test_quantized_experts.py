@@ -1,0 +1,167 @@
+"""Experts in 4 bits compute what the model computes with their dequantized weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from liger_patch import apply_patch, patch_status, quantize_experts, revert_patch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+NAMES = "gate_up_proj", "down_proj"
+LORA = {"r": 4, "target_parameters": [f"mlp.experts.{name}" for name in NAMES]}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+
+
+def mixture(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt_oss":
+        config = GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4)
+        model: Any = GptOssForCausalLM(config)
+    else:
+        sizes = {"intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes))
+    for each in model.parameters():
+        nn.init.normal_(each, std=0.2)
+    model.set_experts_implementation("eager")
+    return model.to(dtype).train()
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(**LORA))
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each, std=0.2)
+    return model
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [each for each in model.modules() if hasattr(each, "in_4_bits")]
+
+
+def dequantized(model: Any, quantized: Any) -> Any:
+    """Return a model with the numbers that a quantized one has, in place of its own."""
+    model = copy.deepcopy(model)
+    layers = [each for each in model.modules() if NAMES[0] in each._parameters]
+    for layer, held in zip(layers, experts_of(quantized), strict=True):
+        for name in NAMES:
+            own = layer._parameters[name]
+            own.data = held.in_4_bits[name].stored(torch.float32).to(own.dtype)
+    return model
+
+
+def step(model: Any) -> dict[str, Tensor]:
+    ids = torch.arange(24).view(2, 12) % 64
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", ""])
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_step_is_that_of_the_dequantized_weights(
+    kind: str, double_quant: bool, is_patched: bool
+) -> None:
+    model = adapted(mixture(kind))
+    quantized = quantize_experts(copy.deepcopy(model), "cpu", double_quant=double_quant)
+    truth = step(dequantized(model, quantized))
+    if is_patched:
+        apply_patch(quantized)
+        assert "2 experts" in str(patch_status(quantized))
+    ours = step(quantized)
+    assert sum("lora" in name for name in ours) >= 8
+    assert_close(ours, truth)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_give_the_same(reentrant: bool) -> None:
+    model = apply_patch(quantize_experts(adapted(mixture("qwen3_moe")), "cpu"))
+    truth = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_close(step(model), truth)
+
+
+def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights() -> None:
+    model = adapted(mixture("qwen3_moe")).eval()
+    quantized = apply_patch(quantize_experts(copy.deepcopy(model), "cpu"))
+    truth = dequantized(model, quantized)
+    ids = torch.arange(5)[None]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        quantized.generate(input_ids=ids, **how), truth.generate(input_ids=ids, **how)
+    )
+    with quantized.disable_adapter(), truth.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_is_half_a_byte_a_number() -> None:
+    model = quantize_experts(mixture("qwen3_moe", torch.bfloat16), "cpu")
+    for layer in experts_of(model):
+        assert not any(name in layer._parameters for name in NAMES)
+        for name in NAMES:
+            held = layer.in_4_bits[name]
+            packed = held.rows_of_experts.weight
+            assert packed.dtype == torch.uint8
+            assert not packed.requires_grad
+            assert packed.numel() * 2 == held.stored_shape.numel()
+
+
+def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
+    base = mixture("qwen3_moe")
+    trained = quantize_experts(adapted(copy.deepcopy(base)), "cpu")
+    trained.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True)
+    assert_close(step(quantize_experts(loaded, "cpu")), step(trained))
+
+
+def test_what_needs_the_weights_is_an_error() -> None:
+    """Merging would write to a copy, and say nothing."""
+    model = quantize_experts(adapted(mixture("qwen3_moe")), "cpu")
+    with pytest.raises(RuntimeError, match="held in 4 bits by quantize_experts"):
+        model.merge_and_unload()
+    bare = quantize_experts(mixture("qwen3_moe"), "cpu")
+    with pytest.raises(ValueError, match="no `target_parameters` found"):  # PEFT's own
+        get_peft_model(bare, LoraConfig(**LORA))
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM without experts"):
+        quantize_experts(bare, "cpu")
+    with pytest.raises(ValueError, match="quant_type must be 'nf4' or 'fp4', got 'int4'"):
+        quantize_experts(mixture("qwen3_moe"), "cpu", quant_type="int4")
+
+
+def test_they_stay_when_the_patch_goes() -> None:
+    model = quantize_experts(adapted(mixture("qwen3_moe")), "cpu")
+    truth = step(model)
+    apply_patch(model)
+    revert_patch(model)
+    assert_close(step(copy.deepcopy(model)), truth)
