@@ -52,6 +52,7 @@ class Patcher:
         _wrap(Trainer, "__init__", self._construct)
         _wrap(Trainer, "train", self._begin)
         _wrap(Trainer, "evaluate", self._begin)
+        _wrap(Trainer, "predict", self._begin)
         _wrap(Trainer, "call_model_init", self._model_init)
         _wrap(PreTrainedModel, "from_pretrained", self._load)
 
@@ -139,7 +140,8 @@ class Measurer(Patcher, TrainerCallback):
     def _begin(self, begin: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if begin.__name__ == "train":
             self.trainer = trainer
-            trainer.add_callback(self)
+            if self not in trainer.callback_handler.callbacks:
+                trainer.add_callback(self)
         result = super()._begin(begin, trainer, *args, **kwargs)
         self._stop_if_enough()
         return result

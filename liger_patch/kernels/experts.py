@@ -12,7 +12,8 @@ cast times the adapter's scaling; adapters are never added to weights. Backward,
     dh = g_s W2e' + (g_s B2e) A2e          dweight_s = dh . h + g_s . b2e
 
 and one kernel computes h again, dgate and dup of weight_s dh, and dweight_s. y is a gather of each
-token's slots: nothing is added by atomics, so results repeat bit by bit. The host reads no counts.
+token's slots: nothing is added by atomics, so results repeat bit by bit. The host reads no counts
+where PyTorch has a kernel for grouped products: in bf16, from compute capability 9 on.
 
 N: tokens, H: hidden size, I: intermediate size, E: experts, R: ranks, S = N K. Kept for the
 backward pass, in bytes a token in 16 bits: x, 2 H, and K times gate and up, 4 I, and the thin S and
@@ -116,7 +117,8 @@ class _Order(NamedTuple):
 
 
 def _order(index: Tensor, experts: int) -> _Order:
-    flat = index.reshape(-1)
+    index = index.long().contiguous()
+    flat = index.view(-1)
     if experts < torch.iinfo(torch.int16).max:
         flat = flat.to(torch.int16)  # half as many passes as int32 takes
     by_expert, slots = torch.sort(flat, stable=True)
@@ -125,7 +127,7 @@ def _order(index: Tensor, experts: int) -> _Order:
     places = torch.empty_like(slots)
     places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
     return _Order(
-        index.contiguous(),
+        index,
         slots,
         torch.div(slots, index.shape[1], rounding_mode="floor"),
         places.view(index.shape),
@@ -311,7 +313,7 @@ class _FirstProducts(torch.autograd.Function):
             if wanted[4]:
                 found[4] = _weight_gradient(h, upstream, last.weight, offsets)
             if wanted[5]:
-                found[5] = _sums(upstream * sorted_weights[:, None], offsets)
+                found[5] = _sums((upstream * sorted_weights[:, None]).to(upstream.dtype), offsets)
             if last.b is not None:
                 if wanted[6]:
                     found[6] = grouped_outer(dlast_thin, h, offsets)

@@ -36,6 +36,7 @@ HELD = "in_4_bits"  # the modules that hold the weights of a layer in 4 bits
 # what a layer must be: attributes that use_experts_implementation sets, older ones not all
 FORM = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
 NEEDED = ("has_bias", "is_transposed")
+IMPLEMENTATIONS = None, "eager", "grouped_mm"  # whose results ours are
 PROBED_EXPERTS, PROBED_HIDDEN, PROBED_SIZE = 3, 4, 5
 
 
@@ -137,7 +138,7 @@ def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> T
     if is_compiled_here() or is_left or len(routing) != 2 or x.dim() != 2:
         return None
     how = _activation(layer)
-    if how is None or not _is_of_form(layer):
+    if how is None or not _is_of_form(layer) or _has_own_way(layer):
         return None
     first, last = (_projection(layer, name, adapters.get(name)) for name in (FIRST, LAST))
     tensors = [each for each in (*first[:4], *last[:4], x, *routing) if isinstance(each, Tensor)]
@@ -148,6 +149,24 @@ def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> T
     if dtype is None and any(each.dtype != x.dtype for each in weights):
         return None
     return run_experts(x, *routing, first, last, how, dtype or x.dtype)
+
+
+def _has_own_way(layer: Any) -> bool:
+    """Return whether a call now does more than the class's own code: somebody chose another
+    implementation, replaced the gate, or has hooks.
+    """
+    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    if name not in IMPLEMENTATIONS or "_apply_gate" in layer.__dict__:
+        return True
+    if "_is_expert_parallel" not in layer.__dict__ and is_distributed():
+        return True  # an older Transformers, whose experts do not tell
+    return has_hooks(*(each for key, each in layer._modules.items() if key != HELD))
+
+
+def is_distributed() -> bool:
+    """Return whether this process is one of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _is_of_form(layer: Any) -> bool:
@@ -165,7 +184,7 @@ def _projection(layer: Any, name: str, adapter: Any) -> ExpertProjection:
     else:
         weight = held[name].weight_of_experts()
     bias = getattr(layer, name + BIAS) if layer.has_bias else None
-    return ExpertProjection(weight, bias, *(adapter or ()))
+    return ExpertProjection(weight, bias, *(adapter.matrices() if adapter is not None else ()))
 
 
 def _activation(module: Any) -> Activation | None:

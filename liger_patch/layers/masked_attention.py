@@ -241,7 +241,7 @@ def _needs_mask(
         or len(mask) not in (1, len(query))
     ):
         return True
-    if tokens != key.shape[2] or dropout or mask.is_inference():
+    if tokens != key.shape[2] or dropout or mask.is_inference() or mask.requires_grad:
         return True
     for name in options.keys() & UNSUPPORTED:
         if options[name] is not None and options[name] is not False:
@@ -277,6 +277,9 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
             # eager's mask is added to scores: 0 where a query sees a key
             seen = values if values.dtype == torch.bool else values == 0
             segments = segments_of(seen[:, 0], rows, used.of_mask(rows, values))
+            if values.dtype != torch.bool:  # a bias of the caller's is no mask
+                hides = values <= torch.finfo(values.dtype).min
+                segments = segments if bool((seen | hides).all()) else None
     used.without_padding |= segments is not None and segments.has_padding
     _read[mask] = used, of, segments
     return segments

@@ -76,7 +76,7 @@ def plain_adapter(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Module, float, f
     a, b = matrices[name], held["lora_B"]._modules[name]
     dropout = held["lora_dropout"]._modules[name]
     is_linear = type(a) is type(b) is nn.Linear
-    if not is_linear or not (a._parameters["bias"] is b._parameters["bias"] is None):
+    if not is_linear or not (a._parameters.get("bias") is b._parameters.get("bias") is None):
         return "lora_bias=True, or matrices of another class"
     rate = 0.0
     if type(dropout) is nn.Dropout:
@@ -92,11 +92,27 @@ def plain_adapter(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Module, float, f
 
 
 class ExpertAdapter(NamedTuple):
-    """The active adapter of a 3-D weight of experts: ``a`` (E, R, in) and ``b`` (E, out, R)."""
+    """The active adapter of a 3-D weight of E experts.
 
-    a: Tensor
-    b: Tensor
+    Attributes:
+        a, b: the modules that hold it; their weights are (E R, in) and (out, R E).
+        is_swapped: whether A reads what a weight (E, out, in) gives: PEFT 0.20 and older.
+    """
+
+    a: nn.Linear
+    b: nn.Linear
+    experts: int
     scaling: float
+    is_swapped: bool
+
+    def matrices(self) -> tuple[Tensor, Tensor, float]:
+        """Return A (E, R, in), B (E, out, R) and the scaling. In B, experts take turns."""
+        a, b = self.a.weight, self.b.weight
+        a = a.view(self.experts, -1, a.shape[1])
+        b = b.view(len(b), -1, self.experts).permute(2, 0, 1)
+        if self.is_swapped:
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
+        return a, b, self.scaling
 
 
 def wraps_experts(module: nn.Module) -> bool:
@@ -126,16 +142,10 @@ def expert_adapters(
             if layer.num_experts == 1:
                 return "one expert, or a 2-D parameter"
             modules += [a, b]
-            # A is (E R, in), B is (out, R E): its experts take turns
-            matrices = (
-                a.weight.view(layer.num_experts, -1, a.weight.shape[1]),
-                b.weight.view(len(b.weight), -1, layer.num_experts).permute(2, 0, 1),
-            )
             is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
-            if is_transposed == getattr(layer, "_did_swap_in_out_features", False):
-                # PEFT 0.20 and older: A reads what a weight (E, out, in) gives
-                matrices = matrices[1].transpose(1, 2), matrices[0].transpose(1, 2)
-            found[layer.parameter_name] = ExpertAdapter(*matrices, layer.scaling[active[0]])
+            swapped = is_transposed == getattr(layer, "_did_swap_in_out_features", False)
+            how = layer.num_experts, layer.scaling[active[0]], swapped
+            found[layer.parameter_name] = ExpertAdapter(a, b, *how)
         layer = layer.base_layer
         modules.append(layer)
     return layer, modules, found
