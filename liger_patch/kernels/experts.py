@@ -182,9 +182,14 @@ def _serves(x: Tensor) -> bool:
     return x.dtype in served and serves_triton(x) and len(x) > 0
 
 
+def _has_values(x: Tensor) -> bool:
+    """Return False on the meta device, where estimates count what kernels allocate."""
+    return x.device.type != "meta"
+
+
 def _groups(offsets: Tensor) -> Sequence[tuple[int, tuple[int, int]]]:
     """Return the experts that have rows, and where these start and stop; none without values."""
-    if offsets.is_meta:
+    if not _has_values(offsets):
         return []
     ends = offsets.tolist()
     pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
@@ -198,7 +203,8 @@ def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor) -> None:
 
         experts_triton.add_thin_(y, thin, b, offsets)
         return
-    y += grouped_product(thin, b.transpose(1, 2), offsets)
+    if _has_values(y):
+        y += grouped_product(thin, b.transpose(1, 2), offsets)
 
 
 def _sum_slots(
@@ -210,6 +216,8 @@ def _sum_slots(
         from liger_patch.kernels.triton import experts as experts_triton
 
         experts_triton.sum_slots(y, order.places, weights, bias, order.index, out)
+        return out
+    if not _has_values(y):
         return out
     slots = y[order.places].to(accumulation_dtype(y.dtype))  # (N, K, H)
     if bias is not None:
@@ -272,7 +280,7 @@ class _FirstProducts(torch.autograd.Function):
 
             tensors = gate_up, first.bias, thin, first.b, h
             experts_triton.gated(*tensors, order.offsets, *how)
-        else:
+        elif _has_values(h):
             h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
         last_thin = None if last.a is None else _thin(h, last.a, order)
         ctx.how, ctx.scalings, ctx.held = how, scalings, held
@@ -399,6 +407,8 @@ def _gated_backward_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight h, which takes the place of dh, the gradient of gate and up, and dweight."""
     dweights = weights.new_empty(weights.shape, dtype=accumulation_dtype(dh.dtype))
+    if not _has_values(dh):
+        return dh, torch.empty_like(gate_up), dweights
     if _serves(dh):
         from liger_patch.kernels.triton import experts as experts_triton
 
@@ -486,16 +496,15 @@ def run_experts(
         for p, each in zip((first, last), held, strict=True)
     )
     with without_autocast(x.device.type):
+        weights = weights.contiguous()
         how = order, activation, scalings, dtype, held
-        link, h, thin, b = _FirstProducts.apply(
-            x.to(dtype), weights.contiguous(), *how, *first[:4], *last[:4]
-        )
+        link, h, thin, b = _FirstProducts.apply(x.to(dtype), weights, *how, *first[:4], *last[:4])
 
         def result() -> Tensor:
             y = grouped_product(h, _dense(last, held[1], dtype), order.offsets)
             if thin is not None:
                 _add_thin_(y, thin, b, order.offsets)
-            bias = None if last.bias is None else last.bias.to(dtype)
+            bias = None if last.bias is None else last.bias.to(dtype).contiguous()
             return _sum_slots(y, order, weights, bias, dtype)
 
         return _Result.apply(link, result).to(x.dtype)
@@ -538,12 +547,17 @@ def _check(
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x must be floating point (N, H), got {x.dtype} {tuple(x.shape)}")
     if index.dim() != 2 or index.is_floating_point() or len(index) != len(x):
-        raise ValueError(f"index must be ({len(x)}, K) integers, got {tuple(index.shape)}")
+        raise ValueError(
+            f"index must be ({len(x)}, K) integers, got {index.dtype} {tuple(index.shape)}"
+        )
     if weights.shape != index.shape:
         raise ValueError(
             f"weights must have the shape of index, {tuple(index.shape)}, "
             f"got {tuple(weights.shape)}"
         )
+    for name, part in (("first", first), ("last", last)):
+        if part.weight.dim() != 3:
+            raise ValueError(f"{name}.weight must be (E, in, out), got {tuple(part.weight.shape)}")
     count, hidden = first.weight.shape[0], x.shape[1]
     size = last.weight.shape[1]
     for name, part, shape in (
@@ -554,7 +568,7 @@ def _check(
             raise ValueError(f"{name}.weight must be {shape}, got {tuple(part.weight.shape)}")
         if (part.a is None) != (part.b is None):
             raise ValueError(f"{name}.a and {name}.b must both be given, or none of them")
-        rank = 0 if part.a is None else part.a.shape[1]
+        rank = 0 if part.a is None or part.a.dim() < 2 else part.a.shape[1]
         for which, tensor, wanted in (
             ("bias", part.bias, (count, shape[2])),
             ("a", part.a, (count, rank, shape[1])),
@@ -563,5 +577,10 @@ def _check(
             if tensor is not None and tuple(tensor.shape) != wanted:
                 raise ValueError(f"{name}.{which} must be {wanted}, got {tuple(tensor.shape)}")
         for which, tensor in zip(("weight", "bias", "a", "b"), part[:4], strict=True):
+            if tensor is not None and not tensor.is_floating_point():
+                raise ValueError(f"{name}.{which} must be floating point, got {tensor.dtype}")
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}.{which} must be on {x.device}, got {tensor.device}")
+    for name, tensor in (("index", index), ("weights", weights)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device}, got {tensor.device}")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import eager_layers
+import expert_cases
 import layer_checks
 import torch
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
@@ -206,6 +207,11 @@ LORA = {
     "dtype": torch.float16,  # which Triton's interpreter multiplies
     "wanted": (r"\d\.[ab]", r"x|\d\.[ab]", r"x|0\.[ab]", r"2\.[ab]", r"\d\.(weight|bias)"),
 }
+EXPERTS = {
+    "fixed": ("index",),
+    "dtype": torch.float16,  # as of LORA
+    "wanted": (r".*\.[ab]", r"x|.*\.[ab]", r".*weights?", r".*\.bias|x"),
+}
 LORA_MLP = {"made": partial(made_parts, mlp_inputs), **LORA}
 
 OPERATORS = {
@@ -318,5 +324,17 @@ OPERATORS = {
         "gated_mlp",
         **LORA_MLP,
         **of_layer(of_parts(partial(lora_mlp, slice_tokens=4)), of_parts(eager_mlp("gelu_tanh"))),
+    ),
+    "experts": Operator(
+        "experts",
+        made=partial(expert_cases.inputs, is_transposed=True),
+        **EXPERTS,
+        **of_layer(*expert_cases.calls()),
+    ),
+    "experts with biases": Operator(
+        "experts",
+        made=partial(expert_cases.inputs, bias=True, hidden=20),
+        **EXPERTS,
+        **of_layer(*expert_cases.calls(expert_cases.FORMS["clamped, interleaved, shifted"])),
     ),
 }

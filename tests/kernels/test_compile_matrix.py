@@ -1,8 +1,8 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-The cases are in loss_, layer_ and lora_compilations. A quick run compiles the most demanding case
-of each kernel for one target, `make test-all` all cases for all targets. A kernel that has no row
-in KERNELS fails `test_every_kernel_is_in_the_matrix`.
+The cases are in loss_, layer_, lora_ and expert_compilations. A quick run compiles the most
+demanding case of each kernel for one target, `make test-all` all cases for all targets. A kernel
+that has no row in KERNELS fails `test_every_kernel_is_in_the_matrix`.
 """
 
 import importlib
@@ -20,6 +20,7 @@ import liger_patch
 
 pytest.importorskip("triton")
 
+import expert_compilations as experts
 import layer_compilations as layer
 import lora_compilations as lora
 import loss_compilations as loss
@@ -39,6 +40,8 @@ SPILLED_BYTES_OF = {
     # sums over rows are in registers. On an H200, smaller tiles that spill less took longer
     "_dropped_gradients_kernel": 1024,
     "_dropped_product_kernel": 1024,
+    # gate, up, dh and both slopes at once: 1688 on sm_80, 1480 on sm_90
+    "_experts_gated_backward_kernel": 1688,
     "_gated_lora_backward_kernel": 1024,
     "_gated_lora_kernel": 1024,
     # float32 groups of 8192 on sm_103 with Triton 3.9; with 3.7, 96 on sm_120 and 16 on sm_90
@@ -51,6 +54,7 @@ SPILLED_BYTES_OF = {
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 GEFORCE = GPUTarget("cuda", 89, 32)
 LARGEST_OF = {  # the case that a quick run compiles, and the most KiB of shared memory on GEFORCE
+    "_add_thin_kernel": ("bf16-64-256", 26),
     "_dropped_gradients_kernel": ("bf16-64-*fp32", 32),
     "_gated_lora_backward_kernel": ("bf16-64-silu-True-False", 48),
     "_gated_lora_kernel": ("bf16-64-silu-True-False", 28),
@@ -62,9 +66,12 @@ BINARY = {"cuda": "cubin", "hip": "hsaco"}
 CUDA = [target for target in TARGETS if target.backend == "cuda"]
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
+    "_add_thin_kernel": experts.add_thin,
     "_cross_entropy_kernel": loss.cross_entropy,
     "_dropped_gradients_kernel": lora.dropped_gradients,
     "_dropped_product_kernel": lora.dropped_product,
+    "_experts_gated_backward_kernel": experts.gated_backward,
+    "_experts_gated_kernel": experts.gated,
     "finish_kernel": loss.finish,
     "_gated_backward_kernel": layer.gated_backward,
     "_gated_kernel": layer.gated,
@@ -85,6 +92,7 @@ KERNELS = {
     "_scale_kernel": loss.scale,
     "_scale_rows_kernel": loss.scale_rows,
     "_sum_parts_kernel": layer.sum_parts,
+    "_sum_slots_kernel": experts.sum_slots,
 }
 
 

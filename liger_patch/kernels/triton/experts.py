@@ -81,7 +81,7 @@ def _activated(gate, up, alpha, limit, shift, ACTIVATION: tl.constexpr, IS_FLOAT
 
 
 @triton.jit
-def _gated_kernel(
+def _experts_gated_kernel(
     gate_up_ptr,  # (S, 2 I)
     bias_ptr,  # (experts, 2 I), or None
     thin_ptr,  # (S, R), or None
@@ -131,7 +131,7 @@ def _gated_kernel(
 
 
 @triton.jit
-def _gated_backward_kernel(
+def _experts_gated_backward_kernel(
     dh_ptr,  # (S, I), of a slot's result; becomes the slot's weight times h
     gate_up_ptr,  # (S, 2 I)
     dgate_up_ptr,  # (S, 2 I)
@@ -296,7 +296,7 @@ def gated(
     rows, columns = h.shape
     experts = len(offsets)
     grid = _tiles(rows, experts), triton.cdiv(columns, BLOCK_I)
-    kernel: Any = _gated_kernel
+    kernel: Any = _experts_gated_kernel
     with torch.cuda.device_of(h):
         kernel[grid](
             gate_up,
@@ -342,7 +342,7 @@ def gated_backward_(
     """Write dgate_up and dweights; all contiguous, S > 0."""
     rows, columns = dh.shape
     experts = len(offsets)
-    kernel: Any = _gated_backward_kernel
+    kernel: Any = _experts_gated_backward_kernel
     with torch.cuda.device_of(dh):
         kernel[(_tiles(rows, experts),)](
             dh,

@@ -1,0 +1,351 @@
+"""Experts of a mixture: results and every gradient against float64, no worse than a loop over the
+experts whose weights hold the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from expert_cases import FORMS, LIMIT, calls, check, inputs
+from kernel_forms import INTERPRETED
+from layer_checks import results_and_gradients
+from slow_cases import slow_but
+
+from liger_patch.kernels import experts as operator
+from liger_patch.kernels.experts import Activation, ExpertProjection, experts
+
+ADAPTERS = {"both": (4, 3), "first": (16, 0), "last": (0, 24), "none": (0, 0)}
+TOKENS = 50  # of fewer numbers, the largest error is luck
+KERNELS = ["gated", "add_thin_", "sum_slots", "gated_backward_"]
+
+
+def cast(tensors: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> dict[str, Any]:
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        for name, value in tensors.items()
+    }
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The launches of the Triton kernels."""
+    pytest.importorskip("triton")
+    from liger_patch.kernels.triton import experts as kernels
+
+    found: list[str] = []
+    for name in KERNELS:
+        launcher = getattr(kernels, name)
+
+        def launched(*arguments: Any, launcher: Any = launcher, name: str = name) -> Any:
+            found.append(name)
+            return launcher(*arguments)
+
+        monkeypatch.setattr(kernels, name, launched)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "adapters", "bias"),
+    slow_but(
+        list(zip(FORMS, cycle(ADAPTERS), cycle([True, False, False]))),
+        list(product(FORMS, ADAPTERS, [False, True])),
+    ),
+)
+def test_every_form_and_adapter(form: str, adapters: str, bias: bool, device: torch.device) -> None:
+    tensors = inputs(TOKENS, ranks=ADAPTERS[adapters], bias=bias)
+    for dtype in (torch.float16, torch.float64):
+        check(cast(tensors, dtype, device), FORMS[form])
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 24), (24, 4), (16, 32), (4, 4)])
+def test_any_rank(ranks: tuple[int, int], device: torch.device) -> None:
+    tensors = inputs(TOKENS, ranks=ranks)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        check(cast(tensors, dtype, device))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_any_number_of_experts_a_token(
+    dtype: torch.dtype, slots: int, device: torch.device
+) -> None:
+    check(cast(inputs(TOKENS, slots, count=9, bias=True), dtype, device), FORMS["clamped"])
+
+
+COUNTS = {  # of rows: one expert has all, a tile is full, one row more, many tiles
+    "all to one": [90, 0, 0],
+    "full tiles": [64, 128, 64],
+    "one more": [65, 1, 0],
+    "one less": [63, 0, 127],
+    "the last alone": [0, 0, 70],
+    "one token": [0, 1, 0],
+}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_any_share_of_the_rows(
+    counts: list[int], is_transposed: bool, device: torch.device
+) -> None:
+    tokens = sum(counts)
+    tensors = inputs(tokens, 1, count=3, is_transposed=is_transposed)
+    order = torch.randperm(tokens)
+    tensors["index"] = torch.arange(3).repeat_interleave(torch.tensor(counts))[order][:, None]
+    for dtype in (torch.float16, torch.float64):
+        if tokens > 1 or dtype == torch.float64:  # of one row in 16 bits, eager's error is luck
+            check(cast(tensors, dtype, device))
+
+
+@pytest.mark.parametrize("expert", [0, 4])
+def test_an_expert_twice_for_one_token(expert: int, device: torch.device) -> None:
+    tensors = inputs(TOKENS, 3)
+    tensors["index"] = torch.full_like(tensors["index"], expert)
+    check(cast(tensors, torch.float64, device))
+
+
+@pytest.mark.parametrize("limit", [0.3, 0.9])
+def test_many_features_are_clamped(limit: float, device: torch.device) -> None:
+    """In float64, where none is a rounding away from the limit."""
+    for shift, is_interleaved in ((0.0, False), (1.0, True)):
+        form = Activation("clamped", 1.702, limit, shift, is_interleaved)
+        check(cast(inputs(TOKENS, bias=True), torch.float64, device), form)
+
+
+def test_gradients_of_experts_without_rows_are_zero(device: torch.device) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        tensors = cast(inputs(TOKENS, bias=True), dtype, device)
+        assert not (tensors["index"] == 3).any()
+        found = results_and_gradients(calls()[0], tensors, {"index"})
+        for name, value in found.items():
+            if name.startswith(("first", "last")):
+                assert value is not None
+                assert not value[3].any()
+                assert value[0].any()
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64])
+def test_routing_weights_of_a_wider_dtype(weights: torch.dtype, device: torch.device) -> None:
+    """As most routers compute them; their gradient has it too."""
+    tensors = cast(inputs(TOKENS, bias=True), torch.float16, device)
+    check(tensors | {"weights": tensors["weights"].to(weights)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+def test_autocast(dtype: torch.dtype, bias: bool, quick_device: torch.device) -> None:
+    """Adapters and biases stay in float32, and so do their gradients."""
+    ours, eager = calls()
+    tensors = cast(inputs(TOKENS, bias=bias), torch.float32, quick_device)
+    wide = {name: value.double() for name, value in tensors.items()}
+    for name in ("x", "first.weight", "last.weight"):
+        tensors[name] = tensors[name].to(dtype)
+        wide[name] = tensors[name].double()
+    with torch.autocast(quick_device.type, torch.bfloat16):
+        found, plain = (results_and_gradients(f, tensors, {"index"}) for f in (ours, eager))
+    truth = results_and_gradients(eager, wide, {"index"})
+    for name, value in tensors.items():
+        if name != "index":
+            assert found[name].dtype == value.dtype, name  # type: ignore[union-attr]
+    assert found["result 0"].dtype == dtype  # type: ignore[union-attr]
+    assert_no_worse(found, plain, truth, torch.bfloat16)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("tokens", "slots"), slow_but([(150, 2)], [(150, 2), (64, 1), (9, 3)]))
+@pytest.mark.parametrize("size", slow_but([72], [64, 72, 130]))
+@pytest.mark.parametrize("form", ["gelu", "clamped, interleaved, shifted"])
+def test_kernels_of_several_programs(
+    form: str, size: int, tokens: int, slots: int, launches: list[str]
+) -> None:
+    """In tiles of rows and features that are full and that are not."""
+    tensors = inputs(tokens, slots, hidden=136, size=size, ranks=(24, 3), bias=True)
+    check(cast(tensors, torch.float16), FORMS[form])
+    assert launches == [
+        "gated",
+        "add_thin_",
+        "sum_slots",
+        "gated_backward_",
+        "add_thin_",
+        "sum_slots",
+    ]
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_large_gates_are_finite() -> None:
+    """Whose exponentials are infinite in float16."""
+    tensors = inputs(70)
+    tensors["first.weight"][..., :40] *= 60
+    for form in ("silu", "gelu", "gelu_tanh"):
+        check(cast(tensors, torch.float16), FORMS[form])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_cpu_launches_no_kernel(dtype: torch.dtype, launches: list[str]) -> None:
+    results_and_gradients(calls()[0], cast(inputs(TOKENS), dtype), {"index"})
+    assert not launches
+
+
+X, INDEX, WEIGHTS = torch.zeros(2, 8), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
+FIRST = ExpertProjection(torch.zeros(4, 8, 12), None, torch.zeros(4, 2, 8), torch.zeros(4, 12, 2))
+LAST = ExpertProjection(torch.zeros(4, 6, 8), torch.zeros(4, 8))
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "activation": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST, activation=Activation("relu")),
+        r"^activation\.name must be one of .*'clamped'.* got 'relu'",
+    ),
+    "integers": (
+        lambda: experts(X.long(), INDEX, WEIGHTS, FIRST, LAST),
+        r"^x must be floating point \(N, H\), got torch.int64 \(2, 8\)",
+    ),
+    "batch": (
+        lambda: experts(X[None], INDEX, WEIGHTS, FIRST, LAST),
+        r"^x must be floating point \(N, H\), got torch.float32 \(1, 2, 8\)",
+    ),
+    "floating index": (
+        lambda: experts(X, INDEX.float(), WEIGHTS, FIRST, LAST),
+        r"^index must be \(2, K\) integers, got torch.float32 \(2, 3\)",
+    ),
+    "tokens of index": (
+        lambda: experts(X, INDEX[:1], WEIGHTS, FIRST, LAST),
+        r"^index must be \(2, K\) integers, got torch.int64 \(1, 3\)",
+    ),
+    "weights": (
+        lambda: experts(X, INDEX, WEIGHTS[:, :2], FIRST, LAST),
+        r"^weights must have the shape of index, \(2, 3\), got \(2, 2\)",
+    ),
+    "device of weights": (
+        lambda: experts(X, INDEX, WEIGHTS.to("meta"), FIRST, LAST),
+        "^weights must be on cpu, got meta",
+    ),
+    "2-D": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(weight=torch.zeros(8, 12)), LAST),
+        r"^first\.weight must be \(E, in, out\), got \(8, 12\)",
+    ),
+    "features of first": (
+        lambda: experts(X[:, :7], INDEX, WEIGHTS, FIRST, LAST),
+        r"^first\.weight must be \(4, 7, 12\), got \(4, 8, 12\)",
+    ),
+    "features of last": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(weight=torch.zeros(3, 6, 8))),
+        r"^last\.weight must be \(4, 6, 8\), got \(3, 6, 8\)",
+    ),
+    "whole numbers": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(weight=FIRST.weight.int()), LAST),
+        r"^first\.weight must be floating point, got torch.int32",
+    ),
+    "B without A": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=None), LAST),
+        r"^first\.a and first\.b must both be given, or none of them",
+    ),
+    "A": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=torch.zeros(4, 2, 7)), LAST),
+        r"^first\.a must be \(4, 2, 8\), got \(4, 2, 7\)",
+    ),
+    "B": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(b=torch.zeros(4, 12, 3)), LAST),
+        r"^first\.b must be \(4, 12, 2\), got \(4, 12, 3\)",
+    ),
+    "bias": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(bias=torch.zeros(8))),
+        r"^last\.bias must be \(4, 8\), got \(8,\)",
+    ),
+    "device": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(bias=LAST.bias.to("meta"))),  # type: ignore[union-attr]
+        r"^last\.bias must be on cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:
+    """Else the rule for errors would hold the luck of a rounding."""
+    tensors = inputs(TOKENS, ranks=(0, 0), bias=True)
+    gate_up = tensors["x"] @ tensors["first.weight"] + tensors["first.bias"][:, None]
+    distance = (gate_up.abs() - LIMIT).abs().min()
+    assert (gate_up > LIMIT).any()
+    assert (gate_up < -LIMIT).any()
+    assert distance > 1.0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter would take minutes")
+def test_bytes_of_a_token_of_qwen3_30b() -> None:
+    """Kept for the backward pass with adapters of rank 16, as docs/lora.md has them."""
+    hidden, size, slots, rank, tokens = 2048, 768, 8, 16, 16
+    tensors = cast(inputs(tokens, 2, 2, hidden, size, ranks=(rank, rank)), torch.bfloat16)
+    tensors["index"] = tensors["index"].repeat(1, slots // 2)  # few experts serve as well
+    tensors["weights"] = tensors["weights"].repeat(1, slots // 2)
+    trained = {n: v.requires_grad_(n == "x" or n[-2:] in (".a", ".b")) for n, v in tensors.items()}
+    given = {v.untyped_storage().data_ptr() for n, v in trained.items() if n.startswith(("f", "l"))}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in given and len(tensor) != 2:  # offsets
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = calls()[0](**trained)
+    found = sum(each.untyped_storage().nbytes() for each in kept.values()) / tokens
+    orders = 4 * slots * 8 + 2 * slots  # index, slots, tokens and places in int64, and weights
+    assert y.requires_grad
+    assert found == 2 * hidden + slots * (4 * size + 2 * 2 * rank) + orders
+    docs = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+    assert f"keeps {found / 1000:.1f} kB" in docs
+
+
+REAL = {  # H, I, E, K, tokens
+    "Qwen3-30B-A3B": (2048, 768, 128, 8, 1000),
+    "gpt-oss": (2880, 2880, 32, 4, 300),
+    "few tokens": (2048, 768, 128, 8, 3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> None:
+    """In bf16 with PyTorch's grouped products, which give zero for an expert without rows."""
+    hidden, size, count, slots, tokens = shape
+    is_clamped = shape is REAL["gpt-oss"]
+    # of so many numbers an adapter would bring some near the limit
+    ranks = (0, 8) if is_clamped else (16, 8)
+    how = {"ranks": ranks, "bias": is_clamped, "is_transposed": not is_clamped}
+    tensors = cast(inputs(tokens, slots, count, hidden, size, **how), dtype, "cuda")
+    check(tensors, FORMS["clamped, interleaved, shifted" if is_clamped else "silu"])
+    assert sorted(set(launches)) == sorted(KERNELS)
+    ours, _ = calls()
+    once, again = (results_and_gradients(ours, tensors, {"index"}) for _ in range(2))
+    for name, value in once.items():
+        assert value is None or torch.equal(value, again[name]), name  # type: ignore[arg-type]
+    for name, value in once.items():
+        if name.startswith(("first", "last")):
+            assert not value[-2].any(), name  # type: ignore[index]
+
+
+@pytest.mark.gpu
+def test_grouped_products_run_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper and later, so the host reads no counts."""
+    if torch.cuda.get_device_capability() < (9, 0) or operator.GROUPED_MM is None:
+        pytest.skip("needs a GPU with grouped products")
+
+    def fails(_: Any) -> Any:
+        raise AssertionError("the host reads the counts")
+
+    monkeypatch.setattr(operator, "_groups", fails)
+    tensors = cast(inputs(TOKENS, bias=True), torch.bfloat16, "cuda")
+    results_and_gradients(calls()[0], tensors, {"index"})
