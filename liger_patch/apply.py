@@ -168,13 +168,14 @@ def _choose_layers(
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             "layer that has a kernel. Its class must be Transformers' own, and have no "
-            "hook of accelerate. A gated layer must be one whose activation is silu or gelu, an "
-            "attention must be causal and take its function from Transformers' table"
+            "hook of accelerate. The activation of gated layers and experts must be silu or gelu, "
+            "an attention must be causal and take its function from Transformers' table"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes
     if lacking and row is not None and not registry.missing():
-        promised = candidates(model).intersection(row.kinds.split()) - {"gated"}  # activations
+        promised = candidates(model).intersection(row.kinds.split())
+        promised -= {"gated", "experts"}  # their activation may have no kernel
         if gone := [name for name in lacking if name in promised]:
             warnings.warn(
                 f"liger_patch runs no {' and no '.join(gone)} layer of {type(model).__name__} on "

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from liger_patch.kernels.backend import PLAIN_TENSORS, autocast_dtype
 from liger_patch.kernels.experts import Activation, ExpertProjection, run_experts
@@ -189,13 +190,15 @@ def _projection(layer: Any, name: str, adapter: Any) -> ExpertProjection:
 
 def _activation(module: Any) -> Activation | None:
     """Return what the attributes of a layer say that it computes between its products."""
-    is_interleaved = not getattr(module, "is_concatenated", True)
     limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    # Transformers 5.0 does not say: there gpt-oss alone has a limit
+    is_interleaved = not getattr(module, "is_concatenated", limit is None)
     if limit is not None:
         alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
         shift = 0.0 if alpha is None else 1.0
         return Activation("clamped", alpha or 1.0, limit, shift, is_interleaved)
-    name = ACTIVATIONS.get(getattr(type(getattr(module, "act_fn", None)), "forward", None))
+    act = getattr(module, "act_fn", None)
+    name = "silu" if act is silu else ACTIVATIONS.get(getattr(type(act), "forward", None))
     return None if name is None else Activation(name, is_interleaved=is_interleaved)
 
 

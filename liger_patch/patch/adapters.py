@@ -19,7 +19,7 @@ DISABLED = "adapters are disabled"  # the reason that ``readers.lora_adapters`` 
 def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     """Put the layers of adapters that came after ``apply_patch`` on kernels."""
     configurations = vars(model).get("peft_config")
-    if not record.wants_lora or not isinstance(configurations, dict):
+    if not isinstance(configurations, dict):
         return
     holder, known = record.adapters or (None, {})
     if (
@@ -30,8 +30,10 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
         record.adapters = configurations, dict(configurations)
         record.checked_dtypes = False
         everywhere = record.layers is not True
-        replace_new_adapters(model, everywhere=everywhere)
-        replace_new_wrappers(model, everywhere=everywhere)
+        if record.wants("lora"):
+            replace_new_adapters(model, everywhere=everywhere)
+        if record.wants("experts"):
+            replace_new_wrappers(model, everywhere=everywhere)
 
 
 @contextmanager

@@ -142,10 +142,9 @@ class PatchRecord:
     longest_row: str | None = None
     looks_at_packing: int = 0
 
-    @property
-    def wants_lora(self) -> bool:
-        """Return True if layers with LoRA adapters run on kernels, also those that come later."""
-        return self.layers if isinstance(self.layers, bool) else "lora" in self.layers
+    def wants(self, name: str) -> bool:
+        """Return whether layers of a name run on kernels, also those of adapters to come."""
+        return self.layers if isinstance(self.layers, bool) else name in self.layers
 
     @property
     def chunk_mib(self) -> float | None:

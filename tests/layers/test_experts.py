@@ -1,0 +1,369 @@
+"""Experts of mixtures on kernels, alone and with PEFT's adapters (``target_parameters``): training
+steps are eager's, in every architecture that has such experts.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from lora_models import MARKS, WAYS, adapted, assert_same, batch_of, peft, training_step
+from rows import every_row, model_type
+from tiny_models import ROWS, tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call, gradients, joined, router_arguments, step, tell_apart
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.layers import experts
+from liger_patch.layers.checks import layers_of
+from liger_patch.layers.lora import not_plain
+from liger_patch.layers.replace import count_layers
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings(
+        "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
+        "ignore:The following .*_pattern keys did not match:RuntimeWarning",  # but they did
+    ),
+]
+
+BOTH = ("gate_up_proj", "down_proj")
+QWEN, GPT = "qwen3_moe", "gpt_oss"
+OTHERS = ("nemotron_h", "llama4_text")  # whose experts have no gate, or another form
+MIXTURES = [row for row in registry.available() if "experts" in row.kinds.split()]
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """The experts on kernels, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "experts" in layers_of(module) and not experts.is_wrapper(module)
+    }
+
+
+def with_adapters(base: Any, parameters: Collection[str] = BOTH, **options: Any) -> Any:
+    """A PEFT model of adapters on all experts, each of which has other numbers."""
+    names = experts_of(apply_patch(copy.deepcopy(base)))
+    targets = [f"{name}.{each}" for name in names for each in parameters]
+    options = {"target_modules": None, "target_parameters": targets, **options}
+    return adapted(base=base, **options)
+
+
+def pair(kind: str = QWEN, **options: Any) -> tuple[Any, Any, Any]:
+    """Two models in float64, the second of them patched, and a batch."""
+    eager = with_adapters(tiny_model(ROWS[kind]).double(), **options)
+    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
+
+
+class Runs:
+    """The calls of the operator: which of its weights have adapters beside them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: list[tuple[bool, bool]] = []
+        run = experts.run_experts
+
+        def recorded(*arguments: Any) -> Tensor:
+            self._found.append((arguments[3].a is not None, arguments[4].a is not None))
+            return run(*arguments)
+
+        monkeypatch.setattr(experts, "run_experts", recorded)
+
+    def of_step(self, model: Any, batch: Any) -> list[tuple[bool, bool]]:
+        self._found.clear()
+        training_step(model, batch)
+        return list(self._found)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+@pytest.mark.parametrize("row", every_row(MIXTURES), ids=model_type)
+def test_adapters_of_every_architecture(row: registry.Architecture, runs: Runs) -> None:
+    base = tiny_model(row).double()
+    eager = with_adapters(base)
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    number = len(experts_of(model))
+    assert f"{number} experts" in str(patch_status(model))
+    assert "PEFT's own forward" not in str(patch_status(model))
+    assert_same(model, eager, batch)
+    assert runs.of_step(model, batch) == [(True, True)] * number
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_experts_of_another_form_keep_their_own_code(kind: str) -> None:
+    if kind not in ROWS:
+        pytest.skip("not in this Transformers")
+    model = apply_patch(tiny_model(ROWS[kind]))
+    assert count_layers(model)["experts"] == 0
+    with pytest.raises(ValueError, match="no experts layer"):
+        apply_patch(tiny_model(ROWS[kind]), layers=["experts"])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rank-stabilised": {"use_rslora": True, "lora_alpha": 5},
+    "scale": {"lora_alpha": 3},
+    "rank 1": {"r": 1},
+    "rank 24": {"r": 24},
+    "pattern of ranks": {"rank_pattern": {"mlp.experts.gate_up_proj": 2}},
+    "pattern of scales": {"alpha_pattern": {"mlp.experts.down_proj": 20}},
+    "first product alone": {"parameters": ("gate_up_proj",)},
+    "second product alone": {"parameters": ("down_proj",)},
+    "attention too": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+}
+
+
+@pytest.mark.parametrize("kind", [QWEN, GPT])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_an_adapter(options: dict[str, Any], kind: str, runs: Runs) -> None:
+    """gpt-oss has biases, clamped gates and weights that lie the other way."""
+    eager, model, batch = pair(kind, **options)
+    assert_same(model, eager, batch)
+    parameters = options.get("parameters", BOTH)
+    wanted = tuple(name in parameters for name in BOTH)
+    assert runs.of_step(model, batch) == [wanted] * 2
+    assert not_plain(model) == {}
+    ranks = {each.r["default"] for each in model.modules() if experts.is_wrapper(each)}
+    assert ranks == ({2, 4} if "rank_pattern" in options else {options.get("r", 4)})
+
+
+@pytest.mark.parametrize("kind", [QWEN, GPT])
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
+def test_every_precision_is_no_worse_than_eager(way: str, kind: str, runs: Runs) -> None:
+    dtype, wide_adapters, autocast = WAYS[way]
+    base = tiny_model(ROWS[kind], dtype=dtype)
+    eager_model = with_adapters(base, wide_adapters=wide_adapters)
+    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
+    model = apply_patch(copy.deepcopy(eager_model))
+    eager, ours = (training_step(m, batch, autocast=autocast) for m in (eager_model, model))
+    for name, value in eager.items():
+        got = ours[name]
+        assert value is not None
+        assert got is not None
+        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+    assert runs.of_step(model, batch) == [(True, True)] * 2
+    truth, eager, ours = joined(training_step(wide, batch), eager, ours)
+    assert_no_worse(ours, eager, truth, dtype if not autocast else torch.bfloat16)
+
+
+def second(model: Any) -> None:
+    if peft.__version__.startswith("0.18."):
+        pytest.skip("PEFT 0.18 has one adapter of parameters")
+    torch.manual_seed(2)
+    config = copy.deepcopy(model.peft_config["default"])
+    config.r, config.lora_alpha = 3, 7
+    model.add_adapter("second", config)
+
+
+def switched(model: Any) -> None:
+    second(model)
+    model.set_adapter("second")
+
+
+def both_active(model: Any) -> None:
+    second(model)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def unmerged(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def hooked(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("layers.0.mlp.experts.base_layer.base_layer"):
+            module.register_forward_hook(lambda _, args, output: 2 * output)
+
+
+def sharded(model: Any) -> None:
+    """As Transformers' expert parallelism marks experts."""
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and not experts.is_wrapper(module):
+            module._is_expert_parallel = True
+
+
+def with_another_activation(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and not experts.is_wrapper(module):
+            module.act_fn = nn.Tanh()
+
+
+PEFTS = [(False, False)] * 2  # PEFT's own forward, around experts on kernels
+CHANGES: dict[str, tuple[Callable[[Any], object], str, list[tuple[bool, bool]]]] = {
+    "second adapter, not active": (second, "", [(True, True)] * 2),
+    "switched": (switched, "", [(True, True)] * 2),
+    "merged and unmerged": (unmerged, "", [(True, True)] * 2),
+    "several active adapters": (both_active, "2 active adapters", PEFTS),
+    "hook of experts": (hooked, "", [(False, False), (True, True)]),
+    "sharded": (sharded, "", []),
+    "another activation": (with_another_activation, "", []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_call_asks_whether_adapters_are_plain(name: str, runs: Runs) -> None:
+    change, reason, found = CHANGES[name]
+    eager, model, batch = pair()
+    training_step(model, batch)
+    for each in (eager, model):
+        change(each)
+    assert_same(model, eager, batch)
+    assert runs.of_step(model, batch) == found
+    assert not_plain(model) == ({reason: 4} if reason else {})
+    if reason:
+        assert f"4 in PEFT's own forward: {reason}" in str(patch_status(model))
+
+
+@pytest.mark.parametrize("how", ["merged", "disabled", "in disable_adapter", "unloaded"])
+def test_states_without_gradients(how: str) -> None:
+    eager, model, batch = pair()
+    training_step(model, batch)
+    losses = []
+    for each in (eager, model):
+        if how == "in disable_adapter":
+            with each.disable_adapter():
+                losses.append(call(each, batch).loss)
+            continue
+        if how == "merged":
+            each.merge_adapter()
+        elif how == "disabled":
+            each.base_model.disable_adapter_layers()
+        losses.append(call(each.merge_and_unload() if how == "unloaded" else each, batch).loss)
+    assert_no_worse({"": losses[1]}, {"": losses[0]}, {"": losses[0]}, torch.float32)
+    if how == "in disable_adapter":
+        assert_same(model, eager, batch)
+
+
+@pytest.mark.parametrize("layers", [True, ["experts"], ["lora", "experts"], ["lora"]], ids=str)
+def test_adapters_that_come_after_the_patch(layers: Any, runs: Runs) -> None:
+    base = tiny_model(ROWS[QWEN]).double()
+    eager = with_adapters(copy.deepcopy(base))
+    model = with_adapters(apply_patch(base, layers=layers))
+    batch = batch_of(eager)
+    assert_same(model, eager, batch)
+    assert runs.of_step(model, batch) == ([] if layers == ["lora"] else [(True, True)] * 2)
+    assert count_layers(model)["experts"] == (0 if layers == ["lora"] else 2)
+
+
+def test_a_name_for_itself(runs: Runs) -> None:
+    eager, model, batch = pair()
+    apply_patch(model, layers=["experts"])
+    assert {name: count for name, count in count_layers(model).items() if count} == {"experts": 2}
+    assert_same(model, eager, batch)
+    assert runs.of_step(model, batch) == [(True, True)] * 2
+    apply_patch(model, layers=["rms_norm", "lora"])
+    assert count_layers(model)["experts"] == 0
+    assert_same(model, eager, batch)
+    assert runs.of_step(model, batch) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["float32", "autocast"])
+def test_checkpoints_give_the_same_bits(way: str, reentrant: bool, runs: Runs) -> None:
+    dtype, wide_adapters, autocast = WAYS[way]
+    model = with_adapters(tiny_model(ROWS[QWEN], dtype=dtype), wide_adapters=wide_adapters)
+    apply_patch(model)
+    batch = batch_of(model)
+    expected = training_step(model, batch, autocast=autocast)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours = training_step(model, batch, autocast=autocast)
+    for name, value in expected.items():
+        assert value is not None
+        assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
+    assert len(runs.of_step(model, batch)) == 4  # each layer twice
+
+
+@pytest.mark.parametrize("kind", [QWEN, "qwen2_moe", GPT])
+@pytest.mark.parametrize("trained", ["router", "all", "nothing but adapters"])
+def test_routers_and_their_loss(trained: str, kind: str) -> None:
+    """qwen2_moe has shared experts beside those of the router."""
+    eager, model, _ = pair(kind)
+    batch = {**batch_of(eager), **router_arguments(eager.get_base_model())}
+    steps = []
+    for each in (eager, model):
+        for name, parameter in each.named_parameters():
+            is_router = ".router." in name or ".gate." in name
+            is_wanted = trained == "all" or (trained == "router" and is_router)
+            parameter.requires_grad_("lora_" in name or is_wanted)
+        loss = call(each.train(), batch).loss
+        steps.append({"loss": loss.detach(), **gradients(each, loss)})
+    truth, ours = tell_apart(*steps)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [QWEN, GPT])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_experts_that_train_themselves(autocast: bool, kind: str, runs: Runs) -> None:
+    eager_model = tiny_model(ROWS[kind])
+    model, batch = apply_patch(copy.deepcopy(eager_model)), tiny_batch(eager_model)
+    wide = copy.deepcopy(eager_model).double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        eager, ours = (step(each, batch) for each in (eager_model, model))
+    truth, eager, ours = joined(step(wide, batch), eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16 if autocast else torch.float32)
+
+
+def test_reverting_gives_every_class_back() -> None:
+    eager, model, batch = pair()
+    training_step(model, batch)
+    revert_patch(model)
+    classes = [{name: type(m) for name, m in each.named_modules()} for each in (eager, model)]
+    assert classes[0] == classes[1]
+    truth, ours = training_step(eager, batch), training_step(model, batch)
+    assert all(torch.equal(value, ours[name]) for name, value in truth.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+def test_copies_are_on_kernels(how: str, runs: Runs) -> None:
+    eager, model, batch = pair()
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    revert_patch(model)
+    assert_same(other, eager, batch)
+    assert runs.of_step(other, batch) == [(True, True)] * 2
+
+
+def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
+    eager, model, batch = pair()
+    training_step(model, batch)
+    assert list(model.state_dict()) == list(eager.state_dict())
+    model.save_pretrained(tmp_path)
+    base = tiny_model(ROWS[QWEN]).double()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).double()
+    assert_same(loaded, eager, batch)
+    assert_same(apply_patch(loaded), eager, batch)
+
+
+def test_twenty_steps_have_eagers_losses() -> None:
+    losses = []
+    for is_patched in (False, True):
+        model = with_adapters(tiny_model(ROWS[QWEN]), init_lora_weights=True)
+        if is_patched:
+            apply_patch(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        batch, found = batch_of(model), []
+        for _ in range(20):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
