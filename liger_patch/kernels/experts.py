@@ -329,7 +329,7 @@ class _FirstProducts(torch.autograd.Function):
                     weighted = (last_thin * sorted_weights[:, None]).to(last_thin.dtype)
                     found[7] = grouped_outer(upstream, weighted, offsets)
             if last.bias is not None and wants_weights:
-                of_bias = dy.to(last.bias.dtype) @ last.bias.t()  # (N, E)
+                of_bias = dy.to(dweights.dtype) @ last.bias.to(dweights.dtype).t()  # (N, E)
                 dweights = dweights + of_bias.gather(1, order.index).view(-1)[order.slots]
             dw = dweights[order.places].to(weights.dtype) if wants_weights else None
             del h, upstream, dlast_thin

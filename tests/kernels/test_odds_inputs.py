@@ -14,6 +14,8 @@ from liger_patch.kernels.options import LossOptions
 
 pytestmark = MARKS
 
+SMALL_BATCH = "liger_patch.kernels.head.odds.SMALL_BATCH"
+
 
 def refuse_odds(monkeypatch):
     """From here on, a test in which odds are computed fails."""
@@ -43,10 +45,10 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
     check_linear(inputs, labels)
 
     refuse_odds(monkeypatch)
-    monkeypatch.setattr(odds, "SMALL_BATCH", 12)
+    monkeypatch.setattr(SMALL_BATCH, 12)
     check_linear(inputs, labels)
     for tokens, hopper_kernels in ((12, True), (11, None)):
-        monkeypatch.setattr(odds, "SMALL_BATCH", tokens)
+        monkeypatch.setattr(SMALL_BATCH, tokens)
         operator = partial(linear_cross_entropy, hopper_kernels=hopper_kernels)
         with pytest.raises(AssertionError, match="odds are computed"):
             check_linear(inputs, labels, operator=operator)

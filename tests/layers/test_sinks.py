@@ -29,7 +29,8 @@ def gpt_oss() -> Any:
         num_key_value_heads=2,
         head_dim=16,
         num_local_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,  # all: a rounded router would choose others
+        use_cache=False,
         sliding_window=9,
         max_position_embeddings=128,
         pad_token_id=0,
