@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 from importlib.util import find_spec
@@ -62,6 +63,23 @@ def test_python_in_the_documents_is_right(document: Path) -> None:
             tree = ast.parse(OMITTED.sub("", block.code), block.place)
             if "liger_patch.integrations.trl" not in block.code or find_spec("trl"):
                 assert wrong_names(tree, names) == [], block.place
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_python_in_a_notebook_is_right(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    names = {name: getattr(liger_patch, name) for name in liger_patch.__all__}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        lines = [line for line in cell["source"] if not line.startswith(("%", "!"))]
+        tree = ast.parse("".join(lines), cell["id"])
+        compile(tree, cell["id"], "exec")
+        if "liger_patch.integrations.trl" not in "".join(lines) or find_spec("trl"):
+            assert wrong_names(tree, names) == [], cell["id"]
 
 
 FIRST = {block.place.partition(":")[0]: block for block in reversed(blocks("python"))}

@@ -212,37 +212,75 @@ def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     assert re.search(r"last loss +fused", printed)
 
 
-NOTEBOOK = json.loads((EXAMPLES / "qlora_16gb.ipynb").read_text(encoding="utf-8"))
-CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+def code_cells(notebook: str) -> list[str]:
+    cells = json.loads((EXAMPLES / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return ["".join([*cell["source"], "\n"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def run_notebook(name: str, lines_of_shell: int, folder: Path) -> str:
+    """Run its Python, and return what it prints. Lines of the shell install, and estimate."""
+    lines = "".join(code_cells(name)).splitlines()
+    python = [line for line in lines if not line.startswith(("%", "!"))]
+    assert len(lines) == len(python) + lines_of_shell
+    if python[-1].startswith("patch_status("):  # which a notebook shows
+        python[-1] = f"print({python[-1]})"
+    (folder / "notebook.py").write_text("\n".join(python))
+    printed = run_alone(folder / "notebook.py", folder=folder)
+    assert re.search(r"last loss +fused", printed)
+    assert re.search(r"layers .* 28 lora", printed)
+    return printed
 
 
 @pytest.mark.slow  # as the example of QLoRA does
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its lines of the shell are left out: they install, and estimate."""
-    lines = "".join("".join([*cell["source"], "\n"]) for cell in CODE).splitlines()
-    python = [line for line in lines if not line.startswith(("%", "!"))]
-    assert len(lines) == len(python) + 2
-    (tmp_path / "notebook.py").write_text("\n".join(python))
     monkeypatch.syspath_prepend(EXAMPLES)  # which a process that is started has too
-    printed = run_alone(tmp_path / "notebook.py", folder=tmp_path)
+    printed = run_notebook("qlora_16gb", 2, tmp_path)
     loss, perplexity = held_out("loss", printed), held_out("perplexity", printed)
     assert loss[1] < loss[0] - 0.1
     assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
-    assert re.search(r"last loss +fused", printed)
-    assert re.search(r"layers .* 28 lora", printed)
     assert (tmp_path / "outputs/notebook/adapter/adapter_model.safetensors").exists()
 
 
-def test_the_notebook_is_saved_without_outputs():
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
-    (command,) = [x for cell in CODE for x in cell["source"] if x.startswith("!")]
-    settings = "".join(CODE[1]["source"])
-    (options,) = re.findall(r'^options = f"(.*)"', "".join(CODE[3]["source"]), re.M)
-    for name, value in {"MODEL": "model", "BATCH": "4", "LENGTH": "2048"}.items():
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_the_notebook_of_packed_rows_trains_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    printed = run_notebook("qlora_packed", 2, tmp_path)
+    ((before, after),) = re.findall(r"^loss +([\d.]+) +([\d.]+)$", printed, re.M)
+    assert float(before) == pytest.approx(float(after), abs=2e-4)
+    assert (tmp_path / "outputs/packed/adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    None in (find_spec("trl"), find_spec("peft")), reason="needs the extras trl and peft"
+)
+def test_the_notebook_of_dpo_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    printed = run_notebook("dpo", 1, tmp_path)
+    ((before, after),) = re.findall(r"^loss +([\d.]+) +([\d.]+)$", printed, re.M)
+    assert float(before) == pytest.approx(math.log(2), abs=1e-3)
+    assert float(after) < float(before) - 0.05
+
+
+@pytest.mark.parametrize(
+    ("notebook", "values"),
+    [
+        ("qlora_16gb", {"BATCH": "4", "LENGTH": "2048"}),
+        ("qlora_packed", {"LENGTH": "4096", "DTYPE": "bfloat16"}),
+    ],
+)
+def test_a_notebook_estimates_what_it_trains(notebook: str, values: dict[str, str]):
+    _, settings, _, estimate, *_ = code_cells(notebook)
+    (options,) = re.findall(r'^options = f"(.*)"', estimate, re.M)
+    for name, value in values.items():
         assert name in settings
         options = options.replace(f"{{{name}}}", value)
-    assert command == "!python -m liger_patch estimate {MODEL} {options}"
+    assert "MODEL = " in settings
+    assert estimate.splitlines()[-1] == "!python -m liger_patch estimate {MODEL} {options}"
     _parser().parse_args(["estimate", "model", *options.split()])  # exits where one is unknown
 
 
