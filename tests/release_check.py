@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--versions", nargs="+", choices=PINS, default=list(PINS))
     parser.add_argument("--python", default=sys.executable, help="makes the environments")
+    parser.add_argument("--output", type=Path, help="a new folder for the sdist and the wheel")
     options = parser.parse_args()
     python = shutil.which(options.python)
     if python is None:
@@ -41,6 +42,8 @@ def main() -> None:
         check_files(sdist, wheel)
         for versions in options.versions:
             check_installed(python, place / versions, versions, sdist, wheel)
+        if options.output is not None:
+            shutil.copytree(sdist.parent, options.output)
     print("ready for a release")
 
 
@@ -59,8 +62,11 @@ def check_files(sdist: Path, wheel: Path) -> None:
     text = (ROOT / "liger_patch" / "__init__.py").read_text(encoding="utf-8")
     version = re.findall(r'^__version__ = "(.+)"$', text, re.M)
     expect(len(version) == 1, f"one __version__ in liger_patch/__init__.py, got {version}")
-    newest = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)[1]
-    expect(version[0] in newest, f"{version[0]} in the newest section of CHANGELOG.md")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (\S+)", changelog, re.M)[:2]
+    expect(sections == ["Unreleased", version[0]], f"{version[0]} in CHANGELOG.md, got {sections}")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    expect(f"\nversion: {version[0]}\n" in citation, f"{version[0]} in CITATION.cff")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -72,7 +78,8 @@ def check_files(sdist: Path, wheel: Path) -> None:
     expect("liger_patch/py.typed" in names, "liger_patch/py.typed in the wheel")
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"LICENSE", "README.md", "CHANGELOG.md", f"examples/{QUICK_START}", *PINS.values()}
+    wanted = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", *PINS.values()}
+    wanted |= {f"examples/{QUICK_START}", "liger_patch/py.typed"}
     expect(wanted <= files, f"{sorted(wanted - files)} in the sdist")
 
 

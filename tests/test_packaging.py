@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from slow_cases import slow_but
+
+import liger_patch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -147,3 +151,31 @@ def test_every_file_is_python_3_10():
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
             ast.parse(text, filename=str(path), feature_version=(3, 10))
+
+
+def test_version_of_changelog_and_citation_is_that_of_the_package():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (\S+)", changelog, re.M)
+    assert sections[:2] == ["Unreleased", liger_patch.__version__]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == liger_patch.__version__
+    assert (citation["license"], citation["authors"]) == (PROJECT["license"], PROJECT["authors"])
+
+
+@pytest.mark.skipif(not (ROOT / ".github").exists(), reason="the sdist has no .github")
+def test_a_tag_publishes_what_was_checked():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as True
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "permissions" not in build
+    assert (publish["needs"], publish["permissions"]) == ("build", {"id-token": "write"})
+    commands = [step["run"] for step in build["steps"] if "run" in step]
+    given = re.search(r'^make release-check ARGS="(.*)"$', "\n".join(commands), re.M)
+    assert given is not None
+    assert given[1].endswith("--output dist")
+    (compared,) = [each for each in commands if each.startswith("grep")]
+    for tag, status in ((f"v{liger_patch.__version__}", 0), ("v9.9.9", 1)):
+        environment = os.environ | {"GITHUB_REF_NAME": tag}
+        assert subprocess.run(compared, shell=True, cwd=ROOT, env=environment).returncode == status
