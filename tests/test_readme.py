@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
         ("steps_packed", steps_table, "training_step_packed"),
         ("compiled", steps_table, "training_step_compiled_h200"),
         ("lora_steps", lora_steps_table, "lora_step"),
+        ("moe_steps", lora_steps_table, "moe_step"),
         ("longest_rows", longest_rows_table, "longest_row"),
         ("long_row_check", long_row_check_table, "long_row_check"),
         ("benchmark", readme_table, "linear_cross_entropy"),

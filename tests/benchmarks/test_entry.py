@@ -23,6 +23,7 @@ DRAWN = (  # how the names begin of reports that have a picture; one has two
     "linear_cross_entropy",
     "longest_row",
     "lora_step",
+    "moe_step",
     "qlora_step",
     "training_step",
 )
