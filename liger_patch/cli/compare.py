@@ -13,6 +13,7 @@ from typing import Any
 
 WAYS = ("as it is", "patched")
 CHILD = "import sys; from liger_patch.cli.run import measure; measure(*sys.argv[1:])"
+LEAST_STEPS = 10  # of a median that says something
 NEVER = "never trains: it calls neither Trainer.train() nor the step() of an optimizer"
 NONE_PATCHED = "no model was patched: none reached a Trainer or came from from_pretrained"
 ON_CPU = (
@@ -27,7 +28,7 @@ def compare(script: str, arguments: Sequence[str], steps: int, file: Path | None
     for way in WAYS:
         print(f"liger_patch: {script}, {way}", file=sys.stderr, flush=True)
         found = _measure(way, script, arguments, steps)
-        problem = f"failed {way}: see above" if found is None else NEVER
+        problem = f"failed {way}" if found is None else NEVER
         if not found or not found["losses"]:
             print(f"{script} {problem}", file=sys.stderr)
             return 1
@@ -51,7 +52,10 @@ def _measure(way: str, script: str, arguments: Sequence[str], steps: int) -> dic
         given = [str(file), str(steps), way, script, *arguments]
         # to stderr (2): what the script prints is no part of the table
         done = subprocess.run([sys.executable, "-c", CHILD, *given], stdout=2, check=False)
-        return None if done.returncode else json.loads(file.read_text(encoding="utf-8"))
+        if done.returncode or not file.exists():  # os._exit leaves no file
+            print(f"{script} ended with exit status {done.returncode}, {way}", file=sys.stderr)
+            return None
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _notes(script: str, steps: int, runs: Sequence[Any]) -> list[str]:
@@ -62,6 +66,8 @@ def _notes(script: str, steps: int, runs: Sequence[Any]) -> list[str]:
     elif patched["status"] is not None and patched["fused"] is None:
         notes.append("the model was not called with labels: the script computes its loss itself")
     fewest = min(len(each["losses"]) for each in runs)
+    if fewest < LEAST_STEPS:
+        notes.append(f"times of fewer than {LEAST_STEPS} steps are noise: --steps 20")
     if fewest < steps:
         notes.append(f"{script} ended after {fewest} of {steps} steps")
     return notes if patched["triton"] else [*notes, ON_CPU]
@@ -69,12 +75,14 @@ def _notes(script: str, steps: int, runs: Sequence[Any]) -> list[str]:
 
 def _table(script: str, runs: Any, pairs: Any, largest: Any, notes: Sequence[str]) -> str:
     patched = runs[1]
+    is_patched = patched["status"] is not None
     times = [statistics.median(each["milliseconds"] or [0.0]) for each in runs]
     peaks = [(each["peak_bytes"] or 0) / 2**20 for each in runs]
     memory = "peak memory, MiB" + ("" if "cuda" in patched["device"] else " (process)")
     rows = [
         ("", *WAYS, "change"),
-        ("ms a step, median", *(f"{each:.1f}" for each in times), _change(*times)),
+        # without a patched model, a change is the machine's
+        ("ms a step, median", *(f"{each:.1f}" for each in times), _change(*times) * is_patched),
         (memory, *(f"{each:.0f}" for each in peaks), _change(*peaks)),
     ]
     for step, pair in enumerate(pairs, 1):

@@ -124,11 +124,13 @@ class Measurer(Patcher, TrainerCallback):
         self.optimizer: Any = None
         self.losses: list[list[Any]] = [[]]  # the last: of the step that runs
         self.ends: list[float] = []
+        self.scaled: Any = None  # by GradScaler: (what goes backward, the loss)
 
     def watch(self) -> None:
         super().watch()
         _wrap(Trainer, "training_step", self._training_step)
         _wrap(torch.Tensor, "backward", self._backward)
+        _wrap(torch.amp.GradScaler, "scale", self._scale)
         register_optimizer_step_post_hook(self._optimizer_step)
 
     def patch(self, model: nn.Module, how: str, trainer: Any = None) -> None:
@@ -140,6 +142,7 @@ class Measurer(Patcher, TrainerCallback):
     def _begin(self, begin: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if begin.__name__ == "train":
             self.trainer = trainer
+            trainer.args.eval_on_start = False
             if self not in trainer.callback_handler.callbacks:
                 trainer.add_callback(self)
         result = super()._begin(begin, trainer, *args, **kwargs)
@@ -161,6 +164,8 @@ class Measurer(Patcher, TrainerCallback):
             self._stop_if_enough()
 
     def _end_step(self) -> None:
+        if len(self.ends) >= self.steps:  # the script caught _Enough
+            return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -175,13 +180,21 @@ class Measurer(Patcher, TrainerCallback):
         self.losses[-1].append(loss.detach().clone())
         return loss
 
+    def _scale(self, scale: Callable, scaler: Any, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        self.scaled = scaled, outputs
+        return scaled
+
     def _backward(self, backward: Callable, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled, self.scaled = self.scaled, None
         if self.trainer is None and loss.numel() == 1:
-            self.losses[-1].append(loss.detach().clone())
+            seen = scaled[1] if scaled is not None and scaled[0] is loss else loss
+            self.losses[-1].append(seen.detach().clone())
         return backward(loss, *args, **kwargs)
 
     def report(self) -> dict[str, Any]:
         """Return what was measured, for JSON."""
+        losses = self.losses[: len(self.ends)]
         statuses = [patch_status(model) for model in self.models if model in self.patched]
         used = [each for each in statuses if each.fused is not None] or statuses
         device = next((each.device for model in self.models for each in model.parameters()), None)
@@ -191,7 +204,7 @@ class Measurer(Patcher, TrainerCallback):
             "triton": device is not None and serves_triton_device(torch.empty(0, device=device)),
             "milliseconds": [1e3 * (after - before) for before, after in pairwise(self.ends)],
             "peak_bytes": _peak_bytes(),
-            "losses": [sum(map(float, each)) if each else None for each in self.losses[:-1]],
+            "losses": [sum(map(float, each)) if each else None for each in losses],
             "status": used[0].rows if used else None,
             "fused": used[0].fused if used else None,
             "notes": self.notes,

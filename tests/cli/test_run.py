@@ -165,7 +165,7 @@ def test_a_script_with_trls_trainer_and_the_name_of_a_model(tmp_path: Path, made
 
 def test_a_script_that_raises_or_never_trains_is_one_sentence(tmp_path: Path, made: Path) -> None:
     for name, code, said in (
-        ("raises", "raise LookupError('no data')", "scripts/train.py failed as it is: see above"),
+        ("raises", "raise LookupError('no data')", "scripts/train.py failed as it is"),
         ("nothing", "print('hello')", "scripts/train.py never trains: it calls neither"),
     ):
         (tmp_path / name).mkdir()
