@@ -93,7 +93,9 @@ def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
         return run(options.script, options.arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        parser.error("try compares runs of one process: start it without a launcher; run trains under one")
+        parser.error(
+            "try compares runs of one process: start it without a launcher; run trains under one"
+        )
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: expected a file in an existing folder, got {options.json}")
     from liger_patch.cli.compare import compare

@@ -211,7 +211,9 @@ def _forward_with_loss(
             f"loss_average={record.settings.loss_average!r}"
         )
     return_logits = flags.return_logits()
-    if record.fused is None and model.device.type in COMPILES_ON and not is_traced():
+    labels = named["labels"]
+    is_first = record.fused is None and isinstance(labels, Tensor) and not is_traced()
+    if is_first and labels.device.type in COMPILES_ON:
         LOG.info("first call with labels: Triton compiles its kernels, or reads those of its cache")
     if not record.tested and _is_to_be_compared(model, record, named["labels"], return_logits):
 
