@@ -45,6 +45,8 @@ def gpt_oss() -> Any:
 def test_weights_that_are_asked_for_are_eagers() -> None:
     model = gpt_oss()
     ids = torch.arange(8)[None]
+    if not getattr(model.model.layers[0].self_attn, "is_causal", False):
+        pytest.skip("attention of this version of Transformers does not say that it is causal")
     own = model(ids, output_attentions=True).attentions
     apply_patch(model, layers=["attention"])
     for ours, each in zip(model(ids, output_attentions=True).attentions, own, strict=True):
