@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from attention_models import WARNINGS, make_batch
 from exactness import assert_no_worse
 from training_step import Step, call, gradients, joined, step, widened
@@ -45,8 +46,8 @@ def gpt_oss() -> Any:
 def test_weights_that_are_asked_for_are_eagers() -> None:
     model = gpt_oss()
     ids = torch.arange(8)[None]
-    if not getattr(model.model.layers[0].self_attn, "is_causal", False):
-        pytest.skip("attention of this version of Transformers does not say that it is causal")
+    if transformers.__version__.startswith("5.0."):
+        pytest.skip("Transformers 5.0 does not look eager attention up in its table")
     own = model(ids, output_attentions=True).attentions
     apply_patch(model, layers=["attention"])
     for ours, each in zip(model(ids, output_attentions=True).attentions, own, strict=True):
