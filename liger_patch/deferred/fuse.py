@@ -190,7 +190,8 @@ def _main_and_low_rank(
     if any(is_dtensor(each.weight) for each in products):
         return None  # an adapter on a head whose vocabulary is distributed
     quantized = [each for each in products if not isinstance(each.weight, Tensor)]
-    main = max(quantized or products, key=lambda each: each.weight.shape[1])
+    widths = [each.weight.shape[1] for each in quantized or products]
+    main = (quantized or products)[widths.index(max(widths))]  # Dynamo traces no key of max
     others = [each for each in products if each is not main]
     if len(quantized) > 1 or main.scale == 0:
         return None

@@ -23,12 +23,11 @@ As with ``gated_mlp``, two functions share the work: gradient checkpointing comp
 again, which ends before the product with W2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
@@ -39,11 +38,17 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.gated import ACTIVATIONS, act
+from liger_patch.kernels.gated_mlp import Result
+from liger_patch.kernels.grouped import (
+    ALIGNMENT,
+    Order,
+    grouped_outer,
+    grouped_product,
+    has_values,
+    order_of,
+)
 
-GROUPED_MM: Any = getattr(functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
-GROUPED_DTYPES = (torch.bfloat16,)  # others PyTorch multiplies in a loop of its own
 LEAST_RANK = 16  # what the tensor cores multiply
-ALIGNMENT = 8  # numbers of 16 bits in the 16 bytes that grouped products read
 
 
 class Activation(NamedTuple):
@@ -98,102 +103,11 @@ class ExpertProjection(NamedTuple):
     scaling: float = 1.0
 
 
-class _Order(NamedTuple):
-    """The order of slots by expert.
-
-    Attributes:
-        index: (N, K), the experts of each token.
-        slots: (S,), the place of each sorted slot in ``index``.
-        tokens: (S,), the token of each sorted slot.
-        places: (N, K), the place of each slot among the sorted ones.
-        offsets: (E,) int32, where the slots of each expert end.
-    """
-
-    index: Tensor
-    slots: Tensor
-    tokens: Tensor
-    places: Tensor
-    offsets: Tensor
-
-
-def _order(index: Tensor, experts: int) -> _Order:
-    index = index.long().contiguous()
-    flat = index.view(-1)
-    if experts < torch.iinfo(torch.int16).max:
-        flat = flat.to(torch.int16)  # half as many passes as int32 takes
-    by_expert, slots = torch.sort(flat, stable=True)
-    each = torch.arange(experts, device=flat.device, dtype=flat.dtype)
-    offsets = torch.searchsorted(by_expert, each, right=True, out_int32=True)
-    places = torch.empty_like(slots)
-    places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
-    return _Order(
-        index,
-        slots,
-        torch.div(slots, index.shape[1], rounding_mode="floor"),
-        places.view(index.shape),
-        offsets,
-    )
-
-
-def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of each expert's rows with its weight.
-
-    Args:
-        x: (S, in), rows sorted by expert, contiguous.
-        weight: (E, in, out).
-        offsets: (E,) int32, where each expert's rows end.
-
-    Returns:
-        (S, out).
-    """
-    if _is_grouped(x, weight):
-        return GROUPED_MM(x, weight, offs=offsets)
-    y = x.new_empty(len(x), weight.shape[2])
-    for expert, (start, stop) in _groups(offsets):
-        torch.mm(x[start:stop], weight[expert], out=y[start:stop])
-    return y
-
-
-def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of two matrices' rows, (S, in) and (S, out), for each expert: (E, in,
-    out). It is zero for an expert without rows.
-    """
-    if _is_grouped(x, y):
-        return GROUPED_MM(x.t(), y, offs=offsets)
-    sums = x.new_zeros(len(offsets), x.shape[1], y.shape[1])
-    for expert, (start, stop) in _groups(offsets):
-        torch.mm(x[start:stop].t(), y[start:stop], out=sums[expert])
-    return sums
-
-
-def _is_grouped(x: Tensor, y: Tensor) -> bool:
-    """Return whether PyTorch has a kernel for the product, or needs none: on the meta device."""
-    if GROUPED_MM is None or x.dtype not in GROUPED_DTYPES or x.device.type == "cpu":
-        return False
-    is_served = x.device.type == "meta" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    sizes = (x.shape[1], *y.shape[-2:]) if y.dim() == 3 else (x.shape[1], y.shape[1])
-    return is_served and not any(size % ALIGNMENT for size in sizes)
-
-
 def _serves(x: Tensor) -> bool:
     """Return whether Triton's kernels serve grouped rows: they multiply by the tensor cores."""
     # Triton's interpreter multiplies the bits of bf16 as whole numbers
     served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
     return x.dtype in served and serves_triton(x) and len(x) > 0
-
-
-def _has_values(x: Tensor) -> bool:
-    """Return False on the meta device, where estimates count what kernels allocate."""
-    return x.device.type != "meta"
-
-
-def _groups(offsets: Tensor) -> Sequence[tuple[int, tuple[int, int]]]:
-    """Return the experts that have rows, and where these start and stop; none without values."""
-    if not _has_values(offsets):
-        return []
-    ends = offsets.tolist()
-    pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
-    return [(expert, pair) for expert, pair in pairs if pair[0] < pair[1]]
 
 
 def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -203,12 +117,12 @@ def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor) -> None:
 
         experts_triton.add_thin_(y, thin, b, offsets)
         return
-    if _has_values(y):
+    if has_values(y):
         y += grouped_product(thin, b.transpose(1, 2), offsets)
 
 
 def _sum_slots(
-    y: Tensor, order: _Order, weights: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    y: Tensor, order: Order, weights: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of each token's slots (N, H), each times its weight."""
     out = y.new_empty(len(order.places), y.shape[1], dtype=dtype)
@@ -217,7 +131,7 @@ def _sum_slots(
 
         experts_triton.sum_slots(y, order.places, weights, bias, order.index, out)
         return out
-    if not _has_values(y):
+    if not has_values(y):
         return out
     slots = y[order.places].to(accumulation_dtype(y.dtype))  # (N, K, H)
     if bias is not None:
@@ -243,7 +157,7 @@ def _h(gate_up: Tensor, how: Activation) -> Tensor:
     return gate * torch.sigmoid(gate * how.alpha) * (up + how.shift)
 
 
-def _full_gate_up(gate_up: Tensor, first: ExpertProjection, thin: Any, order: _Order) -> Tensor:
+def _full_gate_up(gate_up: Tensor, first: ExpertProjection, thin: Any, order: Order) -> Tensor:
     """Return gate and up with bias and adapter, in the dtype of sums."""
     full = gate_up.to(accumulation_dtype(gate_up.dtype))
     if first.bias is not None:
@@ -262,7 +176,7 @@ class _FirstProducts(torch.autograd.Function):
         ctx,
         x: Tensor,  # (N, H)
         weights: Tensor,  # (N, K)
-        order: _Order,
+        order: Order,
         how: Activation,
         scalings: tuple[float, float],
         dtype: torch.dtype,
@@ -280,7 +194,7 @@ class _FirstProducts(torch.autograd.Function):
 
             tensors = gate_up, first.bias, thin, first.b, h
             experts_triton.gated(*tensors, order.offsets, *how)
-        elif _has_values(h):
+        elif has_values(h):
             h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
         last_thin = None if last.a is None else _thin(h, last.a, order)
         ctx.how, ctx.scalings, ctx.held = how, scalings, held
@@ -301,7 +215,7 @@ class _FirstProducts(torch.autograd.Function):
         # hooks may give them back in other strides
         saved: list[Any] = [each if each is None else each.contiguous() for each in saved]
         x, weights, gate_up, thin, last_thin, *saved = saved
-        order, offsets = _Order(*saved[:5]), saved[4]
+        order, offsets = Order(*saved[:5]), saved[4]
         first = ExpertProjection(first_weight, *saved[5:8])
         last = ExpertProjection(last_weight, *saved[8:])
         del saved
@@ -363,18 +277,6 @@ class _FirstProducts(torch.autograd.Function):
         return dx, dw, None, None, None, None, None, *found
 
 
-class _Result(torch.autograd.Function):
-    """link to y. Keeps nothing, so gradient checkpointing does not compute it again."""
-
-    @staticmethod
-    def forward(ctx, link: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        return dy, None
-
-
 def _dense(
     projection: ExpertProjection, held: DequantizedExperts | None, dtype: torch.dtype
 ) -> Tensor:
@@ -390,7 +292,7 @@ def _as_given(gradient: Tensor, shape: torch.Size, dtype: torch.dtype, factor: f
     return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
-def _thin(x: Tensor, a: Tensor, order: _Order) -> Tensor:
+def _thin(x: Tensor, a: Tensor, order: Order) -> Tensor:
     return grouped_product(x, a.transpose(1, 2), order.offsets)
 
 
@@ -402,12 +304,12 @@ def _gated_backward_(
     last: ExpertProjection,
     dlast_thin: Tensor | None,
     weights: Tensor,  # (S,)
-    order: _Order,
+    order: Order,
     how: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight h, which takes the place of dh, the gradient of gate and up, and dweight."""
     dweights = weights.new_empty(weights.shape, dtype=accumulation_dtype(dh.dtype))
-    if not _has_values(dh):
+    if not has_values(dh):
         return dh, torch.empty_like(gate_up), dweights
     if _serves(dh):
         from liger_patch.kernels.triton import experts as experts_triton
@@ -488,7 +390,7 @@ def run_experts(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
-    order = _order(index, first.weight.shape[0])
+    order = order_of(index, first.weight.shape[0])
     scalings = first.scaling, last.scaling
     held = [None if isinstance(p.weight, Tensor) else p.weight for p in (first, last)]
     first, last = (
@@ -507,7 +409,7 @@ def run_experts(
             bias = None if last.bias is None else last.bias.to(dtype).contiguous()
             return _sum_slots(y, order, weights, bias, dtype)
 
-        return _Result.apply(link, result).to(x.dtype)
+        return Result.apply(link, result).to(x.dtype)
 
 
 def _cast(

@@ -161,8 +161,8 @@ class _InSlices(torch.autograd.Function):
         return dx, None, None, None, *sums.rounded(parameters)
 
 
-class _Result(torch.autograd.Function):
-    """link to y, which ``compute`` returns. Keeps nothing."""
+class Result(torch.autograd.Function):
+    """link to y, which ``compute`` returns: keeps nothing, and gives link the gradient of y."""
 
     @staticmethod
     def forward(ctx, link: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -272,7 +272,7 @@ def run_gated_mlp(
         how = layer, slices, seeds
         link = _InSlices.apply(x, *how, *parameters)
         with without_autocast(x.device.type):
-            return _Result.apply(link, lambda: _result_of_slices(x, *how, parameters))
+            return Result.apply(link, lambda: _result_of_slices(x, *how, parameters))
     if down.a is None:
         cast = [None if each is None else each.to(dtype) for each in parameters]
         return _AtOnce.apply(x.to(dtype), layer, [], *cast)
@@ -280,7 +280,7 @@ def run_gated_mlp(
     with without_autocast(x.device.type):
         link, a, s_down = _AtOnce.apply(x, layer, adapters, *parameters)
         part = down._replace(b=adapters[-1])
-        return _Result.apply(link, lambda: product(a, part, s_down, x.shape[:-1]))
+        return Result.apply(link, lambda: product(a, part, s_down, x.shape[:-1]))
 
 
 def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:

@@ -179,7 +179,7 @@ def attention_with_sinks(own: Any) -> Any:
     """Return a function for attentions with sinks, in the place of that of their file."""
 
     @functools.wraps(own)
-    def attention(
+    def with_sinks(
         module: Any,
         query: Tensor,  # (B, num_heads, T, D)
         key: Tensor,  # (B, num_key_value_heads, T, D)
@@ -207,7 +207,7 @@ def attention_with_sinks(own: Any) -> Any:
             return by_eager()
         return sink_attention(*states, sinks, segments, scaling), None
 
-    return attention
+    return with_sinks
 
 
 def _warn_of_length(query: Tensor) -> None:

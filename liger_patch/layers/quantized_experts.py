@@ -158,7 +158,6 @@ def quantized_layer(original: Any) -> type[nn.Module]:
         quantized_layer,
         forward=forward,
         _liger_patch_layers=("experts",),
-        _liger_patch_keeps_class=True,
         **{name: weight_of(name) for name in (experts.FIRST, experts.LAST)},
     )
 

@@ -17,7 +17,7 @@ from kernel_forms import INTERPRETED
 from layer_checks import results_and_gradients
 from slow_cases import slow_but
 
-from liger_patch.kernels import experts as operator
+from liger_patch.kernels import grouped
 from liger_patch.kernels.experts import Activation, ExpertProjection, experts
 
 ADAPTERS = {"both": (4, 3), "first": (16, 0), "last": (0, 24), "none": (0, 0)}
@@ -340,12 +340,12 @@ def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> Non
 @pytest.mark.gpu
 def test_grouped_products_run_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper and later, so the host reads no counts."""
-    if torch.cuda.get_device_capability() < (9, 0) or operator.GROUPED_MM is None:
+    if torch.cuda.get_device_capability() < (9, 0) or grouped.GROUPED_MM is None:
         pytest.skip("needs a GPU with grouped products")
 
     def fails(_: Any) -> Any:
         raise AssertionError("the host reads the counts")
 
-    monkeypatch.setattr(operator, "_groups", fails)
+    monkeypatch.setattr(grouped, "_groups", fails)
     tensors = cast(inputs(TOKENS, bias=True), torch.bfloat16, "cuda")
     results_and_gradients(calls()[0], tensors, {"index"})

@@ -64,19 +64,19 @@ def _with_adapter(
 
 
 @triton.jit
-def _activated(gate, up, alpha, limit, shift, ACTIVATION: tl.constexpr, IS_FLOAT32: tl.constexpr):
+def _activated(gate, up, alpha, limit, shift, ACTIVATION: tl.constexpr):
     """Return act(gate), up as it multiplies, and the derivatives of both."""
     if ACTIVATION == CLAMPED:
         slope = tl.where(gate <= limit, 1.0, 0.0)
         up_slope = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + shift
-        share = sigmoid(gate * alpha, IS_FLOAT32)
+        share = sigmoid(gate * alpha, False)
         slope *= share * (1.0 + gate * alpha * (1.0 - share))
         activated = gate * share
     else:
-        activated = apply_activation(gate, ACTIVATION, IS_FLOAT32)
-        slope = activation_slope(gate, ACTIVATION, IS_FLOAT32)
+        activated = apply_activation(gate, ACTIVATION)
+        slope = activation_slope(gate, ACTIVATION)
         up_slope = tl.full(up.shape, 1.0, tl.float32)
     return activated, up, slope, up_slope
 
@@ -126,8 +126,7 @@ def _experts_gated_kernel(
         gate_up_ptr, rows + up_feature[None, :], mask, bias_ptr, thin, b_ptr, up_feature,
         is_column, RANK,
     )  # fmt: skip
-    is_f32: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
-    activated, up, _, _ = _activated(gate, up, alpha, limit, shift, ACTIVATION, is_f32)
+    activated, up, _, _ = _activated(gate, up, alpha, limit, shift, ACTIVATION)
     tl.store(h_ptr + row[:, None] * columns + column[None, :], activated * up, mask=mask)
 
 
@@ -166,7 +165,6 @@ def _experts_gated_backward_kernel(
     is_row = row < end
     weights = tl.load(weights_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     dweights = tl.zeros((BLOCK_S,), dtype=tl.float32)
-    is_f32: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
     if bias_ptr is not None:
         bias_ptr += expert * 2 * columns
     thin = 0.0
@@ -199,9 +197,7 @@ def _experts_gated_backward_kernel(
             of_a = r[:, None] * columns + column[None, :]
             a = tl.load(a_ptr + of_a, mask=is_column[None, :], other=0.0)
             dh += tl.dot(dthin, a)
-        activated, up, slope, up_slope = _activated(
-            gate, up, alpha, limit, shift, ACTIVATION, is_f32
-        )
+        activated, up, slope, up_slope = _activated(gate, up, alpha, limit, shift, ACTIVATION)
         h = activated * up
         dweights += tl.sum(dh * h, 1)
         dh *= weights[:, None]
