@@ -138,6 +138,9 @@ def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> T
     is_left = HELD not in layer._modules and is_left_to_model(layer, x)
     if is_compiled_here() or is_left or len(routing) != 2 or x.dim() != 2:
         return None
+    index, weights = routing
+    if index.shape != weights.shape:  # older versions give some layers the weights of all experts
+        return None
     how = _activation(layer)
     if how is None or not _is_of_form(layer) or _has_own_way(layer):
         return None
@@ -146,10 +149,10 @@ def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> T
     if needs_own_code(*tensors) or not all(type(each) in PLAIN_TENSORS for each in tensors):
         return None
     dtype = autocast_dtype(x.device.type, x.dtype)
-    weights = [each for each in (first.weight, last.weight) if isinstance(each, Tensor)]
-    if dtype is None and any(each.dtype != x.dtype for each in weights):
+    dense = [each for each in (first.weight, last.weight) if isinstance(each, Tensor)]
+    if dtype is None and any(each.dtype != x.dtype for each in dense):
         return None
-    return run_experts(x, *routing, first, last, how, dtype or x.dtype)
+    return run_experts(x, index, weights, first, last, how, dtype or x.dtype)
 
 
 def _has_own_way(layer: Any) -> bool:

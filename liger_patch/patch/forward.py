@@ -96,7 +96,8 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     names = tuple(signature.parameters)[1:]
 
     def named_arguments(args, kwargs):
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        # no zip: Dynamo of torch 2.6 does not trace its ``strict``
+        return {**{names[i]: value for i, value in enumerate(args[: len(names)])}, **kwargs}
 
     def call(self, record, args, kwargs, compiled=None):
         inner: Callable[..., Any] = functools.partial(original.forward, self)
