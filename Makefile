@@ -24,7 +24,7 @@ LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli estimate test_examples.py
 # the largest case of each kernel compiled, and some interpreted.
 TORCH ?= torch
 SMOKE := $(addprefix tests/,test_every_architecture.py test_images_and_sound.py \
-	layers/test_decorated_forwards.py layers/test_lora_exactness.py integrations/test_trainer.py \
+	layers/test_decorated_forwards.py layers/test_lora.py layers/test_experts.py integrations/test_trainer.py \
 	integrations/trl/test_sft.py kernels/test_compile_matrix.py)
 SMOKE_TRITON := $(addprefix tests/kernels/test_,linear_cross_entropy.py rms_norm.py rotary.py gated.py)
 

@@ -179,3 +179,12 @@ def test_a_tag_publishes_what_was_checked():
     for tag, status in ((f"v{liger_patch.__version__}", 0), ("v9.9.9", 1)):
         environment = os.environ | {"GITHUB_REF_NAME": tag}
         assert subprocess.run(compared, shell=True, cwd=ROOT, env=environment).returncode == status
+
+
+def test_the_makefile_names_test_files_that_are_there() -> None:
+    """pytest runs nothing at all where one of the files that it is given is gone."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    lists = re.findall(r"addprefix ([\w/]+),([\w/. ]+)\)", text)
+    files = [f"{prefix}{name}" for prefix, names in lists for name in names.split()]
+    assert len(files) > 5
+    assert not [file for file in files if not (ROOT / file).exists()]
