@@ -42,10 +42,12 @@ def check(
     ours: Callable[..., Tensor | tuple[Tensor, ...]],
     eager: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Mapping[str, Tensor],
+    *,
+    eps: int = 1,
     **how: Any,
 ) -> None:
-    """Hold ours to the rule; the truth is what eager computes in float64. ``how`` as of
-    ``results_and_gradients``.
+    """Hold ours to the rule; the truth is what eager computes in float64. ``eps`` as of
+    ``assert_no_worse``, ``how`` as of ``results_and_gradients``.
     """
     dtype = next(iter(inputs.values())).dtype
     our = results_and_gradients(ours, inputs, **how)
@@ -59,7 +61,7 @@ def check(
     if dtype == torch.float64:
         torch.testing.assert_close(our, truth)
     else:
-        assert_no_worse(our, plain, truth, dtype)
+        assert_no_worse(our, plain, truth, dtype, eps=eps)
 
 
 def as_of(module: str, function: Any) -> Any:

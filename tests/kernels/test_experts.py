@@ -67,7 +67,8 @@ def test_every_form_and_adapter(form: str, adapters: str, bias: bool, device: to
 def test_any_rank(ranks: tuple[int, int], device: torch.device) -> None:
     tensors = inputs(TOKENS, ranks=ranks)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        check(cast(tensors, dtype, device))
+        eps = 2 if dtype == torch.float32 else 1  # eager's sums of a GPU may be exact by luck
+        check(cast(tensors, dtype, device), eps=eps)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 8])
