@@ -28,6 +28,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "layer_kernels": "norms, rotary embeddings and gated activations, beside a copy",
     "training_step": "forward and backward of whole models, beside peers",
     "sft_step": "steps of TRL's SFTTrainer, with its own head and with ours",
+    "rl_step": "updates of TRL's DPOTrainer and GRPOTrainer, with its own head and with ours",
     "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
     "moe_step": "LoRA steps of mixtures of experts, one process a contender",
     "longest_row": "the longest LoRA and QLoRA rows that fit, one process a contender",

@@ -95,9 +95,11 @@ class UsedTokens:
         return self._used.to(mask.device)
 
 
-def leaves_masks_out() -> bool:
-    """Return whether this thread runs a call of a patched model, in which masks are left out."""
-    return getattr(_running, "used", None) is not None
+def used_tokens_of_call() -> UsedTokens | None:
+    """Return the tokens whose results the patched model's call uses that this thread runs. None
+    outside of such calls, where masks are not left out.
+    """
+    return getattr(_running, "used", None)
 
 
 def is_causal_by_table(module: Any) -> bool:
@@ -259,7 +261,7 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
     It is read once in a call of a patched model: layers share it, and checkpointing brings it again
     in the backward pass.
     """
-    used: UsedTokens | None = getattr(_running, "used", None)
+    used = used_tokens_of_call()
     read_for, read_of, segments = _read.get(mask, (None, None, None))
     deferred = mask if isinstance(mask, DeferredMask) else None
     of = rows, mask._version if deferred is None else deferred.writes()

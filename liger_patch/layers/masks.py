@@ -22,13 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here, is_watched_by_dynamo
 from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.deferred_mask import deferred_sdpa_mask
-from liger_patch.layers.masked_attention import leaves_masks_out
+from liger_patch.layers.masked_attention import used_tokens_of_call
 from liger_patch.layers.other_globals import (
     OtherTable,
     decorated_again,
     names_in,
     with_other_globals,
 )
+from liger_patch.layers.unpadded import without_padding
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 DEFERS_MASKS = "_liger_patch_defers_masks"  # attribute of such a class
@@ -64,12 +65,14 @@ def deferring_masks(original: Any) -> type[nn.Module]:
     def forward(self, *arguments: Any, **options: Any) -> Any:
         x = arguments[0] if arguments else options.get("input_ids")
         x = options.get("inputs_embeds") if x is None else x
-        if not _leaves_masks_out() or is_left_to_model(self, x):
+        used = used_tokens_of_call()
+        if used is None or _needs_masks() or is_left_to_model(self, x):
             return own(self, *arguments, **options)
         before = getattr(_running, "may_defer", None)
         _running.may_defer = functools.cache(functools.partial(_may_defer, self))
         try:
-            return deferring(self, *arguments, **options)
+            y = without_padding(self, deferring, arguments, options, used)
+            return deferring(self, *arguments, **options) if y is None else y
         finally:
             _running.may_defer = before
 
@@ -108,15 +111,12 @@ def _sdpa_mask(*arguments: Any, **options: Any) -> Any:
     return deferred_sdpa_mask(_running.may_defer, *arguments, **options)
 
 
-def _leaves_masks_out() -> bool:
-    """Return whether this thread runs a call of a patched model that leaves masks out."""
-    if is_compiled_here() or not leaves_masks_out() or torch.is_inference_mode_enabled():
-        return False
-    if is_watched_by_dynamo():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-        return False
-    return not in_tracing_mode()
+def _needs_masks() -> bool:
+    """Return whether masks cannot be left out where this thread is."""
+    if is_compiled_here() or is_watched_by_dynamo() or torch.is_inference_mode_enabled():
+        return True
+    is_traced = torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    return is_traced or in_tracing_mode()
 
 
 def _may_defer(backbone: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from liger_patch.kernels import reference, segments
-from liger_patch.layers import deferred_mask, masked_attention
+from liger_patch.layers import deferred_mask, masked_attention, unpadded
 from liger_patch.layers.deferred_mask import DeferredMask
 
 TOKENS, WINDOW = 40, 12
@@ -76,7 +76,9 @@ def make_model(model_type: str, attention: str = "sdpa") -> Any:
 
 
 def make_batch(kind: str) -> dict[str, Tensor]:
-    """Two rows of one sequence each, or packed with three, or one of them with padding."""
+    """Two rows of one sequence each, or packed with three, or one of them with padding: an eighth
+    of the batch, or so little that the batch keeps it.
+    """
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(3, SIZES["vocab_size"], (2, TOKENS), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(input_ids % 3 == 0, -100)}
@@ -88,11 +90,11 @@ def make_batch(kind: str) -> dict[str, Tensor]:
         return batch | {"position_ids": places, "labels": labels}
     if kind == "ones":
         return batch | {"attention_mask": torch.ones_like(input_ids)}
-    if kind in ("padded", "padded left"):
-        mask = torch.ones_like(input_ids)
-        mask[1, slice(30, None) if kind == "padded" else slice(10)] = 0
+    if "padded" in kind:
+        mask, padding = torch.ones_like(input_ids), 4 if "little" in kind else 10
+        mask[1, slice(padding) if "left" in kind else slice(TOKENS - padding, None)] = 0
         labels = batch["labels"].masked_fill(mask == 0, -100)
-        labels[1, 10] = -100  # as of a prompt: the last padded token predicts it
+        labels[1, padding] = -100  # as of a prompt: the last padded token predicts it
         return batch | {"attention_mask": mask, "labels": labels}
     return batch
 
@@ -145,7 +147,8 @@ class Calls:
         monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
-            monkeypatch.setattr(deferred_mask, "may_serve_flash_attention", lambda *_: True)
+            for module in (deferred_mask, unpadded):
+                monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
             monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", 1)
 
 

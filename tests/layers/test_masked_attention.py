@@ -44,19 +44,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
 
 
-ENDS = {  # of sequences of both rows together; padding on the left is one of its own
+KINDS = ["plain", "ones", "packed", "padded", "padded left", "little padded", "little padded left"]
+ENDS = {  # of sequences of both rows together; padding that stays on the left is one of its own
     "packed": [0, 7, 27, 40, 70, 71, 80],
-    "padded left": [0, TOKENS, TOKENS + 10, 2 * TOKENS],
+    "padded": [0, TOKENS, 2 * TOKENS - 10],
+    "padded left": [0, TOKENS, 2 * TOKENS - 10],
+    "little padded left": [0, TOKENS, TOKENS + 4, 2 * TOKENS],
 }
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
-@pytest.mark.parametrize("kind", ["plain", "ones", "packed", "padded", "padded left"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_step_is_the_models_own(
     model_type: str, kind: str, checkpointing: bool | None, calls: Calls
 ) -> None:
-    """Padding without a label is the end of its sequence, or a sequence before it."""
+    """Padding without a label is left out. Where it stays, it is the end of its sequence, or a
+    sequence before it.
+    """
     model, batch = make_model(model_type), make_batch(kind)
     truth = step(widened(model), batch)
     if checkpointing is not None:

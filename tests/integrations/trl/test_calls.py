@@ -30,7 +30,7 @@ from trl_models import (
 from unusual_heads import float8, weight_norm
 
 from liger_patch import registry
-from liger_patch.layers import masked_attention
+from liger_patch.layers import masked_attention, unpadded
 from liger_patch.patch.forward import record_of
 
 pytestmark = MARKS
@@ -114,6 +114,41 @@ def test_padding_needs_no_mask(
     assert_fused(model)
     assert masks == [not tested or model_type != "llama"] * 2
     assert_same(ours, trls)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3"])
+def test_padding_is_left_out_of_a_call(
+    model_type: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by checkpoints, and without gradients, as a reference is called."""
+    monkeypatch.setattr(unpadded, "may_serve_flash_attention", lambda *_: True)
+    model = with_head(widened(make_model(model_type)), OUTPUTS)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = tiny_batch(model)
+    padding = slice(4) if side == "left" else slice(-4, None)
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    batch["attention_mask"][0, padding] = 0
+    batch["labels"][0, padding] = -100
+    batch["labels"][0, 4] = -100  # a token of padding predicts it
+    trls = call(model, batch)
+    apply_trl_patch(model)
+    given: list[torch.Size] = []
+    rotary = model.model.rotary_emb
+    rotary.register_forward_pre_hook(_of_a_library(lambda _, of: given.append(of[0].shape[:2])))
+    ours = call(model, batch)
+    with torch.no_grad():
+        log_probs = model(**batch, fused_lm_head=True).log_probs
+    assert_fused(model)
+    assert {*given} == {(1, int(batch["attention_mask"].sum()))}
+    assert_same(ours, trls)
+    torch.testing.assert_close(log_probs, trls["log_probs"])
+
+
+def _of_a_library(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that keeps no padding in the batch."""
+    hook.__module__ = "torch.nn"
+    return hook
 
 
 # TRL's own head fails: names in the config, or a backbone that base_model is not

@@ -1,0 +1,135 @@
+"""Run a backbone on the tokens of a padded batch alone, as one row of packed sequences.
+
+Where a call of a patched model uses no result of its padding (see ``UsedTokens``), the backbone's
+own code gets the real tokens of all rows in one row, with the positions that they had, and no mask:
+Transformers' packed form. Its last hidden states go back to their places, with zeros between them.
+So the head, the loss and whoever reads the logits see the batch as it was given.
+
+B: rows, T: tokens of a row, N: real tokens, H: hidden size. Extra memory: (B, T, H).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.segments import may_serve_flash_attention
+from liger_patch.layers.deferred_mask import NEED_MASKS
+from liger_patch.layers.masked_attention import UsedTokens
+
+LEAST_PADDING = 1 / 16  # of a batch: leaving out less saves less than gathering rows takes
+PACKED = ("sdpa", "flash_attention_2", "flash_attention_3")  # they compute no (N, N) products
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # of distances between tokens, not places
+OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
+GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
+LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed."  # whose hooks take any shape
+
+
+def without_padding(
+    backbone: Any,
+    function: Callable[..., Any],
+    arguments: tuple,
+    options: Mapping[str, Any],
+    used: UsedTokens,
+) -> Any:
+    """Return what a backbone's function gives of a padded batch, None where it must be given the
+    batch as it is.
+
+    Args:
+        function: the backbone's forward.
+        arguments, options: of its call.
+        used: the tokens whose results the call uses.
+    """
+    ids, mask = options.get("input_ids"), options.get("attention_mask")
+    if arguments or not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        return None
+    if mask.dim() != 2 or mask.shape != ids.shape or not _takes_one_row(backbone, options, ids):
+        return None
+    places = _places(mask, used)
+    if places is None or _has_own_hooks(backbone):
+        return None
+    used.without_padding = True
+    rows, tokens = ids.shape
+    row = {
+        "input_ids": ids.flatten()[places][None],
+        "attention_mask": None,
+        "position_ids": (places % tokens)[None],
+        "use_cache": False,  # with a cache, Transformers looks for no restarts
+    }
+    outputs = function(backbone, **{**options, **row})
+    (hidden,) = outputs.last_hidden_state
+    padded = hidden.new_zeros(rows * tokens, hidden.shape[-1]).index_copy(0, places, hidden)
+    outputs.last_hidden_state = padded.view(rows, tokens, -1)
+    return outputs
+
+
+def _places(mask: Tensor, used: UsedTokens) -> Tensor | None:
+    """Return (N,), where the real tokens are among (B T,), in their order. None where a result of
+    padding is used, where a row has padding between its tokens, and where there is little padding.
+    The host waits for these numbers.
+    """
+    tokens_used = used.of_mask(len(mask), mask)
+    if tokens_used is None or not mask.numel():
+        return None
+    real = mask.bool()
+    starts = torch.cat([real[:, :1], real[:, 1:] & ~real[:, :-1]], 1)
+    fits = (starts.sum(1) <= 1).all() & (real | ~tokens_used).all()
+    fits, count = torch.stack([fits.long(), real.sum()]).tolist()
+    if not fits or not 0 < count <= (1 - LEAST_PADDING) * mask.numel():
+        return None
+    return real.flatten().logical_not().to(torch.uint8).argsort(stable=True)[:count]
+
+
+def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bool:
+    """Return whether packed sequences give the results of a padded batch, without an (N, N) mask
+    where it would be larger.
+    """
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if given - GIVEN or options.get("return_dict") is False:
+        return False
+    config = backbone.config
+    if backbone._is_stateful or not {*(getattr(config, "layer_types", None) or ())} <= LAYER_TYPES:
+        return False
+    if config._attn_implementation not in PACKED or not _has_relative_positions(backbone):
+        return False
+    if any(getattr(config, name, None) for name in NEED_MASKS):
+        return False
+    if not _takes_positions(type(backbone)):
+        return False
+    if config._attn_implementation != "sdpa":
+        return True
+    dtype = autocast_dtype(ids.device.type) or backbone.dtype
+    return may_serve_flash_attention(ids.device, dtype)
+
+
+def _has_relative_positions(backbone: nn.Module) -> bool:
+    """Return whether only distances between tokens matter: a row's first token may have any
+    position.
+    """
+    rotary = getattr(backbone, "rotary_emb", None)
+    types = getattr(rotary, "rope_type", None)
+    types = types.values() if isinstance(types, dict) else [types]
+    return rotary is not None and not OF_LENGTH & {*types}
+
+
+@functools.cache
+def _takes_positions(cls: Any) -> Any:
+    return "position_ids" in inspect.signature(cls.forward).parameters
+
+
+def _has_own_hooks(backbone: nn.Module) -> bool:
+    """Return whether hooks within a backbone would see one row in the place of the batch."""
+    for module in backbone.modules():
+        if module is backbone or not (module._forward_hooks or module._forward_pre_hooks):
+            continue
+        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        names = [getattr(each, "__module__", None) or "" for each in hooks]
+        if not all(name.startswith(LIBRARIES) for name in names):
+            return True
+    return False

@@ -1,0 +1,188 @@
+"""A padded batch runs through the backbone as one row of its real tokens. Losses, gradients and
+results of real tokens are the model's own; where it cannot be, the batch stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_models import (
+    CONFIGS,
+    SIZES,
+    WARNINGS,
+    Calls,
+    assert_right,
+    make_model,
+)
+from torch import Tensor, nn
+from training_step import step, widened
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from liger_patch import apply_patch, revert_patch
+from liger_patch.layers import unpadded
+
+pytestmark = WARNINGS
+LENGTHS = [(0, 9), (3, 31), (0, 40), (39, 40), (20, 20)]  # of a row: from, to; the last has none
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, served=True)
+
+
+def make_batch(lengths: list[tuple[int, int]] = LENGTHS, tokens: int = 40) -> dict[str, Tensor]:
+    """Rows with padding on the left, on the right, on both sides, and nothing else."""
+    generator = torch.Generator().manual_seed(2)
+    shape = len(lengths), tokens
+    ids = torch.randint(3, SIZES["vocab_size"], shape, generator=generator)
+    place = torch.arange(tokens)
+    mask = torch.stack([(place >= start) & (place < stop) for start, stop in lengths])
+    labels = ids.masked_fill(~mask, -100)
+    for row, (start, _) in enumerate(lengths):
+        labels[row, start] = -100  # a token of padding would predict it
+    return {"input_ids": ids * mask, "labels": labels, "attention_mask": mask.long()}
+
+
+def rows_of(model: nn.Module) -> list[torch.Size]:
+    """The shapes of what the layers of a backbone are given, as calls append them."""
+    shapes: list[torch.Size] = []
+    own = model.model.layers[0].input_layernorm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        shapes.append(x.shape[:2])
+        return own(x)
+
+    model.model.layers[0].input_layernorm.forward = forward
+    return shapes
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_step_is_the_models_own(
+    model_type: str, checkpointing: bool | None, calls: Calls
+) -> None:
+    model, batch = make_model(model_type), make_batch()
+    truth = step(widened(model), batch)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    own = step(model, batch)
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])
+    calls.own.clear()
+    ours = step(model, batch)
+    assert {*shapes} == {(1, 9 + 28 + 40 + 1)}
+    assert_right(ours, own, truth)
+    assert True not in calls.own
+    assert model(**batch).logits.shape == (*batch["input_ids"].shape, SIZES["vocab_size"])
+
+
+def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, use_cache=False
+    )
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    batch = make_batch()
+    truth, own = step(widened(model), batch), step(model, batch)
+    tokens: list[int] = []
+    apply_patch(model, layers=["attention"])
+    gate = model.model.layers[0].mlp.gate
+    forward = gate.forward
+    gate.forward = lambda x: (tokens.append(len(x)), forward(x))[1]
+    assert_right(step(model, batch), own, truth)
+    assert tokens == [9 + 28 + 40 + 1]
+
+
+def _hole(model: Any, batch: dict[str, Any]) -> None:
+    batch["attention_mask"][1, 10] = 0
+    batch["labels"][1, 10:12] = -100
+
+
+def _hook(model: Any, batch: dict[str, Any]) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+def _own_positions(model: Any, batch: dict[str, Any]) -> None:
+    batch["position_ids"] = torch.arange(40).expand(5, 40)
+
+
+def _little_padding(model: Any, batch: dict[str, Any]) -> None:
+    batch.update(make_batch([(0, 40), (0, 37), (0, 40)]))
+
+
+def _positions_of_a_length(model: Any, batch: dict[str, Any]) -> None:
+    model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+
+
+KEPT = {
+    "padding between tokens": _hole,
+    "a hook of a user": _hook,
+    "positions of the caller": _own_positions,
+    "a cache": lambda model, batch: batch.update(use_cache=True),
+    "little padding": _little_padding,
+    "positions of a length": _positions_of_a_length,
+    "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
+    "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
+    "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
+    "no padding": lambda model, batch: batch["attention_mask"].fill_(1),
+    "no mask": lambda model, batch: batch.update(attention_mask=None),
+    "embeddings": lambda model, batch: batch.update(
+        inputs_embeds=model.model.embed_tokens(batch.pop("input_ids")).detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_other_batches_stay_as_they_are(kind: str, calls: Calls) -> None:
+    model, batch = make_model("llama"), make_batch()
+    KEPT[kind](model, batch)
+    with torch.no_grad():
+        own = model(**batch)[0]
+    apply_patch(model, layers=["attention"])
+    shapes = rows_of(model)
+    with torch.no_grad():
+        ours = model(**batch)[0]
+    rows = batch.get("input_ids", batch["labels"]).shape
+    assert shapes == [rows]
+    torch.testing.assert_close(ours, own)
+
+
+def test_a_model_without_rotary_positions_keeps_its_batch(calls: Calls) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=131, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    model, batch = AutoModelForCausalLM.from_config(config), make_batch()
+    assert not unpadded._has_relative_positions(model.transformer)
+    model.eval()
+    with torch.no_grad():
+        own = model(**batch).loss
+        torch.testing.assert_close(apply_patch(model)(**batch).loss, own)
+
+
+def test_a_tuple_has_the_batchs_shape(calls: Calls) -> None:
+    model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch()
+    (loss, logits, *_), outputs = model(**batch, return_dict=False), model(**batch)
+    torch.testing.assert_close(loss, outputs.loss)
+    assert logits.shape == outputs.logits.shape
+
+
+def test_revert_gives_the_batch_back(calls: Calls) -> None:
+    model, batch = make_model("llama"), make_batch()
+    revert_patch(apply_patch(model, layers=["attention"]))
+    shapes = rows_of(model)
+    model(**batch)
+    assert shapes == [batch["input_ids"].shape]
+
+
+def test_real_logits_of_real_tokens_are_the_models_own(calls: Calls) -> None:
+    model, batch = make_model("mistral"), make_batch()
+    with torch.no_grad():
+        own = model(**batch).logits
+        ours = torch.as_tensor(apply_patch(model, layers=["attention"])(**batch).logits)
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(ours[real], own[real])
+    assert ours.isfinite().all()
