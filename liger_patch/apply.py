@@ -104,6 +104,7 @@ def apply_patch(
     _choose_layers(target, row, layers, names)
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
+        record.unpacks = count_layers(target)["recurrent"]
         record.verified, record.compared = False, None
         record.distrusted, record.differs = None, False
         record.longest_row = None
@@ -119,6 +120,7 @@ def apply_patch(
         tested=tested,
         architecture=f"{type(target).__name__} ({target.config.model_type}){own}",
         layers=asked,
+        unpacks=count_layers(target)["recurrent"],
     )
     _set_offload(record, checkpoint_offload)
     if "forward" in vars(target) and not leads_to_patch(vars(target)["forward"], patched):

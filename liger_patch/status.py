@@ -14,6 +14,7 @@ from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers import checks
 from liger_patch.layers.attention import with_masks
 from liger_patch.layers.lora import not_plain
+from liger_patch.layers.recurrent import ways_of_packed_rows
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters
@@ -98,6 +99,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *_device_rows(target, record),
             *_shard_rows(target),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
+            *(("", f"{n} recurrent: {how}") for how, n in ways_of_packed_rows(target).items()),
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),

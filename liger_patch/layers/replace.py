@@ -7,6 +7,7 @@ Only the classes of these instances change:
 - An attention runs its own code. Only the functions of its rotary embedding and of its attention
   are others.
 - So does the backbone around it. Only the functions that make masks are others.
+- A recurrent layer runs its own code on each sequence of a packed row by itself.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
+from liger_patch.layers.recurrent import carries_state, recurrent_class
 from liger_patch.subclass import ORIGINAL, is_transformers
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
-EXPERTS = ("experts",)
+EXPERTS, RECURRENT = ("experts",), ("recurrent",)
 ATTENTION = attention.NAMES
-LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *LORA
+LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *RECURRENT, *LORA
 CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
     NORM: lambda module, _: norm_class(module),
     ATTENTION: attention_class,
     MLP: lambda module, _: mlp_class(module),
     EXPERTS: lambda module, _: experts_class(module),
+    RECURRENT: lambda module, _: recurrent_class(module),
     LORA: lambda module, _: lora_class(module),
 }
 # Instances for which these are equal get the same class: a probe runs once for all of them.
@@ -54,6 +57,7 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     ATTENTION: attention_configuration,
     MLP: mlp_configuration,
     EXPERTS: experts_configuration,
+    RECURRENT: type,
     LORA: type,
 }
 ENDINGS = {  # of the classes' names
@@ -134,7 +138,9 @@ def _defer_masks(model: nn.Module, everywhere: bool) -> None:
 
 
 def _layers(module: nn.Module) -> tuple[str, ...]:
-    """Return the layers that a module may be, by the name of its class."""
+    """Return the layers that a module may be, by its class's code, or its name."""
+    if carries_state(module):
+        return RECURRENT
     endings = [ending for ending in ENDINGS if type(module).__name__.endswith(ending)]
     return ENDINGS[max(endings, key=len)] if endings else ()
 

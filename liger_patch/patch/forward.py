@@ -47,7 +47,7 @@ from liger_patch.patch.labels import (
     used_tokens,
 )
 from liger_patch.patch.loss import ForwardPass
-from liger_patch.patch.packed_rows import look_at_packing
+from liger_patch.patch.packed_rows import giving_rows, look_at_packing
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
     leaking_labels,
@@ -128,6 +128,9 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if "peft_config" in vars(self):
             follow_adapters(self, record)
         with ExitStack() as stack:
+            if record.unpacks:
+                named = named_arguments(args, kwargs)
+                kwargs = {**kwargs, **stack.enter_context(giving_rows(self, record, named))}
             if record.adapters is not None and not record.checked_dtypes:
                 stack.enter_context(warning_of_dtypes(self, record))
             if in_process_group():

@@ -1,21 +1,81 @@
-"""Warn of packed rows that the model or the caller does not take for what they are."""
+"""Give recurrent layers the sequences of packed rows. Warn of packed rows that the model or the
+caller does not take for what they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from liger_patch.kernels.graphs import is_traced
+from liger_patch.layers.recurrent import (
+    CACHES,
+    PACKED,
+    PackedRows,
+    carrying_layers,
+    packed_rows,
+    recurrent_class,
+)
 from liger_patch.patch.labels import has_other_layers
-from liger_patch.patch.packing import restarts
+from liger_patch.patch.packing import restarts, sequence_starts, why_sequences_are_split
 from liger_patch.patch.settings import PatchRecord
 
 LOOKS = 4  # at training calls with position ids: at each, the host waits for the device
+WITHOUT_POSITIONS = {"granitemoehybrid"}  # masks of attention that Transformers 5.24 makes so
+SAY_WHERE = "seq_idx", "cu_seq_lens_q"  # arguments for kernels: others raise where they get them
+
+
+@contextmanager
+def giving_rows(
+    model: PreTrainedModel, record: PatchRecord, arguments: Mapping[str, Any]
+) -> Iterator[dict[str, PackedRows]]:
+    """Yield the keyword that the forward is to hand down to recurrent layers, {} for none. Warn if
+    it has not reached all of them.
+    """
+    rows = rows_of_call(arguments)
+    yield {} if rows is None else {PACKED: rows}
+    if rows is not None and rows.reached < record.unpacks:
+        record.warn_once(
+            f"packed sequences see one another: Transformers {transformers.__version__} hands no "
+            f"keyword to all recurrent layers of {type(model).__name__}: do not pack rows for it"
+        )
+
+
+def rows_of_call(arguments: Mapping[str, Any]) -> PackedRows | None:
+    """Return where the sequences of a call's rows are, for its recurrent layers; None where no
+    argument says that a row holds several, and none is for kernels.
+
+    The host waits for the device once, if there is such an argument.
+    """
+    says = [arguments.get(name) for name in SAY_WHERE]
+    given, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if all(each is None for each in (arguments.get("position_ids"), *says)):
+        return None
+    if not isinstance(given, Tensor) or given.dim() < 2 or given.shape[1] == 1:
+        return None
+    if given.device.type == "meta" or is_traced() or why_sequences_are_split() is not None:
+        return None
+    shape = given.shape[:2]
+    is_plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == shape[1]
+    if mask is not None and not is_plain and any(arguments.get(n) is not None for n in CACHES):
+        return None  # of generate: the positions of padding say nothing
+    starts = sequence_starts(shape, arguments)
+    if starts is None:
+        return None
+    kept = torch.ones_like(starts)
+    if isinstance(mask, Tensor) and is_plain:
+        kept = mask.to(starts.device).bool().expand(shape)
+    rows = packed_rows(starts, kept)
+    are_for_kernels = any(each is not None for each in says) and len(rows.lengths) > 0
+    return rows if rows.are_packed or are_for_kernels else None
 
 
 def look_at_packing(
@@ -79,7 +139,17 @@ def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> s
     if use_cache and "flash" not in (getattr(config, "_attn_implementation", None) or ""):
         return "Transformers looks for restarts without a cache only: pass use_cache=False"
     if has_other_layers(model) and arguments.get("seq_idx") is None:
-        return "recurrent layers carry their state across them: do not pack rows for this model"
+        carrying = carrying_layers(model)
+        if PACKED in arguments and not carrying:
+            if config.model_type not in WITHOUT_POSITIONS:
+                return None
+            return "masks of attention are made without them: do not pack rows for this model"
+        names = ", ".join(sorted({type(each).__name__ for each in carrying}))
+        may_unpack = carrying and all(
+            recurrent_class(each) is not None and "forward" not in vars(each) for each in carrying
+        )
+        advice = 'name "recurrent" in layers' if may_unpack else "do not pack rows for this model"
+        return f"recurrent layers{names and f' ({names})'} carry their state across them: {advice}"
     return None
 
 

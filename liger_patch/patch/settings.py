@@ -120,6 +120,7 @@ class PatchRecord:
         longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
             last; None before.
         looks_at_packing: how many training calls ``packed_rows`` has searched.
+        unpacks: how many recurrent layers take packed rows: see ``layers.recurrent``.
     """
 
     settings: LossSettings
@@ -141,6 +142,7 @@ class PatchRecord:
     offload: CheckpointOffload | None = None
     longest_row: str | None = None
     looks_at_packing: int = 0
+    unpacks: int = 0
 
     def wants(self, name: str) -> bool:
         """Return whether layers of a name run on kernels, also those of adapters to come."""

@@ -26,6 +26,9 @@ class Architecture:
 # kinds of mixtures, without feed-forward layers beside the routed experts, and with
 ROUTED = "rms_norm rotary attention experts"
 SHARED = "rms_norm rotary attention gated experts"
+# kinds of models with recurrent layers, without a mixture and with
+HYBRID = "rms_norm rotary attention gated recurrent"
+SHARED_HYBRID = f"{SHARED} recurrent"
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -40,8 +43,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "aya_vision", "AyaVisionForConditionalGeneration", "Others", "rotary attention gated"
     ),
-    Architecture("bailing_hybrid", "BailingHybridForCausalLM", "Others", SHARED),
-    Architecture("bamba", "BambaForCausalLM", "Others"),
+    Architecture("bailing_hybrid", "BailingHybridForCausalLM", "Others", SHARED_HYBRID),
+    Architecture("bamba", "BambaForCausalLM", "Others", HYBRID),
     Architecture("beam", "BeamForCausalLM", "Others", SHARED),
     Architecture("bert", "BertLMHeadModel", "Others", ""),
     Architecture("bert-generation", "BertGenerationDecoder", "Others", ""),
@@ -101,7 +104,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("exaone4_5", "Exaone4_5_ForConditionalGeneration", "Others"),
     Architecture("exaone_moe", "ExaoneMoeForCausalLM", "Others", SHARED),
     Architecture("falcon", "FalconForCausalLM", "Others", "rotary"),
-    Architecture("falcon_h1", "FalconH1ForCausalLM", "Others"),
+    Architecture("falcon_h1", "FalconH1ForCausalLM", "Others", HYBRID),
     Architecture("falcon_mamba", "FalconMambaForCausalLM", "Others", "rms_norm"),
     Architecture("flex_olmo", "FlexOlmoForCausalLM", "Others", ROUTED),
     Architecture("flint", "FlintForCausalLM", "Others", SHARED),
@@ -141,7 +144,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("granite_swa", "GraniteSWAForCausalLM", "Others"),
     Architecture("granitemoe", "GraniteMoeForCausalLM", "Others", ROUTED),
     Architecture("granitemoe_swa", "GraniteMoeSWAForCausalLM", "Others", ROUTED),
-    Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", "Others", SHARED),
+    Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", "Others", SHARED_HYBRID),
     Architecture("granitemoeshared", "GraniteMoeSharedForCausalLM", "Others", ROUTED),
     Architecture("helium", "HeliumForCausalLM", "Others"),
     Architecture("hrm_text", "HrmTextForCausalLM", "Others"),
@@ -161,7 +164,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("jetmoe", "JetMoeForCausalLM", "Others", "rms_norm rotary attention"),
     Architecture("kimi_k25", "Kimi_K25ForConditionalGeneration", "Others"),
     Architecture(
-        "kimi_linear", "KimiLinearForCausalLM", "Others", "rms_norm attention gated experts"
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "Others",
+        "rms_norm attention gated experts recurrent",
     ),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Others", SHARED),
     Architecture(
@@ -169,13 +175,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("laguna", "LagunaForCausalLM", "Others", SHARED),
     Architecture("lfm2", "Lfm2ForCausalLM", "Others", "rms_norm rotary attention"),
-    Architecture("lfm2_moe", "Lfm2MoeForCausalLM", "Others", ROUTED),
+    Architecture(
+        "lfm2_moe", "Lfm2MoeForCausalLM", "Others", "rms_norm rotary attention experts recurrent"
+    ),
     Architecture(
         "lfm2_vl", "Lfm2VlForConditionalGeneration", "Others", "rms_norm rotary attention"
     ),
-    Architecture("lfm3", "Lfm3ForCausalLM", "Others", "rms_norm rotary attention"),
+    Architecture("lfm3", "Lfm3ForCausalLM", "Others", "rms_norm rotary attention recurrent"),
     Architecture(
-        "lfm3_vl", "Lfm3VlForConditionalGeneration", "Others", "rms_norm rotary attention"
+        "lfm3_vl", "Lfm3VlForConditionalGeneration", "Others", "rms_norm rotary attention recurrent"
     ),
     Architecture("lighton_ocr", "LightOnOcrForConditionalGeneration", "Others"),
     Architecture("llama", "LlamaForCausalLM", "Llama"),
@@ -194,9 +202,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("mellum", "MellumForCausalLM", "Others", ROUTED),
     Architecture("mimo_v2_flash", "MiMoV2FlashForCausalLM", "Others", SHARED),
     Architecture("minicpm3", "MiniCPM3ForCausalLM", "Others"),
-    Architecture("minicpm_ocr", "MiniCPMOcrForConditionalGeneration", "Others"),
-    Architecture("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", "Others"),
-    Architecture("minicpmv4_7", "MiniCPMV4_7ForConditionalGeneration", "Others"),
+    Architecture("minicpm_ocr", "MiniCPMOcrForConditionalGeneration", "Others", HYBRID),
+    Architecture("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", "Others", HYBRID),
+    Architecture("minicpmv4_7", "MiniCPMV4_7ForConditionalGeneration", "Others", HYBRID),
     Architecture("minimax", "MiniMaxForCausalLM", "Others", ROUTED),
     Architecture("minimax_m2", "MiniMaxM2ForCausalLM", "Others", ROUTED),
     Architecture("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", "Others", ROUTED),
@@ -223,11 +231,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("musicflamingo", "MusicFlamingoForConditionalGeneration", "Others"),
     Architecture("nanochat", "NanoChatForCausalLM", "Others", "rms_norm rotary attention"),
     Architecture("nemotron", "NemotronForCausalLM", "Others", "rotary attention"),
-    Architecture("nemotron_h", "NemotronHForCausalLM", "Others", "rms_norm attention"),
+    Architecture("nemotron_h", "NemotronHForCausalLM", "Others", "rms_norm attention recurrent"),
     Architecture("olmo", "OlmoForCausalLM", "Others", "rotary attention gated"),
     Architecture("olmo2", "Olmo2ForCausalLM", "Others"),
     Architecture("olmo3", "Olmo3ForCausalLM", "Others"),
-    Architecture("olmo_hybrid", "OlmoHybridForCausalLM", "Others"),
+    Architecture("olmo_hybrid", "OlmoHybridForCausalLM", "Others", HYBRID),
     Architecture("olmoe", "OlmoeForCausalLM", "Others", ROUTED),
     Architecture("openai-gpt", "OpenAIGPTLMHeadModel", "Others", ""),
     Architecture("opt", "OPTForCausalLM", "Others", "attention"),
@@ -251,20 +259,20 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen", SHARED),
     Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen"),
     Architecture("qwen3", "Qwen3ForCausalLM", "Qwen"),
-    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen"),
-    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", SHARED),
-    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen", SHARED),
-    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen"),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen", HYBRID),
+    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", SHARED_HYBRID),
+    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen", SHARED_HYBRID),
+    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen", HYBRID),
     Architecture("qwen3_asr", "Qwen3ASRForConditionalGeneration", "Qwen"),
     Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen", ROUTED),
-    Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen", SHARED),
+    Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen", SHARED_HYBRID),
     Architecture(
         "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen", ROUTED
     ),
     Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen"),
     Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", ROUTED),
-    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", SHARED),
-    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", SHARED),
+    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", SHARED_HYBRID),
+    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", SHARED_HYBRID),
     Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "Gemma"),
     Architecture("reformer", "ReformerModelWithLMHead", "Others", ""),
     Architecture("rembert", "RemBertForCausalLM", "Others", ""),
@@ -306,7 +314,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("xlstm", "xLSTMForCausalLM", "Others", "rms_norm"),
     Architecture("xmod", "XmodForCausalLM", "Others", ""),
     Architecture("youtu", "YoutuForCausalLM", "Others"),
-    Architecture("zamba", "ZambaForCausalLM", "Others", "rms_norm attention gated"),
-    Architecture("zamba2", "Zamba2ForCausalLM", "Others", "rms_norm rotary attention"),
+    Architecture("zamba", "ZambaForCausalLM", "Others", "rms_norm attention gated recurrent"),
+    Architecture("zamba2", "Zamba2ForCausalLM", "Others", "rms_norm rotary attention recurrent"),
     Architecture("zaya", "ZayaForCausalLM", "Others", ROUTED),
 )

@@ -123,6 +123,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         "attention": 2,
         "gated": 0,
         "experts": 0,
+        "recurrent": 0,
         "lora": 0,
     }
     assert count_layers(apply_patch(model, layers=True)) == counts

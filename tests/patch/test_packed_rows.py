@@ -1,4 +1,6 @@
-"""Packed rows that the model or the caller does not take for what they are: one warning."""
+"""Packed rows that the model or the caller does not take for what they are: one warning. And what
+recurrent layers are told of the others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from packed_samples import ROWS, make_model, make_samples, positions_only
 from tiny_models import tiny_model
 from training_step import call, patched
 
-from liger_patch.patch.packed_rows import positions_restart, why_sequences_mix
+from liger_patch.patch.packed_rows import positions_restart, rows_of_call, why_sequences_mix
 
 
 def test_counted_labels_that_are_left_out_are_said_once() -> None:
@@ -49,7 +51,7 @@ def test_packed_rows_that_see_one_another_are_said_once(
     model, samples = tiny_model(ROWS[model_type]), make_samples(9, 4, prompts=False)
     batch = positions_only(samples)
     assert moves_the_last(model.eval(), batch, 4, **options) == bool(advice)
-    with patched(model), warnings.catch_warnings(record=True) as said:
+    with patched(model, layers=False), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
             model(**batch, **options)
@@ -100,3 +102,32 @@ def test_rows_that_are_kept_apart_are_not_said(by: str) -> None:
         batch["attention_mask"] = blocks[None, None].bool()
     with patched(model):
         call(model, batch, use_cache=True)  # an error, if it warned
+
+
+IDS, POSITIONS = torch.zeros(2, 6, dtype=torch.int64), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+LEFT_POSITIONS = torch.tensor([[-1, -1, 0, 1, 2, 3]])
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lengths"),
+    [
+        ({"position_ids": POSITIONS}, [3, 3, 3, 3]),
+        ({"position_ids": POSITIONS[:1]}, [3, 3, 3, 3]),
+        ({"position_ids": POSITIONS, "attention_mask": PADDED}, [3, 2]),
+        ({"position_ids": POSITIONS, "attention_mask": torch.zeros(2, 1, 6, 6)}, [3, 3, 3, 3]),
+        ({"position_ids": POSITIONS, "inputs_embeds": IDS[..., None], "input_ids": None}, [3] * 4),
+        ({"seq_idx": torch.zeros_like(IDS)}, [6, 6]),  # own code without kernels would raise
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 10, 12])}, [6, 4, 2]),
+        ({}, None),
+        ({"position_ids": torch.arange(6)[None]}, None),
+        ({"position_ids": LEFT_POSITIONS, "attention_mask": (LEFT_POSITIONS >= 0).long()}, None),
+        ({"position_ids": POSITIONS, "attention_mask": PADDED * 0, "seq_idx": IDS}, None),
+        ({"position_ids": POSITIONS, "attention_mask": {"a": IDS}, "past_key_values": 1}, None),
+        ({"position_ids": POSITIONS.to("meta"), "input_ids": IDS.to("meta")}, None),
+        ({"position_ids": POSITIONS[:, :1], "input_ids": IDS[:, :1]}, None),
+    ],
+)
+def test_sequences_of_a_call(arguments: dict[str, Any], lengths: list[int] | None) -> None:
+    rows = rows_of_call({"input_ids": IDS, **arguments})
+    assert (None if rows is None else rows.lengths.tolist()) == lengths

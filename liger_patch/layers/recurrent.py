@@ -1,0 +1,265 @@
+"""Recurrent layers of packed rows: Gated DeltaNet, Mamba and short convolutions.
+
+They carry a state along a row, from one sequence into the next. Here, the sequences of packed rows
+are unpacked into a batch, the layer's own code runs on that, and its result is packed again. Where
+it calls kernels that keep sequences apart, it gets one row of all sequences, and their ends.
+
+B: rows, T: tokens of a row, N: tokens of all sequences, S: sequences, H: hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.layers.checks import has_hooks, layers_of
+from liger_patch.subclass import (
+    ORIGINAL,
+    derived_class,
+    is_transformers,
+    once_for_each_class,
+    own_name,
+)
+
+PACKED = "liger_patch_packed_rows"  # the keyword by which a model hands them down to its layers
+CACHES = "cache", "cache_params", "past_key_values"  # names of one argument
+WITHOUT_KEYWORDS = {  # classes to which Transformers 5.24 hands none
+    "FalconMambaMixer",
+    "InklingShortConvolution",
+    "JambaMambaMixer",
+    "Mamba2Mixer",
+    "MambaMixer",
+}
+# methods of a cache by which layers keep what they carry to the next call
+WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+UNPACKED, BY_KERNELS = "own code over unpacked sequences", "kernels that keep sequences apart"
+PADDED = 2  # times the tokens, at most: longer batches are split by length
+
+
+class Group(NamedTuple):
+    """Sequences that run as one batch, padded behind to the longest of them.
+
+    Attributes:
+        tokens: (n,) the places of their tokens among the B T of the rows.
+        places: (n,) the places of the same tokens among the count * longest of the batch.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    count: int
+    longest: int
+
+
+class PackedRows:
+    """Where the sequences of a call's rows are. FSDP would copy a dataclass for each layer.
+
+    Args:
+        shape: (B, T).
+        tokens: (N,) on the host, the places of all tokens of sequences among B T.
+        lengths: (S,) on the host.
+        device: that of the call.
+        are_packed: whether a row holds several sequences.
+
+    Attributes:
+        reached: how often a layer was given them.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        tokens: Tensor,
+        lengths: Tensor,
+        device: torch.device,
+        are_packed: bool,
+    ) -> None:
+        self.shape, self.tokens, self.lengths, self.device = shape, tokens, lengths, device
+        self.are_packed, self.reached = are_packed, 0
+
+    @functools.cached_property
+    def are_whole(self) -> bool:
+        """Whether each row is one sequence, without padding."""
+        return self.lengths.tolist() == [self.shape[1]] * self.shape[0]
+
+    @functools.cached_property
+    def together(self) -> list[Group]:
+        """All sequences as one batch."""
+        return [self._group(torch.ones_like(self.lengths).nonzero()[:, 0])]
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The same as batches of at most PADDED times as many tokens as their sequences have."""
+        lengths = self.lengths
+        if len(lengths) * int(lengths.max()) <= PADDED * len(self.tokens):
+            return self.together
+        power = torch.frexp((lengths - 1).double())[1]  # lengths <= 2 ** power
+        return [self._group((power == each).nonzero()[:, 0]) for each in power.unique()]
+
+    @functools.cached_property
+    def in_one_row(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Places (N,) of the tokens of one row of all sequences, and what kernels want of it."""
+        sequence = _rows(self.lengths)
+        ends = nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        says = {"seq_idx": sequence[None], "cu_seq_lens_q": ends}
+        says = {name: each.to(self.device, torch.int32) for name, each in says.items()}
+        return self.tokens.to(self.device), says
+
+    def _group(self, chosen: Tensor) -> Group:
+        lengths = self.lengths[chosen]
+        longest, row = int(lengths.max()), _rows(lengths)
+        column = torch.ones_like(row).cumsum(0) - 1 - (lengths.cumsum(0) - lengths)[row]
+        begins = (self.lengths.cumsum(0) - self.lengths)[chosen]
+        tokens, places = self.tokens[begins[row] + column], row * longest + column
+        return Group(tokens.to(self.device), places.to(self.device), len(chosen), longest)
+
+
+def _rows(lengths: Tensor) -> Tensor:
+    """Return for each token of sequences of these lengths the number of its sequence."""
+    return (torch.ones_like(lengths).cumsum(0) - 1).repeat_interleave(lengths)
+
+
+def packed_rows(starts: Tensor, kept: Tensor) -> PackedRows:
+    """Read where sequences are: the host waits for the device once.
+
+    Args:
+        starts: (B, T) bool, True at the first token of each sequence, and of each row.
+        kept: (B, T) bool, False for padding.
+    """
+    on_host = torch.stack((starts, kept)).cpu()
+    tokens = on_host[1].flatten().nonzero()[:, 0]
+    sequence = on_host[0].flatten().cumsum(0)[tokens]
+    lengths = sequence.unique_consecutive(return_counts=True)[1]
+    are_packed = len(lengths) > int(on_host[1].any(1).sum())
+    return PackedRows(starts.shape, tokens, lengths, starts.device, are_packed)
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Return whether a module is a layer of Transformers that hands a state to the next call."""
+    return _carries_state(getattr(type(module), ORIGINAL, type(module)))
+
+
+@functools.cache
+def _carries_state(cls: Any) -> bool:
+    own = (value for base in cls.__mro__ for value in vars(base).values())
+    methods = [inspect.unwrap(each) for each in own if inspect.isfunction(each)]
+    return any(WRITES & {*each.__code__.co_names} for each in methods)
+
+
+def recurrent_class(module: Any) -> Any:
+    """Return the class of a recurrent layer that takes packed rows; None for any other module, and
+    for layers that take more than hidden states, or get no keywords.
+    """
+    own = type(module).forward
+    if not is_transformers(own) or not carries_state(module):
+        return None
+    if own_name(type(module)) in WITHOUT_KEYWORDS:
+        return None
+    parameters = inspect.signature(own).parameters
+    takes_keywords = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    # any other argument may have values for each token
+    fits = parameters.keys() <= {"self", "hidden_states", "attention_mask", "kwargs", *CACHES}
+    return recurrent_layer(type(module)) if fits and takes_keywords else None
+
+
+@once_for_each_class
+def recurrent_layer(original: Any) -> type[nn.Module]:
+    """Derive the class of a recurrent layer that takes packed rows."""
+    own = original.forward
+    names = list(inspect.signature(own).parameters)[2:]
+    by_kernels = takes_sequences(own)
+
+    @functools.wraps(own)
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        rows = options.pop(PACKED, None)
+        if rows is None:
+            return own(self, hidden_states, *arguments, **options)
+        rows.reached += 1
+        named = {**dict(zip(names, arguments, strict=False)), **options}
+        if any(named.get(name) is not None for name in CACHES):
+            raise ValueError(
+                "rows of several sequences must have no cache, whose one state would be that of "
+                f"the last: pass use_cache=False (got one in {type(self).__name__})"
+            )
+        if hidden_states.shape[:2] != rows.shape:
+            raise ValueError(
+                f"{type(self).__name__} got hidden states {tuple(hidden_states.shape)}, but its "
+                f"packed rows are {tuple(rows.shape)}"
+            )
+        if rows.are_whole:
+            return own(self, hidden_states)
+        if by_kernels:
+            return _in_one_row(rows, hidden_states, functools.partial(own, self))
+        # hooks of its modules see one call on all ranks alike: those of ZeRO-3 gather weights
+        groups = rows.together if has_hooks(*self.modules()) else rows.groups
+        return _unpacked(rows, groups, hidden_states, functools.partial(own, self))
+
+    return derived_class(
+        original, recurrent_layer, forward=forward, _liger_patch_layers=("recurrent",)
+    )
+
+
+def _unpacked(
+    rows: PackedRows, groups: list[Group], x: Tensor, run: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return (B, T, H), the results of batches of sequences; 0 for padding."""
+    flat, results, found = x.flatten(0, 1), [], []
+    for group in groups:
+        tokens, places = group.tokens.to(x.device), group.places.to(x.device)
+        batch = x.new_zeros(group.count * group.longest, x.shape[-1])
+        batch = batch.index_copy(0, places, flat.index_select(0, tokens))
+        y = run(batch.view(group.count, group.longest, -1))
+        results.append(y.flatten(0, 1).index_select(0, places))
+        found.append(tokens)
+    return _packed(rows, torch.cat(found), torch.cat(results))
+
+
+def _in_one_row(rows: PackedRows, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
+    tokens, says = rows.in_one_row
+    tokens, says = tokens.to(x.device), {name: each.to(x.device) for name, each in says.items()}
+    y = run(x.flatten(0, 1).index_select(0, tokens)[None], **says)
+    return _packed(rows, tokens, y[0])
+
+
+def _packed(rows: PackedRows, tokens: Tensor, y: Tensor) -> Tensor:
+    result = y.new_zeros(rows.shape.numel(), y.shape[-1]).index_copy(0, tokens, y)
+    return result.view(*rows.shape, -1)
+
+
+def takes_sequences(own: Any) -> bool:
+    """Return whether all functions that a layer's forward calls on a whole row are kernels that
+    keep sequences apart by what Transformers gives them.
+
+    Transformers (5.17 to 5.24) wraps each in a function that knows the parameters of the kernel, or
+    that there is none. It does not give ``cu_seq_lens_q`` to all that take it, as ``cu_seqlens``.
+    """
+    own = inspect.unwrap(own)
+    is_told, takes = "cu_seq_lens_q" in own.__code__.co_consts, []
+    for name in own.__code__.co_names:
+        function = own.__globals__.get(name)
+        if not inspect.isfunction(function) or "update" in name or "recurrent" in name:
+            continue
+        known = inspect.getclosurevars(function).nonlocals
+        if "applicable_params" in known:
+            given = {*known["applicable_params"]} if known.get("is_new_implementation") else ()
+            takes.append("seq_idx" in given or ("cu_seqlens" in given and is_told))
+    return bool(takes) and all(takes)
+
+
+def ways_of_packed_rows(model: nn.Module) -> Counter[str]:
+    """Return how many recurrent layers take packed rows in which way."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if "recurrent" in layers_of(module):
+            by_kernels = takes_sequences(getattr(type(module), ORIGINAL).forward)
+            found[BY_KERNELS if by_kernels else UNPACKED] += 1
+    return found
+
+
+def carrying_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that carry their state from a sequence of a row into the next."""
+    return [m for m in model.modules() if carries_state(m) and "recurrent" not in layers_of(m)]

@@ -1,0 +1,367 @@
+"""Recurrent layers of packed rows: each sequence gets what it gets by itself, in every architecture
+whose layers are unpacked.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from packed_samples import (
+    flattened_for_kernels,
+    make_samples,
+    padded,
+    positions_only,
+    tensors,
+    truth_of,
+    two_rows,
+)
+from rows import model_type
+from tiny_models import ROWS, tiny_model
+from torch import Tensor, nn
+from training_step import Float64, call, gradients, joined, patched, step, widened
+
+from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch.layers import recurrent
+from liger_patch.layers.checks import layers_of
+from liger_patch.layers.recurrent import PACKED, PADDED, PackedRows, packed_rows
+from liger_patch.patch import packed_rows as of_calls
+from liger_patch.patch.packed_rows import rows_of_call
+
+# whose attention makes its masks without positions
+ACROSS = ("granitemoehybrid",)
+RECURRENT = [row for row in registry.available() if "recurrent" in row.kinds.split()]
+DELTA, MAMBA = "qwen3_next", "bamba"
+LENGTHS = (9, 4, 13, 6)
+
+
+def has_recurrent(name: str) -> bool:
+    model = apply_patch(tiny_model(ROWS[name]))
+    return any("recurrent" in layers_of(module) for module in model.modules())
+
+
+pytestmark = pytest.mark.skipif(
+    DELTA not in ROWS or not has_recurrent(DELTA),
+    reason="before Transformers 5.17, recurrent layers take no keywords",
+)
+
+
+def make_model(name: str = DELTA) -> Any:
+    model = widened(tiny_model(ROWS[name]))
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    return model
+
+
+def mixer(name: str = DELTA) -> Any:
+    """A recurrent layer on kernels, in float64."""
+    model = apply_patch(make_model(name))
+    return next(module for module in model.modules() if "recurrent" in layers_of(module))
+
+
+def rows_of(lengths: list[list[int]], length: int) -> tuple[PackedRows, Tensor]:
+    """Rows of sequences of these lengths, each behind a padded token, and what is padding."""
+    starts, kept = (torch.zeros(len(lengths), length, dtype=torch.bool) for _ in range(2))
+    for row, sequences in enumerate(lengths):
+        place = 0
+        for each in sequences:
+            starts[row, place] = True
+            kept[row, place + 1 : place + 1 + each] = True
+            place += each + 1
+    starts[:, 0] = True
+    return packed_rows(starts, kept), kept
+
+
+# --- packed equals separate -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [positions_only, two_rows])
+@pytest.mark.parametrize(
+    "row", [r for r in RECURRENT if r.model_type not in ACROSS], ids=model_type
+)
+def test_packed_rows_train_as_their_sequences(row: registry.Architecture, packing: Any) -> None:
+    """The second of two rows ends with padding, whose positions are 0."""
+    model, samples = make_model(row.model_type), make_samples(*LENGTHS)
+    if not has_recurrent(row.model_type):
+        pytest.skip(f"its layers take no keywords in Transformers {transformers.__version__}")
+    truth = truth_of(model, samples, "token")
+    each = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
+    with patched(model), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        batch = packing(samples)
+        ours = step(model, batch)
+        del batch["labels"]
+        logits = call(model, batch).logits.flatten(0, 1)[: sum(LENGTHS)]
+    torch.testing.assert_close(ours, truth)
+    if packing is positions_only:
+        torch.testing.assert_close(logits, torch.cat(each))
+
+
+@pytest.mark.parametrize("row", RECURRENT, ids=model_type)
+def test_left_padding_equals_none(row: registry.Architecture) -> None:
+    """By the layers' own code, which leaves padding out of the state."""
+    model, samples = make_model(row.model_type), make_samples(*LENGTHS)
+    truth = truth_of(model, samples, "token")
+    batch = padded(samples, "left")
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert rows_of_call(batch) is None
+    with patched(model):
+        torch.testing.assert_close(step(model, batch), truth)
+
+
+@pytest.mark.parametrize("name", [DELTA, MAMBA, "kimi_linear", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "lengths", [[[3, 5]], [[1, 1, 2], [9]], [[40, 1, 2, 3], [17, 16, 1]]], ids=str
+)
+def test_padding_between_sequences_is_left_out(name: str, lengths: list[list[int]]) -> None:
+    layer, length = mixer(name), max(sum(row) + len(row) for row in lengths)
+    rows, kept = rows_of(lengths, length)
+    width = next(m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(lengths), length, width, dtype=torch.float64, generator=generator)
+    x.masked_fill_(~kept[..., None], float("nan")).requires_grad_()
+    weight = torch.randn(len(lengths), length, width, dtype=torch.float64, generator=generator)
+    with Float64():
+        ours = layer(x, **{PACKED: rows})
+        (of_x,) = torch.autograd.grad((ours * weight).sum(), x)
+        sequences = x[kept].split([each for row in lengths for each in row])
+        expected = torch.cat([layer(each[None])[0] for each in sequences])
+        (expected_of_x,) = torch.autograd.grad((expected * weight[kept]).sum(), x)
+    torch.testing.assert_close(ours[kept], expected)
+    torch.testing.assert_close(of_x, expected_of_x)
+    assert not ours[~kept].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [DELTA, MAMBA])
+def test_checkpoints_are_computed_again_with_the_same_sequences(name: str, reentrant: bool) -> None:
+    """Also where another call has come in between. What is computed again is float32."""
+    model, samples = make_model(name).train(), make_samples(*LENGTHS)
+    truth = truth_of(model, samples, "token")
+    low: Any = copy.deepcopy(model).float()
+    eager = truth_of(low, samples, "token")
+    low.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    low.enable_input_require_grads()
+    with patched(low):
+        loss = call(low, positions_only(samples)).loss
+        call(low, positions_only(samples[::-1]))
+        ours = {"loss": loss.detach(), **gradients(low, loss)}
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("name", [DELTA, MAMBA])
+def test_half_precision_is_no_worse_than_separate_sequences(name: str) -> None:
+    model, samples = make_model(name), make_samples(*LENGTHS)
+    truth = truth_of(model, samples, "token")
+    low: Any = copy.deepcopy(model).bfloat16()
+    eager = truth_of(low, samples, "token")
+    with patched(low):
+        ours = step(low, positions_only(samples))
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [DELTA, MAMBA, "qwen3_5_moe"])
+def test_what_kernels_ask_for_is_taken_without_them(name: str) -> None:
+    """Transformers' own code raises there."""
+    model = make_model(name)
+    for samples in (make_samples(*LENGTHS), make_samples(9)):
+        truth = truth_of(model, samples, "token")
+        with patched(model):
+            torch.testing.assert_close(step(model, flattened_for_kernels(samples)), truth)
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+class Lengths:
+    """The batches that the layers of a class compute: (sequences, tokens)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[tuple[int, int]] = []
+        for module in model.modules():
+            if "recurrent" in layers_of(module):
+                first = next(m for m in module.modules() if isinstance(m, nn.Linear))
+                first.register_forward_pre_hook(lambda _, x: self.found.append(x[0].shape[:2]))
+
+
+def test_hooks_see_one_batch() -> None:
+    """Those of ZeRO-3 gather weights: a number of calls of its own would make ranks wait."""
+    model = apply_patch(make_model())
+    found = Lengths(model).found
+    call(model, positions_only(make_samples(40, 3, 2, 3)))
+    assert found == [(4, 40)]
+
+
+@pytest.mark.parametrize(
+    "positions", [None, torch.arange(12)[None], torch.arange(12)[None] + 3, torch.zeros(1, 12)]
+)
+def test_single_sequences_run_the_layers_own_code(
+    positions: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_patch(make_model())
+    monkeypatch.setattr(recurrent, "_unpacked", None)  # an error, if it were called
+    monkeypatch.setattr(recurrent, "_in_one_row", None)
+    found = Lengths(model).found
+    ids = torch.arange(1, 13)[None]
+    if positions is None:  # the host need not wait for the device to know
+        monkeypatch.setattr(of_calls, "packed_rows", None)
+    call(model, {"input_ids": ids, "labels": ids, "position_ids": positions})
+    assert found == [(1, 12)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_have_at_most_twice_the_tokens(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 2 ** (1 + seed // 2), (1 + 5 * seed,), generator=generator).tolist()
+    rows, _ = rows_of([lengths], sum(lengths) + len(lengths))
+    assert sum(each.count * each.longest for each in rows.groups) <= PADDED * sum(lengths)
+    assert len(rows.groups) <= 1 + seed // 2 + 1
+    tokens = torch.cat([each.tokens for each in rows.groups])
+    assert tokens.sort().values.tolist() == rows.tokens.tolist()
+    for each in rows.groups:
+        assert each.places.unique().shape == each.places.shape
+        assert int(each.places.max()) < each.count * each.longest
+
+
+def test_a_cache_of_packed_rows_is_an_error() -> None:
+    model, batch = apply_patch(make_model()), positions_only(make_samples(9, 4))
+    del batch["labels"]
+    with pytest.raises(ValueError, match=r"no cache.* pass use_cache=False \(got one in Qwen3Next"):
+        call(model, batch, use_cache=True)
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="no cache"):
+        call(model, batch, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", [DELTA, MAMBA])
+def test_generation_is_eagers(name: str) -> None:
+    """Also with left padding, whose positions do not rise."""
+    model = tiny_model(ROWS[name]).eval()
+    batch = padded(make_samples(9, 4), "left")
+    del batch["labels"]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    expected = model.generate(**batch, **options)
+    apply_patch(model)
+    assert torch.equal(model.generate(**batch, **options), expected)
+
+
+def test_layers_that_get_no_keyword_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "WITHOUT_KEYWORDS", set())
+    with patched(make_model("jamba")) as model:
+        with pytest.warns(UserWarning, match="see one another: .* JambaForCausalLM"):
+            call(model, positions_only(make_samples(9, 4)))
+        call(model, positions_only(make_samples(9, 4)))  # an error, if it warned again
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "says"),
+    [
+        (DELTA, False, r"\(Qwen3NextGatedDeltaNet\) .*: name \"recurrent\" in layers"),
+        ("jamba", True, r"\(JambaMambaMixer\) .*: do not pack rows"),
+        ("minimax", True, r"\(MiniMaxLightningAttention\) .*: do not pack rows"),
+        ("granitemoehybrid", True, "masks of attention are made without them: do not pack rows"),
+    ],
+)
+def test_sequences_that_are_not_kept_apart_are_said(name: str, layers: bool, says: str) -> None:
+    """And only where they are not."""
+    model, samples = make_model(name), make_samples(9, 4)
+    batch, truth = positions_only(samples), truth_of(model, samples, "token")
+    with (
+        patched(model, layers=layers),
+        pytest.warns(UserWarning, match=f"see one another: .*{says}"),
+    ):
+        ours = step(model, batch)
+    assert not torch.allclose(ours["loss"], truth["loss"])
+
+
+def test_revert_and_copies() -> None:
+    model = make_model()
+    before = {name: type(module) for name, module in model.named_modules()}
+    samples = make_samples(*LENGTHS)
+    batch, truth = positions_only(samples), truth_of(model, samples, "token")
+    apply_patch(model, layers=["recurrent"])
+    assert "1 recurrent: own code over unpacked sequences" in str(patch_status(model))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        torch.testing.assert_close(step(other, batch), truth)
+    revert_patch(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def wrapped_kernel(name: str, kernel: Callable[..., Any], own: Callable[..., Any]) -> Any:
+    """A kernel of some package, wrapped as Transformers wraps it."""
+    from transformers.integrations import hub_kernels
+
+    package: Any = types.ModuleType("package_of_kernels")
+    setattr(package, name, kernel)
+    sys.modules["package_of_kernels"] = package
+    try:
+        decorate = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "package_of_kernels")
+        return decorate(own)
+    finally:
+        del sys.modules["package_of_kernels"]
+
+
+@pytest.mark.parametrize("kernels", [("chunk", "conv"), ("chunk",), ("conv",), ()], ids=str)
+def test_kernels_that_keep_sequences_apart_get_one_row(
+    kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of which one does not keep them apart get unpacked sequences."""
+    model = make_model()
+    layer = next(m for m in model.modules() if recurrent.carries_state(m))
+    module = sys.modules[type(layer).__module__]
+    own_rule, own_convolution = (
+        inspect.unwrap(getattr(module, name))
+        for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    )
+    shapes = []
+
+    def rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None):
+        shapes.append(tuple(query.shape[:2]))
+        ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        parts = (
+            [each[:, begin:end] for each in (query, key, value)]
+            + [{"g": g[:, begin:end], "beta": beta[:, begin:end]}]
+            for begin, end in itertools.pairwise(ends)
+        )
+        options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return torch.cat([own_rule(*x, **gates, **options)[0] for *x, gates in parts], 1), None
+
+    def convolution(hidden_states, weight, bias, activation, seq_idx=None):
+        if seq_idx is None:
+            return own_convolution(hidden_states, weight, bias, activation)
+        assert seq_idx.dtype == torch.int32
+        parts = hidden_states.split(seq_idx[0].bincount().tolist(), -1)
+        return torch.cat([own_convolution(each, weight, bias, activation) for each in parts], -1)
+
+    truth = truth_of(model, make_samples(*LENGTHS), "token")
+    if "chunk" in kernels:
+        wrapped = wrapped_kernel("chunk_gated_delta_rule", rule, own_rule)
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", wrapped)
+    if "conv" in kernels:
+        wrapped = wrapped_kernel("causal_conv1d_fn", convolution, own_convolution)
+        monkeypatch.setattr(module, "causal_conv1d_fn", wrapped)
+    layer.__class__ = type(type(layer).__name__, (type(layer),), {})  # looked at anew
+    with patched(model):
+        for packing in (positions_only, two_rows, flattened_for_kernels):
+            torch.testing.assert_close(step(model, packing(make_samples(*LENGTHS))), truth)
+        how = recurrent.BY_KERNELS if len(kernels) == 2 else recurrent.UNPACKED
+        assert f"1 recurrent: {how}" in str(patch_status(model))
+    length = sum(LENGTHS)
+    if len(kernels) == 2:
+        assert shapes == [(1, length), (1, shapes[1][1]), (1, length)]
