@@ -81,7 +81,7 @@ class DequantizedExperts(Protocol):
     shape: torch.Size
     device: torch.device
 
-    def to(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (E, in, out), in new memory."""
         ...
 
@@ -280,7 +280,7 @@ class _FirstProducts(torch.autograd.Function):
 def _dense(
     projection: ExpertProjection, held: DequantizedExperts | None, dtype: torch.dtype
 ) -> Tensor:
-    return (projection.weight if held is None else held).to(dtype)
+    return projection.weight.to(dtype) if held is None else held.dequantized(dtype)
 
 
 def _as_given(gradient: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float) -> Tensor:

@@ -186,7 +186,7 @@ def _projection(layer: Any, name: str, adapter: Any) -> ExpertProjection:
         weight = getattr(layer, name)
         weight = weight if layer.is_transposed else weight.transpose(1, 2)
     else:
-        weight = held[name].weight_of_experts()
+        weight = held[name]
     bias = getattr(layer, name + BIAS) if layer.has_bias else None
     return ExpertProjection(weight, bias, *(adapter.matrices() if adapter is not None else ()))
 

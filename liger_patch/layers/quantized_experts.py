@@ -1,11 +1,11 @@
 """Hold the experts of a mixture in 4 bits, so that adapters on them train beside a small base.
 
 bitsandbytes quantizes linear layers, and leaves the 3-D weights of experts as they are. Here each
-of these weights is one of bitsandbytes' 4-bit layers, whose rows are those of all experts, and is
-dequantized where a product needs it: in both passes, one weight at a time.
+of these weights is one of bitsandbytes' 4-bit layers, whose rows are those of all experts, or is
+held in MXFP4. It is dequantized where a product needs it: in both passes, one weight at a time.
 
-Memory in bytes: 0.516 a number (0.5625 without double quantization), and while a layer runs 2 a
-number of one weight of this layer.
+Memory in bytes: 0.516 a number (0.5625 without double quantization, 0.53125 in MXFP4), and while a
+layer runs 2 a number of one weight of this layer.
 """
 
 from __future__ import annotations
@@ -18,68 +18,87 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.kernels.experts import DequantizedExperts
+from liger_patch.kernels import mxfp4
 from liger_patch.layers import experts
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MXFP4 = "mxfp4"
+QUANT_TYPES = ("nf4", "fp4", MXFP4)
 _running = threading.local()  # the dtype in which this thread runs a layer's own code
 
 
 class ExpertWeight4bit(nn.Module):
-    """One weight of experts in 4 bits.
+    """A weight of experts in 4 bits: a ``DequantizedExperts``.
 
     Args:
-        weight: (E, in, out) if it is transposed, else (E, out, in): quantized on the device.
+        weight: (E, in, out): quantized on the device, along in.
     """
 
     def __init__(
-        self, weight: Tensor, device: torch.device | str, quant_type: str, *, is_transposed: bool,
-        double_quant: bool,
-    ) -> None:  # fmt: skip
+        self, weight: Tensor, device: torch.device | str, quant_type: str, *, double_quant: bool
+    ) -> None:
+        super().__init__()
+        self.shape = weight.shape
+        rows = weight.detach().transpose(1, 2)
+        if quant_type == MXFP4:
+            self.rows: Any = Mxfp4Rows(rows, device)
+        else:
+            self.rows = BitsandbytesRows(rows, device, quant_type, double_quant)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.rows.parameters()).device
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (E, in, out), in new memory."""
+        count, source, features = self.shape
+        return self.rows.dequantized(dtype).view(count, features, source).transpose(1, 2)
+
+
+class BitsandbytesRows(nn.Module):
+    """The rows of all experts' weights (E, out, in) in one of bitsandbytes' layers."""
+
+    def __init__(
+        self, weight: Tensor, device: torch.device | str, quant_type: str, double_quant: bool
+    ) -> None:
         super().__init__()
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
-        count, rows, columns = self.stored_shape = weight.shape
-        self.is_transposed = is_transposed
-        layer = Linear4bit(columns, count * rows, bias=False, device="meta")
-        numbers: Any = weight.detach().reshape(count * rows, columns)
+        rows: Any = weight.reshape(-1, weight.shape[2])
+        layer = Linear4bit(rows.shape[1], len(rows), bias=False, device="meta")
         how: Any = {"compress_statistics": double_quant, "quant_type": quant_type}
-        layer.weight = Params4bit(numbers, requires_grad=False, **how)
-        self.rows_of_experts = layer.to(device)
+        layer.weight = Params4bit(rows, requires_grad=False, **how)
+        self.layer = layer.to(device)
 
-    def stored(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as the layer's own code has it, dequantized."""
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows (E out, in)."""
         from liger_patch.readers import quantized_weights
 
         # bitsandbytes dequantizes to no other dtypes
         is_made = dtype in (torch.float16, torch.bfloat16, torch.float32)
-        read = quantized_weights.quantized_weight
-        weight = read(self.rows_of_experts, dtype if is_made else torch.float32)
+        weight = quantized_weights.quantized_weight(self.layer, dtype if is_made else torch.float32)
         if weight is None:
             raise RuntimeError("experts in 4 bits cannot be read: they were packed or sharded anew")
-        return weight.rows(0, weight.shape[0]).to(dtype).view(self.stored_shape)
-
-    def weight_of_experts(self) -> DequantizedExperts:
-        """Return the weight (E, in, out) as the operator takes it."""
-        return _Dequantized(self)
+        return weight.rows(0, weight.shape[0]).to(dtype)
 
 
-class _Dequantized:
-    """A ``DequantizedExperts``."""
+class Mxfp4Rows(nn.Module):
+    """The rows of all experts' weights (E, out, in) in MXFP4."""
 
-    def __init__(self, weight: ExpertWeight4bit) -> None:
-        self._weight = weight
-        count, rows, columns = weight.stored_shape
-        sizes = (rows, columns) if weight.is_transposed else (columns, rows)
-        self.shape = torch.Size((count, *sizes))
-        self.device = weight.rows_of_experts.weight.device
+    def __init__(self, weight: Tensor, device: torch.device | str) -> None:
+        super().__init__()
+        # one expert at a time, in its float32 numbers
+        each = [mxfp4.quantized(expert.to(device)) for expert in weight]
+        packed, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        stored = self._weight.stored(dtype)
-        return stored if self._weight.is_transposed else stored.transpose(1, 2)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows (E, out, in)."""
+        return mxfp4.dequantized(self.packed, self.scales, dtype)
 
 
 def quantize_experts(
@@ -99,28 +118,33 @@ def quantize_experts(
 
     Args:
         model: of Transformers, or within PEFT's wrapper.
-        quant_type: "nf4" or "fp4".
-        double_quant: whether the scales are quantized too.
+        quant_type: "nf4" or "fp4" of bitsandbytes; or "mxfp4", in which gpt-oss is published: its
+            weights, loaded with ``Mxfp4Config(dequantize=True)``, keep their values bit by bit.
+        double_quant: whether the scales of nf4 and fp4 are quantized too.
 
     Raises:
-        ImportError: without bitsandbytes.
-        ValueError: another ``quant_type``, or a model without experts that may be on kernels.
+        ImportError: nf4 or fp4 without bitsandbytes.
+        ValueError: another ``quant_type``, a model without experts that may be on kernels, or in
+            MXFP4 an input size of experts that is no multiple of 32.
     """
-    if quant_type not in ("nf4", "fp4"):
-        raise ValueError(f"quant_type must be 'nf4' or 'fp4', got {quant_type!r}")
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
     found = [each for each in model.modules() if experts.is_served(each)]
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without experts that can be held in 4 bits: gated "
-            "ones of Transformers' form, not quantized before"
+            "ones of Transformers' form, not quantized before (those of a checkpoint in MXFP4 are "
+            "packed, if they were not loaded with Mxfp4Config(dequantize=True))"
         )
     for module in found:
         layer: Any = module
         held = nn.ModuleDict()
         for name in (experts.FIRST, experts.LAST):
-            weight = layer._parameters.pop(name)
-            how = {"is_transposed": layer.is_transposed, "double_quant": double_quant}
-            held[name] = ExpertWeight4bit(weight, device, quant_type, **how)
+            weight = getattr(layer, name)
+            weight = weight if layer.is_transposed else weight.transpose(1, 2)
+            held[name] = ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant)
+        for name in held:
+            del layer._parameters[name]
         setattr(layer, experts.HELD, held)
         layer.__class__ = quantized_layer(getattr(type(layer), ORIGINAL, type(layer)))
     experts.replace_new_wrappers(model, everywhere=False)
@@ -149,7 +173,8 @@ def quantized_layer(original: Any) -> type[nn.Module]:
                     "(get_peft_model, PeftModel.from_pretrained), are active one at a time, and "
                     "are not merged into it"
                 )
-            return getattr(self, experts.HELD)[name].stored(dtype)
+            weight = getattr(self, experts.HELD)[name].dequantized(dtype)
+            return weight if self.is_transposed else weight.transpose(1, 2)
 
         return property(read)
 

@@ -94,24 +94,26 @@ def _dropped(rank: int) -> dict[str, Any]:
 
 
 def nf4(target: GPUTarget) -> Cases:
+    from liger_patch.kernels import mxfp4
     from liger_patch.kernels.triton.nf4 import TILE
 
     warps = TILE // 8 // target.warp_size if target.backend == "cuda" else 4
     for out, blocksize, place, nested in (
-        ("*bf16", 64, MULTIPLE, 1),
+        ("*bf16", 64, MULTIPLE, 256),
         ("*bf16", 64, MULTIPLE, 0),
-        ("*bf16", 4096, MULTIPLE, 1),
-        ("*bf16", 64, "i64", 1),
-        ("*bf16", 32, "i32", 1),
-        ("*fp16", 64, MULTIPLE, 1),
-        ("*fp32", 64, MULTIPLE, 1),
+        ("*bf16", 4096, MULTIPLE, 256),
+        ("*bf16", 64, "i64", 256),
+        ("*bf16", 32, "i32", 256),
+        ("*fp16", 64, MULTIPLE, 256),
+        ("*fp32", 64, MULTIPLE, 256),
         ("*fp32", 128, "i32", 0),
+        ("*bf16", mxfp4.BLOCK, MULTIPLE, mxfp4.ALL_BLOCKS),
     ):
         width = min(blocksize, TILE)
         given = {"packed_ptr": "*u8", "code_ptr": "*fp32", "out_ptr": out}
         given |= {"scales_ptr": "*u8" if nested else "*fp32"} | arguments(place, "start stop")
         given |= arguments("*fp32", "nested_code_ptr nested_scales_ptr offset_ptr", if_=nested)
-        given |= {"BLOCKSIZE": blocksize, "NESTED_BLOCKSIZE": 256 if nested else 1}
+        given |= {"BLOCKSIZE": blocksize, "NESTED_BLOCKSIZE": nested or 1}
         given |= {"ROWS": TILE // width, "WIDTH": width}
-        name = f"{out[1:]}-{blocksize}-{place[:3]}-{'nested' if nested else 'plain'}"
+        name = f"{out[1:]}-{blocksize}-{place[:3]}-{nested or 'plain'}"
         yield name, given, warps

@@ -20,6 +20,11 @@ from liger_patch import apply_patch, patch_status, quantize_experts, revert_patc
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 NAMES = "gate_up_proj", "down_proj"
+HOW: dict[str, dict[str, Any]] = {
+    "nf4": {},
+    "nf4, scales in float32": {"double_quant": False},
+    "mxfp4": {"quant_type": "mxfp4"},
+}
 LORA = {"r": 4, "target_parameters": [f"mlp.experts.{name}" for name in NAMES]}
 SIZES = {
     "vocab_size": 64,
@@ -32,13 +37,13 @@ SIZES = {
 }
 
 
-def mixture(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def mixture(kind: str, dtype: torch.dtype = torch.float32, size: int = 32) -> Any:
     torch.manual_seed(0)
     if kind == "gpt_oss":
-        config = GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4)
+        config = GptOssConfig(**SIZES, intermediate_size=size, num_local_experts=4)
         model: Any = GptOssForCausalLM(config)
     else:
-        sizes = {"intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
+        sizes = {"intermediate_size": 32, "moe_intermediate_size": size, "num_experts": 4}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes))
     for each in model.parameters():
         nn.init.normal_(each, std=0.2)
@@ -66,7 +71,8 @@ def dequantized(model: Any, quantized: Any) -> Any:
     for layer, held in zip(layers, experts_of(quantized), strict=True):
         for name in NAMES:
             own = layer._parameters[name]
-            own.data = held.in_4_bits[name].stored(torch.float32).to(own.dtype)
+            weight = held.in_4_bits[name].dequantized(torch.float32)
+            own.data = (weight if layer.is_transposed else weight.transpose(1, 2)).to(own.dtype)
     return model
 
 
@@ -87,13 +93,13 @@ def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("is_patched", [True, False], ids=["patched", ""])
-@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_a_step_is_that_of_the_dequantized_weights(
-    kind: str, double_quant: bool, is_patched: bool
+    kind: str, how: dict[str, Any], is_patched: bool
 ) -> None:
     model = adapted(mixture(kind))
-    quantized = quantize_experts(copy.deepcopy(model), "cpu", double_quant=double_quant)
+    quantized = quantize_experts(copy.deepcopy(model), "cpu", **how)
     truth = step(dequantized(model, quantized))
     if is_patched:
         apply_patch(quantized)
@@ -125,16 +131,34 @@ def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights()
         torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_is_half_a_byte_a_number() -> None:
-    model = quantize_experts(mixture("qwen3_moe", torch.bfloat16), "cpu")
+def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized() -> None:
+    """Bit by bit: its weights keep their values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = mixture("gpt_oss", torch.bfloat16)
+    for each in model.modules():
+        for name in NAMES if NAMES[0] in each._parameters else ():
+            count, source, features = each._parameters[name].shape
+            blocks = torch.randint(256, (count, features, source // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(119, 127, blocks.shape[:3], dtype=torch.uint8)
+            each._parameters[name].data = convert_moe_packed_tensors(blocks, scales)
+    model = adapted(model)
+    quantized = quantize_experts(copy.deepcopy(model), "cpu", quant_type="mxfp4")
+    truth, ours = (step(apply_patch(each)) for each in (model, quantized))
+    assert ours.keys() == truth.keys()
+    assert all(torch.equal(ours[name], value) for name, value in truth.items())
+
+
+@pytest.mark.parametrize(("how", "at_most"), [({}, 0.54), (HOW["mxfp4"], 0.53125)], ids=str)
+def test_memory_is_half_a_byte_a_number(how: dict[str, Any], at_most: float) -> None:
+    model = quantize_experts(mixture("qwen3_moe", torch.bfloat16), "cpu", **how)
     for layer in experts_of(model):
         assert not any(name in layer._parameters for name in NAMES)
         for name in NAMES:
             held = layer.in_4_bits[name]
-            packed = held.rows_of_experts.weight
-            assert packed.dtype == torch.uint8
-            assert not packed.requires_grad
-            assert packed.numel() * 2 == held.stored_shape.numel()
+            parts = list(held.parameters())
+            assert not any(each.requires_grad or each.dtype != torch.uint8 for each in parts)
+            assert sum(each.nbytes for each in parts) <= at_most * held.shape.numel()
 
 
 def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -155,8 +179,12 @@ def test_what_needs_the_weights_is_an_error() -> None:
         get_peft_model(bare, LoraConfig(**LORA))
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM without experts"):
         quantize_experts(bare, "cpu")
-    with pytest.raises(ValueError, match="quant_type must be 'nf4' or 'fp4', got 'int4'"):
+    with pytest.raises(ValueError, match=r"one of \('nf4', 'fp4', 'mxfp4'\), got 'int4'"):
         quantize_experts(mixture("qwen3_moe"), "cpu", quant_type="int4")
+    odd = mixture("qwen3_moe", size=16)
+    with pytest.raises(ValueError, match=r"a multiple of 32 numbers, got \(32, 16\)"):
+        quantize_experts(odd, "cpu", quant_type="mxfp4")
+    step(odd)  # the model stays whole
 
 
 def test_they_stay_when_the_patch_goes() -> None:

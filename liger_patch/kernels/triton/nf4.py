@@ -6,7 +6,8 @@
 Two numbers lie in a byte, the first in its high half. Scales are stored as they are, or with double
 quantization as 8-bit numbers. Each product and the sum is rounded to float32, and the result once
 to its dtype, as in bitsandbytes' CUDA kernels: the same bits. Extra memory: none. Source:
-bitsandbytes 0.50, ``functional.py`` and ``csrc/kernels.cu``.
+bitsandbytes 0.50, ``functional.py`` and ``csrc/kernels.cu``. With another code, and powers of two
+for nested scales, they are the numbers of ``kernels/mxfp4``.
 """
 
 import torch
