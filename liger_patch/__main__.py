@@ -64,9 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of the weights (default: bfloat16)")  # fmt: skip
     add("--no-autocast", action="store_true",
         help="without autocast to 16 bits, which Trainer(bf16=True) has")  # fmt: skip
-    add("--lora-rank", type=_whole, help="of adapters on all linear layers but the head")
+    add("--lora-rank", type=_whole,
+        help="of adapters on all linear layers but the head, and on all experts")  # fmt: skip
     add("--bits", type=int, choices=(4,), help="4: linear layers in nf4 (with --lora-rank)")
     add("--double-quant", action="store_true", help="bnb_4bit_use_double_quant=True")
+    add("--quantize-experts", choices=("nf4", "mxfp4"),
+        help="what quantize_experts holds experts in (with --lora-rank)")  # fmt: skip
     add("--checkpointing", action="store_true", help="gradient checkpointing")
     add("--checkpoint-offload", action="store_true",
         help="liger_patch's checkpoint_offload=True (with --checkpointing), and a host that holds "
@@ -106,6 +109,10 @@ def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.bits and not options.lora_rank:
         parser.error("argument --bits: 4-bit weights do not train: expected --lora-rank too")
+    if options.quantize_experts and not options.lora_rank:
+        parser.error(
+            "argument --quantize-experts: 4-bit weights do not train: expected --lora-rank too"
+        )
     if options.double_quant and not options.bits:
         parser.error("argument --double-quant: expected --bits 4 too")
     if options.checkpoint_offload and not options.checkpointing:
@@ -133,6 +140,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         most_positions,
     )
     from liger_patch.estimate.model import (
+        EXPERTS_IN_4_BITS,
         TrainingStep,
         build,
         load_config,
@@ -151,6 +159,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         lora_rank=options.lora_rank,
         bits=options.bits,
         double_quant=options.double_quant,
+        expert_bytes=EXPERTS_IN_4_BITS.get(options.quantize_experts),
         checkpointing=options.checkpointing,
         checkpoint_offload=options.checkpoint_offload,
         host_gib=options.host_gib,

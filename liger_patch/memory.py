@@ -21,8 +21,18 @@ from liger_patch.estimate.estimate import (
     most_positions,
     tokens_in_words,
 )
-from liger_patch.estimate.model import OPTIMIZERS, TrainingStep, build, model_class_name
+from liger_patch.estimate.model import (
+    BITS_4,
+    DOUBLE_QUANTIZED,
+    MXFP4,
+    OPTIMIZERS,
+    TrainingStep,
+    build,
+    model_class_name,
+)
 from liger_patch.estimate.step import progress
+from liger_patch.layers.experts import is_wrapper
+from liger_patch.layers.quantized_experts import ExpertWeight4bit, Mxfp4Rows
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
@@ -48,7 +58,7 @@ def longest_row(
 
     Args:
         model: a Transformers model, or a PEFT wrapper around one, patched or not. All weights
-            train, or LoRA adapters of one rank on linear layers, but not on the head.
+            train, or LoRA adapters of one rank on linear layers and experts, but not on the head.
         batch: sequences of a step.
         gib: GiB of the GPU's memory; None for what this process has and what is free there. Where
             the process holds other models too, give what is left beside them.
@@ -90,9 +100,9 @@ def longest_row(
     trained, parameters = _counts(target)
     if (trained, parameters) != (sizes.trained, sizes.parameters):
         raise ValueError(
-            "model must train all weights, or LoRA adapters of one rank on linear layers, but not "
-            f"on the head: {sizes.trained:,} trained numbers of {sizes.parameters:,}, got "
-            f"{trained:,} of {parameters:,}"
+            "model must train all weights, or LoRA adapters of one rank on linear layers and "
+            f"experts, but not on the head: {sizes.trained:,} trained numbers of "
+            f"{sizes.parameters:,}, got {trained:,} of {parameters:,}"
         )
     rows = {}
     with progress(8 if step.checkpointing else 5):  # two short ones, and three of each kind of row
@@ -142,11 +152,14 @@ def _step(
     """Return the step that a model's weights and options describe, of the usual length."""
     adapters = [each for each in model.modules() if hasattr(each, "lora_A")]
     down = [weight for each in adapters for weight in each.lora_A.parameters()]
-    quantized = [each for each in model.modules() if _bits(each)]
+    experts = [each for each in model.modules() if isinstance(each, ExpertWeight4bit)]
+    of_experts = {id(each) for held in experts for each in held.modules()}
+    quantized = [e for e in model.modules() if _bits(e) and id(e) not in of_experts]
     dropouts = [part.p for each in adapters for part in each.modules() if type(part) is nn.Dropout]
     head = model.get_output_embeddings()
     own = {id(weight) for each in adapters for weight in _trained_of(each)}
     packed = {id(each.weight) for each in quantized}
+    packed |= {id(each) for held in experts for each in held.parameters()}
     dtypes = {p.dtype for p in model.parameters() if id(p) not in own | packed}
     of_adapters = {weight.dtype for weight in down} or {torch.float32}
     if len(dtypes) > 1 or len(of_adapters) > 1:
@@ -160,16 +173,22 @@ def _step(
         batch=batch,
         dtype=dtype,
         autocast=products if autocast else None,
-        lora_rank=len(down[0]) if down else None,
+        lora_rank=next(iter(adapters[0].r.values())) if adapters else None,
         adapter_dtype=adapter_dtype,
         lora_targets=tuple(
             name
             for name, each in model.named_modules()
-            if hasattr(each, "lora_A") and each is not head
+            if hasattr(each, "lora_A") and each is not head and not is_wrapper(each)
+        ),
+        lora_parameters=tuple(
+            f"{name.split('.base_layer')[0]}.{each.parameter_name}"  # it may be within another
+            for name, each in model.named_modules()
+            if is_wrapper(each)
         ),
         lora_dropout=max(dropouts, default=0.0),
         bits=max(map(_bits, quantized), default=None),
         double_quant=any(getattr(e.weight, "compress_statistics", False) for e in quantized),
+        expert_bytes=max(map(_bytes_of_number, experts), default=None),
         checkpointing=any(
             getattr(each, "gradient_checkpointing", False) for each in model.modules()
         ),
@@ -199,10 +218,19 @@ def _bits(layer: nn.Module) -> int:
     return 4 if "Linear4bit" in names else 8 if "Linear8bitLt" in names else 0
 
 
+def _bytes_of_number(held: ExpertWeight4bit) -> float:
+    layer = getattr(held.rows, "layer", None)
+    if layer is None:
+        return MXFP4
+    return DOUBLE_QUANTIZED if layer.weight.compress_statistics else BITS_4
+
+
 def _counts(model: nn.Module) -> tuple[int, int]:
     """Return how many numbers train, and how many there are: those in 4 bits one by one."""
     packed: dict[int, int] = {}
     for each in model.modules():
+        if isinstance(each, Mxfp4Rows):
+            packed |= {id(each.packed): 2 * each.packed.numel(), id(each.scales): 0}
         if _bits(each):
             layer: Any = each
             packed[id(layer.weight)] = layer.in_features * layer.out_features

@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from benchmarks.models import Model
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch, patch_status, quantize_experts
 from liger_patch.estimate.estimate import GIB, estimate
-from liger_patch.estimate.model import TrainingStep
+from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
 from liger_patch.memory import longest_row
 
 pytestmark = pytest.mark.filterwarnings(
@@ -95,6 +98,35 @@ def test_options_are_read_where_they_are() -> None:
     assert in_status(model).startswith(f"3 x {tokens:,} tokens in 16 GiB")
     assert "LoRA of rank 4, checkpointing, offloaded by liger_patch to 0.5" in in_status(model)
     assert longest_row(model, gib=16, autocast=False, reserve_gib=2) < tokens * 3
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("5.0."), reason="reads experts' tokens")
+@pytest.mark.parametrize("quant_type", [None, "nf4", "mxfp4"])
+def test_adapters_on_experts(quant_type: str | None) -> None:
+    peft = pytest.importorskip("peft")
+    if quant_type == "nf4":
+        pytest.importorskip("bitsandbytes")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**{**CONFIG.to_diff_dict(), "model_type": "qwen3_moe", **sizes})
+    model = Qwen3MoeForCausalLM(copy.deepcopy(config)).bfloat16()
+    targets: dict[str, Any] = {"target_modules": ["q_proj"]}
+    targets["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, **targets), autocast_adapter_dtype=False
+    )
+    if quant_type is not None:
+        quantize_experts(model, "cpu", quant_type=quant_type)
+    apply_patch(model)
+    step = TrainingStep(
+        adapter_dtype=torch.bfloat16,
+        lora_rank=4,
+        lora_targets=("q_proj",),
+        lora_parameters=tuple(targets["target_parameters"]),
+        expert_bytes=EXPERTS_IN_4_BITS.get(quant_type or ""),
+    )
+    tokens = longest_row(model, gib=16)
+    assert tokens == estimate(config, step, GIB)[OURS].longest[16]
+    assert ("experts in 4 bits" in in_status(model)) == (quant_type is not None)
 
 
 def test_a_loss_that_is_not_fused_holds_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Contender:
     Attributes:
         name: its name in the report.
         head: which loss it has: "logits" (eager) or "chunks" (liger_patch).
-        layers: the layers that run on kernels, of KERNELS, "attention" and "lora".
+        layers: the layers that run on kernels, of KERNELS, "attention", "experts" and "lora".
         slices: whether, where a row is long, feed-forward layers on kernels run in slices and LoRA
             projections keep a norm's input in place of its result.
     """
@@ -44,7 +44,7 @@ class Contender:
 
 EAGER = Contender("eager")
 OURS_HEAD = Contender("liger_patch, layers=False", "chunks")
-OURS = Contender("liger_patch", "chunks", KERNELS | {"attention", "lora"})
+OURS = Contender("liger_patch", "chunks", KERNELS | {"attention", "experts", "lora"})
 CONTENDERS = (EAGER, OURS_HEAD, OURS)
 
 

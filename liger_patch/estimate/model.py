@@ -9,15 +9,19 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from liger_patch.layers import experts
+from liger_patch.layers.quantized_experts import hold_experts
 from liger_patch.registry import available
 
 BITS_4 = 0.5 + 4 / 64  # bytes a weight in nf4, with a float32 scale for 64 of them
 DOUBLE_QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)  # scales in 8 bits, for 256 of them in float32
+MXFP4 = 0.5 + 1 / 32  # with a scale in 8 bits for 32 of them
+EXPERTS_IN_4_BITS = {"nf4": DOUBLE_QUANTIZED, "mxfp4": MXFP4}  # by quant_type of quantize_experts
 OPTIMIZERS = {  # bytes a trained weight, of those in float32 and of those in 16 bits
     "none": (0.0, 0.0),
     "adamw": (8.0, 4.0),  # torch's: both states have the dtype of the weight
@@ -36,13 +40,17 @@ class TrainingStep:
         batch, length: sequences, and tokens of each.
         dtype: of the weights.
         autocast: the dtype of products (``Trainer(bf16=True)``), None for no autocast.
-        lora_rank: of adapters on all linear layers but the head; None trains every weight.
+        lora_rank: of adapters; None trains every weight.
         adapter_dtype: of these adapters.
         lora_targets: the names of the layers that have them, None for all linear layers but the
             head.
+        lora_parameters: the names of the parameters that have them (PEFT's ``target_parameters``),
+            None for those of all experts where ``lora_targets`` is None too.
         lora_dropout: in [0, 1); what adapters keep depends on whether it is 0.
         bits: 16 or 32 as ``dtype`` says, or what bitsandbytes holds linear layers in: 4 (nf4) or 8.
         double_quant: whether the scales of 4-bit weights are quantized too.
+        expert_bytes: a number of experts that ``quantize_experts`` holds in 4 bits, which puts them
+            on kernels in all contenders; None for experts in ``dtype``.
         checkpointing: whether layers are computed again in the backward pass.
         checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
         host_gib: GiB of host memory that these may take; None for all that they need.
@@ -59,9 +67,11 @@ class TrainingStep:
     lora_rank: int | None = None
     adapter_dtype: torch.dtype = torch.float32
     lora_targets: tuple[str, ...] | None = None
+    lora_parameters: tuple[str, ...] | None = None
     lora_dropout: float = 0.0
     bits: int | None = None
     double_quant: bool = False
+    expert_bytes: float | None = None
     checkpointing: bool = False
     checkpoint_offload: bool = False
     host_gib: float | None = None
@@ -77,6 +87,7 @@ class TrainingStep:
         if self.lora_rank:
             words.append(f"LoRA of rank {self.lora_rank}")
         words += [f"{self.bits} bits"] if self.bits else []
+        words += ["experts in 4 bits"] if self.expert_bytes else []
         words += ["checkpointing"] if self.checkpointing else []
         if self.checkpoint_offload:
             bound = "" if self.host_gib is None else f" to {self.host_gib:g} GiB of the host"
@@ -101,6 +112,25 @@ class Sizes:
 
 class QuantizedLinear(nn.Linear):
     """A linear layer that bitsandbytes holds in 4 or 8 bits; here its weight has 16 or 32."""
+
+
+class UnpackedExperts(nn.Module):
+    """A ``DequantizedExperts`` without values.
+
+    Args:
+        weight: (E, in, out).
+        rate: bytes that hold a number.
+    """
+
+    def __init__(self, weight: Tensor, rate: float) -> None:
+        super().__init__()
+        self.shape, self.device = weight.shape, weight.device
+        packed = weight.new_empty(round(weight.numel() * rate), dtype=torch.uint8)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        count, source, features = self.shape
+        return self.packed.new_empty(count, features, source, dtype=dtype).transpose(1, 2)
 
 
 def load_config(model: str) -> Any:
@@ -130,7 +160,7 @@ def of_checkpoint(config: Any, step: TrainingStep) -> TrainingStep:
         ValueError: another library than bitsandbytes holds them, or no adapters train.
     """
     given = _quantization(config)
-    if not given:
+    if not given or given.get("quant_method") == "mxfp4":  # it trains dequantized
         return step
     bits = 4 if given.get("load_in_4bit") else 8 if given.get("load_in_8bit") else None
     if bits is None:
@@ -213,12 +243,15 @@ def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
             _quantize(model, _quantization(config).get("llm_int8_skip_modules") or [])
         if step.lora_rank is not None:
             model = _with_adapters(model, step)
+    rate = step.expert_bytes
+    if rate is not None:
+        hold_experts(model, lambda weight: UnpackedExperts(weight, rate))
     return model.train(), _sizes(model, step)
 
 
 def without_adapters(config: Any, step: TrainingStep) -> Any:
     """Return such a model without adapters, for its shapes: adapters take most of the time."""
-    model, _ = build(config, replace(step, lora_rank=None))
+    model, _ = build(config, replace(step, lora_rank=None, expert_bytes=None))
     return model
 
 
@@ -242,9 +275,13 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
     from peft import LoraConfig, get_peft_model
 
     assert step.lora_rank is not None
+    targets, parameters = step.lora_targets, step.lora_parameters
+    if targets is None and parameters is None:
+        parameters = _expert_weights(model)
     lora = LoraConfig(
         r=step.lora_rank,
-        target_modules=list(step.lora_targets or ()) or "all-linear",
+        target_modules="all-linear" if targets is None else list(targets) or None,
+        target_parameters=list(parameters or ()) or None,
         lora_dropout=step.lora_dropout,
         task_type="CAUSAL_LM",
     )
@@ -253,6 +290,16 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
         if each.requires_grad:
             each.data = each.data.to(step.adapter_dtype)
     return model
+
+
+def _expert_weights(model: Any) -> list[str]:
+    """Return the names of the weights of all experts."""
+    return [
+        f"{name}.{each}"
+        for name, module in model.named_modules()
+        for each in (experts.FIRST, experts.LAST)
+        if getattr(module._parameters.get(each), "ndim", 0) == 3
+    ]
 
 
 def _sizes(model: Any, step: TrainingStep) -> Sizes:
@@ -274,4 +321,7 @@ def _sizes(model: Any, step: TrainingStep) -> Sizes:
             states += size * (wide if each.dtype == torch.float32 else narrow)
     weights += sum(each.numel() * each.dtype.itemsize for each in model.buffers())
     count = sum(each.numel() for each in parameters)
+    for each in model.modules():
+        if isinstance(each, UnpackedExperts):
+            count += each.shape.numel() - each.packed.numel()
     return Sizes(count, round(weights), round(trained), round(states))

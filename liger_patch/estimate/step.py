@@ -29,7 +29,7 @@ from liger_patch.estimate.operations import (
 from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.lora import mlp as lora_mlp
-from liger_patch.layers import deferred_mask, masked_attention, mlp
+from liger_patch.layers import deferred_mask, experts, masked_attention, mlp
 from liger_patch.patch import offload as checkpoints
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
@@ -103,7 +103,8 @@ def trace_step(
         stack.enter_context(_stood_in(mlp, "tokens_of_slice", operations.tokens_of_slice))
         weight_4bit = functools.partial(_weight_4bit, step)
         stack.enter_context(_stood_in(mlp, "_weight_4bit", weight_4bit))
-        stack.enter_context(_stood_in(mlp, "autocast_dtype", operations.autocast_dtype))
+        for module in (mlp, experts):
+            stack.enter_context(_stood_in(module, "autocast_dtype", operations.autocast_dtype))
         stack.enter_context(_stood_in(gated_mlp, "slices_of", first_slices))
         stack.enter_context(_stood_in(lora_mlp, "activate", activate))
         stack.enter_context(_stood_in(lora_mlp, "activate_backward", activate_backward))

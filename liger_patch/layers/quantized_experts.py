@@ -11,7 +11,7 @@ layer runs 2 a number of one weight of this layer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,17 @@ def quantize_experts(
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
+    hold_experts(
+        model,
+        lambda weight: ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant),
+    )
+    return model
+
+
+def hold_experts(model: nn.Module, held_weight: Callable[[Tensor], nn.Module]) -> None:
+    """Let modules hold the weights of all experts: ``DequantizedExperts``, each of which
+    ``held_weight`` makes of a weight (E, in, out).
+    """
     found = [each for each in model.modules() if experts.is_served(each)]
     if not found:
         raise ValueError(
@@ -141,14 +152,12 @@ def quantize_experts(
         held = nn.ModuleDict()
         for name in (experts.FIRST, experts.LAST):
             weight = getattr(layer, name)
-            weight = weight if layer.is_transposed else weight.transpose(1, 2)
-            held[name] = ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant)
+            held[name] = held_weight(weight if layer.is_transposed else weight.transpose(1, 2))
         for name in held:
             del layer._parameters[name]
         setattr(layer, experts.HELD, held)
         layer.__class__ = quantized_layer(getattr(type(layer), ORIGINAL, type(layer)))
     experts.replace_new_wrappers(model, everywhere=False)
-    return model
 
 
 @once_for_each_class

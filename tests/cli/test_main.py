@@ -108,6 +108,7 @@ def test_offloaded_checkpoints_have_their_host_memory(
         (["--chunk-mib", "x"], "argument --chunk-mib: expected a number > 0, got 'x'"),
         (["--bits", "8"], "argument --bits: invalid choice: 8 (choose from 4)"),
         (["--bits", "4"], "argument --bits: 4-bit weights do not train: expected --lora-rank too"),
+        (["--quantize-experts", "nf4"], "--quantize-experts: 4-bit weights do not train: expected"),
         (["--double-quant"], "argument --double-quant: expected --bits 4 too"),
         (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
         (["--host-gib", "9"], "argument --host-gib: expected --checkpoint-offload too"),

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from documents import check_section
 from slow_cases import slow_but
 
 from benchmarks.longest_row import MODELS as LONG_MODELS
+from benchmarks.lora_contenders import EXPERTS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
+from benchmarks.moe_step import CASES as MOE_CASES
 from liger_patch.estimate.contenders import (
     EAGER,
     OURS,
@@ -177,6 +180,34 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     assert 0 <= measured["weights_mib"] - weights <= 1.2 * WORKSPACES / MIB + weights / 1000
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT 0.18
+@pytest.mark.parametrize(
+    "measured",
+    _rows("moe_step.json", "lora_steps"),
+    ids=lambda row: f"{row['model']}, {row['contender']}",
+)
+def test_peaks_of_steps_of_mixtures_with_the_weights(measured: dict[str, Any]) -> None:
+    """With adapters on all experts."""
+    pytest.importorskip("peft")
+    setting, contender = measured["model"], measured["contender"]
+    (case,) = (case for case in MOE_CASES if setting.startswith(f"{case.model.name}, "))
+    if contender == "eager" and transformers.__version__.startswith("5.0."):
+        pytest.skip("looks for the experts that have tokens")
+    step = TrainingStep(
+        batch=case.model.sequences,
+        length=case.model.length,
+        lora_rank=16,
+        lora_targets=tuple(EXPERTS["target_modules"]),
+        lora_parameters=tuple(EXPERTS["target_parameters"]),
+        checkpointing="checkpointing" in setting,
+        supervised=SUPERVISED,
+        attention=case.attention,
+    )
+    trace, sizes = trace_step(case.model.config, step, LORA_CONTENDERS[contender])
+    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
+    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+
+
 def _long_rows() -> list[Any]:
     """Return the measured rows: all but one, with slices and offloaded inputs, are slow."""
     rows = [row for row in _rows("longest_row.json", "longest_rows") if "timed" in row]
@@ -265,6 +296,7 @@ def test_the_documents_table_has_the_measured_peaks() -> None:
 
 def test_every_contender_is_estimated_or_has_a_reason() -> None:
     files = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
+    files["moe_step.json"] = "lora_steps"
     named = {
         row["contender"]
         for file, key in files.items()

@@ -17,14 +17,22 @@ from transformers import (
     ChameleonConfig,
     CohereConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
 
+from liger_patch import quantize_experts
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
-from liger_patch.estimate.model import QuantizedLinear, TrainingStep, build, of_checkpoint
+from liger_patch.estimate.model import (
+    EXPERTS_IN_4_BITS,
+    QuantizedLinear,
+    TrainingStep,
+    build,
+    of_checkpoint,
+)
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
@@ -32,6 +40,12 @@ from liger_patch.kernels.chunk_sizes import longest_at_once
 from liger_patch.layers import mlp
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES
+
+PEFTS_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning",
+    "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
+)
+EXPERTS = 5  # no other tensor has the size of their weights
 
 
 @pytest.fixture
@@ -298,7 +312,73 @@ def test_a_model_with_experts() -> None:
         assert [each.name for each in found][-1] == "liger_patch"
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT's own
+def mixture(model_type: str) -> Any:
+    if model_type == "gpt_oss":
+        return GptOssConfig(**TINY, num_local_experts=EXPERTS, num_experts_per_tok=2, head_dim=16)
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": SIZE}
+    return Qwen3MoeConfig(**TINY, **sizes, head_dim=16)
+
+
+@PEFTS_WARNINGS
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_all_experts_have_adapters(model_type: str) -> None:
+    pytest.importorskip("peft")
+    config, step = mixture(model_type), replace(STEP, lora_rank=4)
+    found: dict[tuple[int, ...], int] = {}
+    for name, each in build(config, step)[0].named_parameters():
+        if "mlp.experts" in name and each.requires_grad:
+            found[each.shape] = found.get(each.shape, 0) + 1
+    # PEFT 0.21 doubles the rank of gate and up of Qwen for "all-linear"
+    sizes = {size for shape in found for size in shape if size not in (HIDDEN, SIZE, 2 * SIZE)}
+    assert sizes <= {4 * EXPERTS, 8 * EXPERTS}
+    assert sum(found.values()) == 4 * LAYERS
+    only = replace(step, lora_targets=(), lora_parameters=("mlp.experts.down_proj",))
+    assert build(config, only)[1].trained == LAYERS * 4 * EXPERTS * (SIZE + HIDDEN)
+
+
+@PEFTS_WARNINGS
+@pytest.mark.parametrize("quant_type", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_4_bits_take_what_a_models_do(model_type: str, quant_type: str) -> None:
+    if quant_type == "nf4":
+        pytest.importorskip("bitsandbytes")
+    config = mixture(model_type)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantize_experts(model, "cpu", quant_type=quant_type)
+    held = 0
+    for each in [*model.parameters(), *model.buffers()]:
+        state = getattr(each, "quant_state", None)
+        scales = [] if state is None else [state.absmax, state.state2.absmax]
+        held += sum(t.numel() * t.itemsize for t in (each, *scales))
+    step = replace(STEP, lora_rank=4, expert_bytes=EXPERTS_IN_4_BITS[quant_type])
+    plain, sizes = (build(config, each)[1] for each in (replace(step, expert_bytes=None), step))
+    assert sizes.weights - 4 * sizes.trained == pytest.approx(held, abs=256)
+    assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
+
+
+@PEFTS_WARNINGS
+def test_experts_in_4_bits_are_dequantized_one_weight_at_a_time() -> None:
+    pytest.importorskip("peft")
+    config = mixture("gpt_oss")
+    step = replace(STEP, lora_rank=4, expert_bytes=EXPERTS_IN_4_BITS["mxfp4"])
+    trace, _ = trace_step(config, step, OURS)
+    first = 2 * EXPERTS * HIDDEN * 2 * SIZE
+    found = [each for each in trace.allocations if each.size == first]
+    assert len(found) == 2 * LAYERS  # in both passes
+    assert all(each.death is not None for each in found)
+    assert not any(a is not b and a.birth < b.birth < a.death for a in found for b in found)
+    named = [each.name for each in estimates.estimate(config, step)]
+    assert named == ["eager", "liger_patch, layers=False", "liger_patch"]
+
+
+def test_gpt_oss_is_estimated_dequantized(tmp_path: Path) -> None:
+    config = mixture("gpt_oss")
+    config.quantization_config = {"quant_method": "mxfp4"}
+    assert of_checkpoint(config, STEP) == STEP
+    assert build(config, STEP)[1] == build(mixture("gpt_oss"), STEP)[1]
+
+
+@PEFTS_WARNINGS
 def test_adapters_on_experts() -> None:
     """PEFT turns autocast off around their weights."""
     pytest.importorskip("peft", minversion="0.21")
