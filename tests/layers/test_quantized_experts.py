@@ -15,7 +15,14 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import save_file
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Mxfp4Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from liger_patch import apply_patch, patch_status, quantize_experts, revert_patch
 
@@ -132,20 +139,32 @@ def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights()
         torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized() -> None:
-    """Bit by bit: its weights keep their values."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized(tmp_path: Path) -> None:
+    """Bit by bit: its weights keep their values, and its scales are held."""
+    model, state = mixture("gpt_oss"), {}
+    for name, each in model.state_dict().items():
+        if not name.endswith(NAMES):
+            state[name] = each.to(torch.bfloat16)
+            continue
+        count, source, features = each.shape
+        blocks = torch.randint(256, (count, features, source // 32, 16), dtype=torch.uint8)
+        blocks[..., 0] = 0x77  # twice 6: each block has one scale
+        state[f"{name}_blocks"] = blocks
+        state[f"{name}_scales"] = torch.randint(119, 127, blocks.shape[:3], dtype=torch.uint8)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
 
-    model = mixture("gpt_oss", torch.bfloat16)
-    for each in model.modules():
-        for name in NAMES if NAMES[0] in each._parameters else ():
-            count, source, features = each._parameters[name].shape
-            blocks = torch.randint(256, (count, features, source // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(119, 127, blocks.shape[:3], dtype=torch.uint8)
-            each._parameters[name].data = convert_moe_packed_tensors(blocks, scales)
-    model = adapted(model)
+    options: Any = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
+    loaded = GptOssForCausalLM.from_pretrained(tmp_path, **options)
+    loaded.set_experts_implementation("eager")
+    model = adapted(loaded)
     quantized = quantize_experts(copy.deepcopy(model), "cpu", quant_type="mxfp4")
-    truth, ours = (step(apply_patch(each)) for each in (model, quantized))
+    for i, layer in enumerate(experts_of(quantized)):
+        for name in NAMES:
+            own = state[f"model.layers.{i}.mlp.experts.{name}_scales"]
+            assert torch.equal(layer.in_4_bits[name].rows.scales, own)
+    truth, ours = (step(apply_patch(each.train())) for each in (model, quantized))
     assert ours.keys() == truth.keys()
     assert all(torch.equal(ours[name], value) for name, value in truth.items())
 
