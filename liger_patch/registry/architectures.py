@@ -83,7 +83,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("data2vec-text", "Data2VecTextForCausalLM", "Others", ""),
     Architecture("dbrx", "DbrxForCausalLM", "Others", "rotary attention"),
     Architecture("deepseek_v2", "DeepseekV2ForCausalLM", "Others", SHARED),
-    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "Others"),
+    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "Others", SHARED),
     Architecture("deepseek_v32", "DeepseekV32ForCausalLM", "Others", SHARED),
     Architecture("deepseek_v4", "DeepseekV4ForCausalLM", "Others", "rms_norm attention experts"),
     Architecture("deepseek_vl", "DeepseekVLForConditionalGeneration", "Others"),

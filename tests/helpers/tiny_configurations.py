@@ -205,8 +205,9 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "plbart": {"encoder_layers": 2},
     # Blocks of the sparse attention are drawn at random.
     "big_bird": {"attention_type": "original_full"},
-    # The default pattern has its attention layer behind the first two.
+    # The default pattern has its attention layer, or its mixtures, behind the first two.
     "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v3": {"first_k_dense_replace": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
