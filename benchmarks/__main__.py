@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from .benchmark import Benchmark, command_line, in_json, provenance
+from .markdown import measured
 from .merge_rows import merged
 from .report import read, tables
 
@@ -84,8 +85,8 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
     for path in parser.parse_args(arguments).reports:
         report = read(path)
-        for table in tables(report):
-            print(f"{table}\n")
+        for part in (measured(report), *tables(report)):
+            print(f"{part}\n")
         _draw(report, path)
     return 0
 

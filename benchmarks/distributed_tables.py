@@ -9,14 +9,14 @@ from .names import EAGER
 
 def distributed_table(report: dict) -> str:
     rows = report["distributed_steps"]
-    differ = [f"{row['model']}, {row['contender']}" for row in _with_other_collectives(rows)]
+    differ = list(dict.fromkeys(row["model"] for row in _with_other_collectives(rows)))
     ran = {row["model"] for row in rows if row["contender"] == EAGER and "ms" in row}
     said = "all rows" if ran == {row["model"] for row in rows} else "all rows in which eager ran"
     if differ:
         said += f", except: {'; '.join(differ)}"
     note = (
         ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
-        f"of the weights, {{command}}. The same collectives as eager in {said}."
+        f"of the weights. The same collectives as eager in {said}."
     )
     cells = cells_of("training step, ms / GiB a GPU", rows, model_of)
     return document(report, cells, note)
@@ -25,7 +25,7 @@ def distributed_table(report: dict) -> str:
 def distributed_heads_table(report: dict) -> str:
     note = (
         ": a vocabulary over all GPUs, forward and backward; time of the slowest rank, peak memory "
-        "over the inputs, gradients included; {command}. One shard alone is the operator on a "
+        "over the inputs, gradients included. One shard alone is the operator on a "
         "rank's part as if it were the whole vocabulary, without communication."
     )
     cells = cells_of(TIME_AND_MEMORY, report["distributed_heads"], model_of)
@@ -35,9 +35,9 @@ def distributed_heads_table(report: dict) -> str:
 def drift_table(report: dict) -> str:
     said = ", ".join(f"{v.engine} {v}" for v in verdicts(report["distributed_convergence"]))
     note = (
-        f", {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
+        f": {report['settings']['steps']} steps of Trainer. Rounded: each first weight moved by "
         "half an eps at most, anew in each run. A patched run may drift "
-        f"{FACTOR:g} times as far as eager's own runs do: {said}. {{command}}."
+        f"{FACTOR:g} times as far as eager's own runs do: {said}."
     )
     return document(report, drifts(report), note)
 

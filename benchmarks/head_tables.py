@@ -37,8 +37,8 @@ OTHERS_SAID = f" With {KERNELS_OF_OTHERS}: the kernels that GPUs other than Hopp
 
 def readme_table(report: dict) -> str:
     note = (
-        ": medians in one process, peak memory over the inputs, {command}. The matmul-only bound "
-        "is the matrix products alone, a lower bound for any exact loss."
+        ": memory over the inputs. The matmul-only bound is the matrix products alone, a lower "
+        "bound for any exact loss."
     )
     contenders = {row["contender"] for row in report["results"]}
     if absent := [what for name, what in PEERS.items() if name not in contenders]:
@@ -52,7 +52,7 @@ def sweep_table(report: dict) -> str:
     return document(
         _of_run(report, "sweep"),
         cells_of(TIME_AND_MEMORY, report["sweep"], head_and_tokens),
-        ", {command}.",
+        ".",
     )
 
 
@@ -67,10 +67,7 @@ def idle_table(report: dict) -> str:
     for row in report["idle"]:
         by_head.setdefault(head_and_tokens(row), []).append(row)
     rows = [row for of_head in by_head.values() for row in _with_best_peer(of_head)]
-    note = (
-        ": the GPU is idle before each call; medians in one process, in brackets the time until "
-        "the call returns, {command}."
-    )
+    note = ": the GPU is idle before each call; in brackets the time until the call returns."
     if any(KERNELS_OF_OTHERS in row["contender"] for row in rows):
         note += OTHERS_SAID
     heading = "forward + backward, ms (host)"
@@ -84,10 +81,7 @@ def other_gpus_table(report: dict, key: str = "other_gpus") -> str:
     Args:
         key: of the list; another GPU has one of its own.
     """
-    note = (
-        ": medians in one process, peak memory over the inputs; in brackets the matmul-only bound "
-        "over the time, {command}."
-    )
+    note = ": memory over the inputs; in brackets the matmul-only bound over the time."
     heading = "forward + backward, ms / GiB (bound / time)"
     cells = cells_of(heading, report[key], head_and_tokens, _with_bound)
     return document(_of_run(report, key), cells, note + OTHERS_SAID)
@@ -101,20 +95,20 @@ def quack_table(report: dict) -> str:
         for row in report["quack"]
         if row["contender"] in kept or row["contender"].startswith(QUACK)
     ]
-    note = ": medians in one process, peak memory over the inputs, {command}."
+    note = ": memory over the inputs."
     cells = cells_of(TIME_AND_MEMORY, rows, head_and_tokens)
     return document(_of_run(report, "quack"), cells, note)
 
 
 def heads_table(report: dict) -> str:
-    note = ": 8192 tokens, medians in one process, peak memory over the inputs, {command}."
+    note = ": 8192 tokens, memory over the inputs."
     return document(report, cells_of(TIME_AND_MEMORY, report["heads"], case_of), note)
 
 
 def log_probs_table(report: dict) -> str:
     note = (
-        ": medians in one process, peak memory over the inputs, {command}. Eager computes the loss "
-        "alone, TRL and liger_patch entropy and accuracy too."
+        ": memory over the inputs. Eager computes the loss alone, TRL and liger_patch entropy and "
+        "accuracy too."
     )
     return document(report, cells_of(TIME_AND_MEMORY, report["log_probs"], case_of), note)
 
@@ -129,9 +123,8 @@ def layer_kernels_table(report: dict) -> str:
         both = ([row for row in of_case if row["contender"] == name] for name in contenders)
         cells.append([case, *map(_both_directions, both)])
     note = (
-        ": medians in one process, {command}. The copy moves as many bytes as the kernel has to "
-        "read and to write, each once; its own column is its bandwidth in TB/s, one number where "
-        "both directions have the same."
+        ". The copy moves as many bytes as the kernel has to read and to write, each once; its "
+        "own column is its bandwidth in TB/s, one number where both directions have the same."
     )
     return document(report, cells, note)
 

@@ -36,33 +36,21 @@ def attention_note(rows: list[dict]) -> str:
     for row in rows:
         runs.setdefault(row["whole_attention"], set()).add(row.get("run", 1))
     whole, *others = sorted(runs, key=lambda tokens: min(runs[tokens]))
-    differing = ""
-    for tokens in others:
-        numbers = ", ".join(map(str, sorted(runs[tokens])))
-        many = "s" if len(runs[tokens]) > 1 else ""
-        differing += f"; in run{many} {numbers}, those of more than {tokens:,}"
+    differing = "".join(f"; in some runs, those of more than {tokens:,}" for tokens in others)
     return f"Rows of more than {whole:,} tokens attend within blocks of {BLOCK}{differing}."
 
 
 def runs_note(rows: list[dict]) -> str:
-    """Say which rows are of one run, where the report is of several; their rows have a ``run``."""
-    if not any("run" in row for row in rows):
+    """Say how to read times where the report is of several runs; their rows have a ``run``."""
+    if not any("run" in row and "timed" in row for row in rows):
         return ""
-    return (
-        " The command of each run is in `benchmarks/results/longest_row.json`, in the order of "
-        "their numbers. Times are compared within a run only; a length does not depend on the run."
-    )
+    return " Times are compared within a run only; a length does not depend on the run."
 
 
 def of_all_runs(report: dict) -> dict:
-    """Return the report with the first and the last day of its runs, and the name of the benchmark
-    in place of their commands.
-    """
-    if "; " not in report["command"]:
-        return report
+    """Return the report with the first and the last day of its runs."""
     days = sorted(re.findall(r"\d{4}-\d\d-\d\d", report["date"]))
-    date = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    return report | {"command": "python -m benchmarks longest_row", "date": date}
+    return report | {"date": " to ".join(dict.fromkeys((days[0], days[-1])))}
 
 
 def _line(row: dict) -> str:

@@ -12,21 +12,31 @@ Row = dict
 
 
 def document(report: dict, cells: list[list[str]], note: str) -> str:
-    """Format cells, the first line as heading, and what was measured, where and how."""
+    """Format cells, the first line as heading, and on what, when, by which benchmark and how it was
+    measured: ``measured`` has versions and commands.
+    """
     lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     rows = [row for value in report.values() if isinstance(value, list) for row in value]
     count = max((row.get("gpus", 1) for row in rows), default=1)
-    where = f"one {report['gpu']}" if count == 1 else f"{count} GPUs ({report['gpu']})"
-    measured = f"Measured on {where} on {report['date']} in bf16 with {versions}"
-    note = note.replace("{command}", _said(report["command"]))
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", measured + note])
+    where = f"{'One' if count == 1 else count} {report['gpu']}"
+    benchmark = " ".join(report["command"].split()[:4])  # python -m benchmarks NAME
+    caption = f"{where}, {report['date']}, `{benchmark}`{note}"
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption])
 
 
-def _said(command: str) -> str:
-    """Quote the first of several commands: the file has all."""
-    first, *others = command.split("; ")
-    return f"`{first}`" + (f" and {len(others)} more in the file" if others else "")
+def versions_of(*reports: dict) -> str:
+    """List the versions that were measured; where reports differ, each of a package's."""
+    found: dict[str, dict[str, None]] = {}
+    for report in reports:
+        for name, version in report["versions"].items():
+            found.setdefault(name, {})[version] = None
+    return ", ".join(f"{name} {' and '.join(versions)}" for name, versions in found.items())
+
+
+def measured(report: dict) -> str:
+    """Say with which versions and commands a report was measured."""
+    first = f"{report['gpu']}, {report['date']}, {versions_of(report)}"
+    return "\n  ".join([first, *report["command"].split("; ")])
 
 
 def case_of(row: Row) -> str:

@@ -11,16 +11,15 @@ from .longest_report import (
     runs_note,
 )
 from .lora_report import RATIO, first_steps, ratios
-from .markdown import cells_of, document, model_of
+from .markdown import cells_of, document, model_of, versions_of
 from .names import LOWER_BOUND, by_default
 
 
 def steps_table(report: dict) -> str:
     report = by_default(report)
     note = (
-        ": forward and backward of the whole model with random weights, 40 % of the labels "
-        "ignored, without checkpointing; medians, the contenders of a row in one process, peak "
-        "memory over the weights, gradients included, {command}."
+        ": forward and backward, random weights, 40 % of the labels ignored, no checkpointing; "
+        "memory over the weights, gradients included."
     )
     return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), note)
 
@@ -28,9 +27,8 @@ def steps_table(report: dict) -> str:
 def sft_steps_table(report: dict) -> str:
     report = by_default(report)
     note = (
-        ": loss, metrics and backward pass of the whole model with random weights, every weight "
-        "trained, 40 % of the labels ignored, without checkpointing; medians in one process, peak "
-        "memory over the weights, {command}."
+        ": loss, metrics and backward pass, random weights, all of them trained, 40 % of the "
+        "labels ignored, no checkpointing; memory over the weights."
     )
     return document(
         report, cells_of("step of SFTTrainer, ms / GiB", report["sft_steps"], model_of), note
@@ -43,10 +41,10 @@ def lora_steps_table(report: dict) -> str:
     cells = [[*line, ratio_of.get(line[0], "")] for line in cells]
     cells[0][-1] = RATIO
     note = (
-        " (autocast): forward and backward of the whole model with random weights, 40 % of the "
-        "labels ignored, adapters of rank 16 in float32 on all linear layers but the head; one "
-        "process a contender, medians, peak memory with the weights, {command}. The longest first "
-        f"step, kernels compiled: {first_steps(rows)}."
+        ": forward and backward under autocast, random weights, 40 % of the labels ignored, "
+        "adapters of rank 16 in float32 on all linear layers but the head; one process a "
+        "contender, memory with the weights. The longest first step, kernels compiled: "
+        f"{first_steps(rows)}."
     )
     return document(report, cells, note)
 
@@ -64,10 +62,11 @@ def lora_summary(report: dict) -> str:
     names = {line for line in lines if line.endswith(", LoRA")} | set(frugal.values())
     rows = [row for row in measured if row["model"] in names]
     note = (
-        " (autocast): forward and backward, random weights, 40 % of the labels ignored, adapters "
-        "of rank 16 in float32 on all linear layers but the head; medians, peak memory with the "
-        "weights, {command}. The longest first step, kernels compiled: "
-        f"{first_steps(report['lora_steps'])}. Only checkpoints can be offloaded."
+        ": forward and backward in bf16 under autocast, random weights, 40 % of the labels "
+        "ignored, adapters of rank 16 in float32 on all linear layers but the head; medians, peak "
+        f"memory with the weights. With {versions_of(report)}. The longest first step, kernels "
+        f"compiled: {first_steps(report['lora_steps'])}. Offloaded: the checkpoints wait in host "
+        "memory; rows without checkpointing have none."
     )
     return document(report, cells_of("LoRA step, ms / GiB", rows, model_of), note)
 
@@ -75,19 +74,17 @@ def lora_summary(report: dict) -> str:
 def longest_rows_table(report: dict) -> str:
     rows = report["longest_rows"]
     note = (
-        " (autocast): forward and backward of one row through the whole model with random weights, "
-        "gradient checkpointing, adapters of rank 16 in float32; one process a contender, memory "
-        f"limited by PyTorch's allocator, rows in steps of 8192 tokens or 2 %, {{command}}. "
-        f"{attention_note(rows)}{runs_note(rows)}"
+        ": forward and backward of one row under autocast, random weights, checkpointing, adapters "
+        "of rank 16 in float32; one process a contender, memory limited by PyTorch's allocator, "
+        f"rows in steps of 8192 tokens or 2 %. {attention_note(rows)}{runs_note(rows)}"
     )
     return document(of_all_runs(report), longest_cells(rows), note)
 
 
 def long_row_check_table(report: dict) -> str:
     note = (
-        " (autocast): one row through the whole model with random weights, QLoRA with adapters of "
-        "rank 16 in float32, gradient checkpointing, offloaded checkpoints, attention within "
-        "blocks of 8192 tokens, {command}. Errors by norm, against the blocks one by one in "
+        ": one row under autocast, random weights, QLoRA of rank 16, offloaded checkpoints, "
+        "attention within blocks of 8192 tokens. Errors by norm, against the blocks one by one in "
         "float32; eager computes the same blocks. A gradient may have twice eager's error."
     )
     return document(report, check_cells(report["long_row_check"]), note)
@@ -99,9 +96,9 @@ def convergence_table(report: dict) -> str:
     has_adapters = any(" + " in row["model"] for row in report["convergence"])
     weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"
     note = (
-        f" (autocast over {weights}): {tokens} tokens of Python's standard library a step, "
+        f": autocast over {weights}, {tokens} tokens of Python's standard library a step, "
         "from random weights; rounded is seed 0 with each first weight moved by half an eps of "
         "bfloat16 at most. Held-out losses are those of an unpatched model, without autocast. "
-        f"{judgement(report['convergence'])} {{command}}."
+        f"{judgement(report['convergence'])}"
     )
     return document(report, losses(report), note)

@@ -13,26 +13,16 @@ import pytest
 from documents import check_section
 from support_cases import trainers_table
 
-from benchmarks.distributed_tables import (
-    distributed_heads_table,
-    distributed_table,
-    drift_table,
-)
-from benchmarks.head_tables import (
-    heads_table,
-    idle_table,
-    layer_kernels_table,
-    log_probs_table,
-    readme_table,
-)
+from benchmarks.distributed_tables import distributed_table
+from benchmarks.head_tables import readme_table
+from benchmarks.markdown import versions_of
+from benchmarks.names import LOWER_BOUND
 from benchmarks.report import RESULTS, read
 from benchmarks.step_tables import (
     convergence_table,
-    long_row_check_table,
     longest_rows_table,
     lora_steps_table,
     lora_summary,
-    sft_steps_table,
     steps_table,
 )
 from liger_patch.layers.replace import LAYERS
@@ -47,43 +37,59 @@ def models(rows: tuple[Architecture, ...]) -> str:
     lines = []
     for family in FAMILIES:
         members = [row for row in rows if row.family == family]
-        named = (f"`{row.model_type}`{'' if row.kinds else ' (loss alone)'}" for row in members)
+        named = (f"`{row.model_type}`{'' if row.kinds else '¹'}" for row in members)
         lines.append(f"- **{family}**, {len(members)}: {', '.join(named)}")
     return "\n".join(lines)
 
 
-def of_results(table: Callable[..., str], *names: str) -> Callable[[], str]:
-    return lambda: table(*(read(RESULTS / name) for name in names))
+def of_results(table: Callable[[dict], str], file: str, left_out: str = "") -> Callable[[], str]:
+    """The table of a report's rows, but for those that a pattern finds by their fields."""
+
+    def is_quoted(row: dict) -> bool:
+        fields = "; ".join(f"{name} {value}" for name, value in row.items())
+        return not left_out or re.search(left_out, fields) is None
+
+    def quoted() -> str:
+        report = read(RESULTS / f"{file}.json")
+        lists = {key: value for key, value in report.items() if isinstance(value, list)}
+        return table(report | {key: [*filter(is_quoted, lists[key])] for key in lists})
+
+    return quoted
 
 
+def versions() -> str:
+    """Of all reports that the page quotes."""
+    reports = (read(RESULTS / f"{file}.json") for _, file, _ in QUOTED.values())
+    return f"Versions: {versions_of(*reports)}."
+
+
+WITHOUT_LAYERS = "contender liger_patch;"  # as files name it: see by_default
+# section of the page -> table, file, and which rows are left to the file
+QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
+    "steps": (steps_table, "training_step", ""),
+    "steps_packed": (
+        steps_table,
+        "training_step_packed",
+        f"padded|{LOWER_BOUND}|loss only|{WITHOUT_LAYERS}",
+    ),
+    "lora_steps": (lora_steps_table, "lora_step", f"of 18 layers.*(QLoRA|LoRA .)|{LOWER_BOUND}"),
+    "moe_steps": (lora_steps_table, "moe_step", ""),
+    "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
+    "benchmark": (
+        readme_table,
+        "linear_cross_entropy",
+        "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL",
+    ),
+    "distributed_steps": (distributed_table, "distributed_step", "tensor parallel|layers=False"),
+    "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
+}
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
-    "lora_summary": (README, of_results(lora_summary, "lora_step.json")),
+    "lora_summary": (README, of_results(lora_summary, "lora_step")),
     "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
     "support_trainers": (DOCS / "trl.md", trainers_table),
-} | {
-    name: (PAGE, of_results(table, f"{file}.json"))
-    for name, table, file in (
-        ("steps", steps_table, "training_step"),
-        ("steps_packed", steps_table, "training_step_packed"),
-        ("compiled", steps_table, "training_step_compiled_h200"),
-        ("lora_steps", lora_steps_table, "lora_step"),
-        ("moe_steps", lora_steps_table, "moe_step"),
-        ("longest_rows", longest_rows_table, "longest_row"),
-        ("long_row_check", long_row_check_table, "long_row_check"),
-        ("benchmark", readme_table, "linear_cross_entropy"),
-        ("idle", idle_table, "linear_cross_entropy"),
-        ("heads", heads_table, "kinds_of_heads"),
-        ("log_probs", log_probs_table, "log_probs"),
-        ("sft_steps", sft_steps_table, "sft_step"),
-        ("layer_kernels", layer_kernels_table, "layer_kernels"),
-        ("distributed_steps", distributed_table, "distributed_step"),
-        ("distributed_heads", distributed_heads_table, "distributed_heads"),
-        ("distributed_convergence", drift_table, "distributed_convergence"),
-        ("convergence", convergence_table, "convergence"),
-        ("lora_convergence", convergence_table, "convergence_adapters"),
-    )
-}
+    "versions": (PAGE, versions),
+} | {name: (PAGE, of_results(*quoted)) for name, quoted in QUOTED.items()}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -107,7 +113,7 @@ def test_the_list_names_every_row_in_its_family() -> None:
     assert len(lines) == len(FAMILIES)
     for row in ARCHITECTURES:
         line = lines[FAMILIES.index(row.family)]
-        assert (f"`{row.model_type}`" in line, f"`{row.model_type}` (loss" in line) == (
+        assert (f"`{row.model_type}`" in line, f"`{row.model_type}`¹" in line) == (
             True,
             not row.kinds,
         )

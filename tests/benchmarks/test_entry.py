@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.__main__ import BENCHMARKS, main, run
 from benchmarks.benchmark import Benchmark, command_line, in_json
+from benchmarks.markdown import measured
 from benchmarks.report import RESULTS, TABLES, read, tables
 
 ROWS = [{"case": "head", "contender": "eager", "ms": 1.0, "gradient_errors": [0.1, 0.2]}]
@@ -134,7 +135,7 @@ def test_a_committed_report_is_shown_and_printed(name: str, tmp_path: Path, caps
     place.write_text((RESULTS / place.name).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["show", str(place)]) == 0
     report, shown = read(place), capsys.readouterr().out
-    assert all(table in shown for table in tables(report))
+    assert all(part in shown for part in (measured(report), *tables(report)))
     pictures = [path for path in tmp_path.iterdir() if path != place]
     assert all(f"wrote {each}" in shown and each.stat().st_size > 10_000 for each in pictures)
     assert len(pictures) == name.startswith(DRAWN) + (name == "linear_cross_entropy")

@@ -38,6 +38,20 @@ def configuration(key: str) -> dict[str, Any]:
     return found
 
 
+def table_of(lines: list[list[str]]) -> str:
+    """A table in Markdown, the first line its heading. What follows one another and differs in
+    its first cell alone is one line.
+    """
+    grouped: list[list[str]] = []
+    for line in lines:
+        if grouped and grouped[-1][1:] == line[1:]:
+            grouped[-1][0] += f"<br>{line[0]}"
+        else:
+            grouped.append(list(line))
+    heading, *rest = grouped
+    return "\n".join(f"| {' | '.join(x)} |" for x in [heading, ["---"] * len(heading), *rest])
+
+
 def check_section(document: Path, name: str, expected: str) -> None:
     """Between its two comments, the document has what is expected there."""
     text = document.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from documents import table_of
 from tiny_models import tiny_batch, tiny_model
 from tiny_text import judgements, preferences, prompts_and_completions, tiny_tokenizer
 from torch import nn
@@ -178,7 +179,7 @@ def outcome(trainer: str, head: Head) -> str:
 
 def trainers_table() -> str:
     """Return a row a trainer, a column a head."""
-    lines = [["trained by", *HEADS], ["---"] * (1 + len(HEADS))]
+    lines = [["trained by", *HEADS]]
     for trainer in TRAINERS:
         lines.append([trainer, *(outcome(trainer, head) for head in HEADS.values())])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table_of(lines)
