@@ -94,6 +94,8 @@ def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: 
         pytest.importorskip("trl")
     if "peft" in code:
         pytest.importorskip("peft")
+    if "BitsAndBytesConfig" in code:
+        pytest.importorskip("bitsandbytes")
     transformers = pytest.importorskip("transformers")
     row = next(each for each in registry.available() if each.model_type == "qwen3")
     tiny_model(row).save_pretrained(tmp_path / "model")
@@ -114,7 +116,7 @@ def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: 
         "Trainer": transformers.Trainer,
     }
     on_a_cpu = "use_liger_patch=True, use_cpu=True, bf16=False, max_steps=1"
-    code = code.replace("Qwen/Qwen3-0.6B", "model").replace("use_liger_patch=True", on_a_cpu)
+    code = re.sub(r"Qwen/Qwen3-[\d.]+B", "model", code.replace("use_liger_patch=True", on_a_cpu))
     exec(compile(code, page, "exec"), names)
     trained = names["trainer"].model if "trainer" in names else names["model"]
     if "revert_patch(model)" not in code and "longest_row" not in code:
