@@ -21,6 +21,7 @@ FIRST, INDEX = "README.md", "index.md"
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 COMMENT = re.compile(r"^<!-- /?\w+ -->$", re.M)  # around what tests write
+PAIR = re.compile(r"(?<=\d) / (?=\d)")  # time and memory: one line of a cell
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 
@@ -64,6 +65,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     if here.endswith(".py.md"):
         return markdown
+    markdown = PAIR.sub("&nbsp;/&nbsp;", markdown)
     # blank lines: Python-Markdown takes a table behind a comment for a part of it
     return LINK.sub(moved, COMMENT.sub("", markdown))
 
