@@ -31,6 +31,8 @@ from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.patch.forward import record_of
 from liger_patch.status import patch_status
 
+AT_LOAD = "_liger_patch_settings_at_load"  # of what from_pretrained returns, and its deep copies
+
 
 class _Enough(BaseException):
     """The steps that were asked for have run: end the script."""
@@ -63,7 +65,11 @@ class Patcher:
         name = type(model).__name__
         try:
             target = transformers_model(model)
-            if record_of(target) is None:
+            record = record_of(target)
+            if record is not None and vars(target).get(AT_LOAD) is record.settings:
+                revert_patch(target)  # a deep copy, made before there was a Trainer
+                record = None
+            if record is None:
                 _apply(model, target, trainer)
                 self.note(f"{name} is patched {how}")
             else:
@@ -108,12 +114,14 @@ class Patcher:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading_info
         if not self.has_trainer and model.get_output_embeddings() is not None:
             self.patch(model, "at from_pretrained: no Trainer yet")
+            vars(model)[AT_LOAD] = self.patched.get(model)
         return loaded
 
 
 class Measurer(Patcher, TrainerCallback):
-    """Measures the steps of a script, as it is or patched, and ends it behind the last. Trainer's
-    steps are those of this callback; without a Trainer they are those of the first optimizer.
+    """Measures the steps of a script's first training, as it is or patched, and ends the script
+    behind the last. Trainer's steps are those of this callback; without a Trainer they are those of
+    the first optimizer.
     """
 
     def __init__(self, steps: int, patches: bool) -> None:
@@ -141,6 +149,9 @@ class Measurer(Patcher, TrainerCallback):
 
     def _begin(self, begin: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if begin.__name__ == "train":
+            if self.ends:
+                self.note("the first training alone is counted: the script begins another")
+                raise _Enough
             self.trainer = trainer
             trainer.args.eval_on_start = False
             if self not in trainer.callback_handler.callbacks:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gloo_group import COMMON
 from tiny_models import VOCAB_SIZE
-from tiny_text import prompts_and_completions, tiny_tokenizer
+from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LOAD = """
@@ -52,6 +52,20 @@ from trl import SFTConfig, SFTTrainer
 data = load_dataset("json", data_files="sft.jsonl", split="train")
 SFTTrainer("model", args=SFTConfig({ARGUMENTS}), train_dataset=data).train()
 """
+COPIED = f"""
+import copy
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+data = load_dataset("json", data_files="dpo.jsonl", split="train")
+tokenizer = AutoTokenizer.from_pretrained("model")
+arguments = DPOConfig({ARGUMENTS})
+arguments.learning_rate = 1e-3  # Adam turns a rounding of a gradient near 0 into a whole step
+reference = copy.deepcopy(model)
+trainer = DPOTrainer(
+    model, reference, args=arguments, train_dataset=data, processing_class=tokenizer
+)
+trainer.train()
+"""
 LOOP = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(STEPS):
@@ -79,6 +93,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_tokenizer().save_pretrained(folder / "model")
     if find_spec("datasets"):
         prompts_and_completions().to_json(folder / "sft.jsonl")
+        preferences().to_json(folder / "dpo.jsonl")
     return folder
 
 
@@ -140,6 +155,20 @@ def test_a_script_with_a_trainer_is_compared_and_ended(tmp_path: Path, made: Pat
 def test_a_script_that_ends_early_says_so(tmp_path: Path, made: Path) -> None:
     table, _ = tried(tmp_path, made, LOAD + TRAIN, steps=2)
     assert "note: scripts/train.py ended after 2 of 3 steps" in table
+
+
+@needs["accelerate"]
+def test_of_two_trainings_the_first_is_counted(tmp_path: Path, made: Path) -> None:
+    _, report = tried(tmp_path, made, LOAD + TRAIN + TRAIN, steps=2)
+    assert "the first training alone is counted: the script begins another" in report["notes"]
+
+
+@pytest.mark.slow
+@needs["trl"]
+def test_a_deep_copy_as_the_reference_is_patched_by_its_trainer(tmp_path: Path, made: Path) -> None:
+    _, report = tried(tmp_path, made, LOAD + COPIED)
+    assert report["notes"][0] == "LlamaForCausalLM is patched in DPOTrainer"
+    assert not any("itself" in note for note in report["notes"])
 
 
 def test_a_loop_of_its_own_is_patched_at_from_pretrained(tmp_path: Path, made: Path) -> None:
