@@ -51,8 +51,7 @@ def lora_steps_table(report: dict) -> str:
 
 def lora_summary(report: dict) -> str:
     """Format the plainest and the most frugal line of each model in which every contender ended,
-    without the bound: all are in docs/results.md. The first steps are those of all lines: kernels
-    are compiled in the first line of a process.
+    without the bound.
     """
     measured = [row for row in report["lora_steps"] if row["contender"] != LOWER_BOUND]
     failed = {row["model"] for row in measured if "failure" in row}
@@ -64,9 +63,8 @@ def lora_summary(report: dict) -> str:
     note = (
         ": forward and backward in bf16 under autocast, random weights, 40 % of the labels "
         "ignored, adapters of rank 16 in float32 on all linear layers but the head; medians, peak "
-        f"memory with the weights. With {versions_of(report)}. The longest first step, kernels "
-        f"compiled: {first_steps(report['lora_steps'])}. Offloaded: the checkpoints wait in host "
-        "memory; rows without checkpointing have none."
+        f"memory with the weights. With {versions_of(report)}. Offloaded: the checkpoints wait in "
+        "host memory; rows without checkpointing have none."
     )
     return document(report, cells_of("LoRA step, ms / GiB", rows, model_of), note)
 

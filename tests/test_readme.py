@@ -78,7 +78,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "benchmark": (
         readme_table,
         "linear_cross_entropy",
-        "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL",
+        "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL|tokens 65536",
     ),
     "distributed_steps": (distributed_table, "distributed_step", "tensor parallel|layers=False"),
     "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
