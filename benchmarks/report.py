@@ -25,6 +25,7 @@ from .step_tables import (
     long_row_check_table,
     longest_rows_table,
     lora_steps_table,
+    rl_steps_table,
     sft_steps_table,
     steps_table,
 )
@@ -53,6 +54,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "heads": heads_table,
     "log_probs": log_probs_table,
     "sft_steps": sft_steps_table,
+    "rl_steps": rl_steps_table,
     "lora_steps": lora_steps_table,
     "longest_rows": longest_rows_table,
     "long_row_check": long_row_check_table,

@@ -208,7 +208,7 @@ UPDATES = (
 def _cases(options: argparse.Namespace) -> Any:
     chosen = [each for each in UPDATES if any(part in each.name for part in options.model or [""])]
     return {
-        "updates": [
+        "rl_steps": [
             partial(run_model, each, rounds=options.rounds, of=partial(contenders, update=each))
             for each in chosen
         ]

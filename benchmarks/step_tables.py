@@ -35,6 +35,15 @@ def sft_steps_table(report: dict) -> str:
     )
 
 
+def rl_steps_table(report: dict) -> str:
+    note = (
+        ": loss, metrics and backward pass of TRL's trainer, reference included, no generation; "
+        "adapters of rank 16 on all linear layers but the head, log-normal lengths around these "
+        "numbers of tokens; memory over the weights. padded: our flag, with the padding left in."
+    )
+    return document(report, cells_of("update, ms / GiB", report["rl_steps"], model_of), note)
+
+
 def lora_steps_table(report: dict) -> str:
     rows = report["lora_steps"]
     cells, ratio_of = cells_of("training step, ms / GiB", rows, model_of), ratios(rows)

@@ -23,6 +23,7 @@ from benchmarks.step_tables import (
     longest_rows_table,
     lora_steps_table,
     lora_summary,
+    rl_steps_table,
     steps_table,
 )
 from liger_patch.layers.replace import LAYERS
@@ -74,6 +75,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     ),
     "lora_steps": (lora_steps_table, "lora_step", f"of 18 layers.*(QLoRA|LoRA .)|{LOWER_BOUND}"),
     "moe_steps": (lora_steps_table, "moe_step", ""),
+    "rl_steps": (rl_steps_table, "rl_step", ""),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
         readme_table,
