@@ -104,7 +104,7 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if config._attn_implementation != "sdpa":
         return True
-    dtype = autocast_dtype(ids.device.type) or backbone.dtype
+    dtype = autocast_dtype(ids.device.type) or backbone.get_input_embeddings().weight.dtype
     return may_serve_flash_attention(ids.device, dtype)
 
 

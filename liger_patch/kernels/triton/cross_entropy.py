@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.softcap import (
     apply_softcap,
     distance_from_max,
@@ -185,23 +186,24 @@ def cross_entropy_rows(
         return losses
     class_weight = options.class_weight
     block_v, num_warps = block_and_warps(vocab_size, 64 if torch.version.hip else 32)
-    with torch.cuda.device_of(logits):
-        _cross_entropy_kernel[(rows,)](
-            logits,
-            logits.stride(0),
-            dlogits,
-            0 if dlogits is None else dlogits.stride(0),
-            labels.contiguous(),
-            None if row_scale is None else row_scale.contiguous(),
-            None if class_weight is None else class_weight.contiguous(),
-            losses,
-            vocab_size,
-            options.ignore_index,
-            options.softcap,
-            options.logit_scale,
-            options.label_smoothing or None,
-            options.z_loss,
-            BLOCK_V=block_v,
-            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _cross_entropy_kernel,
+        (rows,),
+        logits,
+        logits.stride(0),
+        dlogits,
+        0 if dlogits is None else dlogits.stride(0),
+        labels.contiguous(),
+        None if row_scale is None else row_scale.contiguous(),
+        None if class_weight is None else class_weight.contiguous(),
+        losses,
+        vocab_size,
+        options.ignore_index,
+        options.softcap,
+        options.logit_scale,
+        options.label_smoothing or None,
+        options.z_loss,
+        BLOCK_V=block_v,
+        num_warps=num_warps,
+    )
     return losses

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.launch import launch
+
 BLOCK_N, BLOCK_H = 64, 64
 WARPS = 4
 PROGRAM_ROWS = 1024  # of a program of the backward kernel: it writes its sums over rows once
@@ -122,24 +124,24 @@ def dropped_product_(
     dropout: float,
 ) -> None:
     """Write s; x and a contiguous, N and H > 0."""
-    kernel: Any = _dropped_product_kernel
     rows, columns = x.shape
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(rows, BLOCK_N),)](
-            x,
-            a,
-            s,
-            rows,
-            columns,
-            len(a),
-            s.stride(0),
-            seed,
-            dropout,
-            RANK=padded_rank(len(a)),
-            BLOCK_N=BLOCK_N,
-            BLOCK_H=BLOCK_H,
-            num_warps=WARPS,
-        )
+    launch(
+        _dropped_product_kernel,
+        (triton.cdiv(rows, BLOCK_N),),
+        x,
+        a,
+        s,
+        rows,
+        columns,
+        len(a),
+        s.stride(0),
+        seed,
+        dropout,
+        RANK=padded_rank(len(a)),
+        BLOCK_N=BLOCK_N,
+        BLOCK_H=BLOCK_H,
+        num_warps=WARPS,
+    )
 
 
 def dropped_gradients(
@@ -151,29 +153,29 @@ def dropped_gradients(
     dropout: float,
 ) -> Tensor:
     """Add to dx and return dA (R, H) in float32; dx, x and a contiguous, N and H > 0."""
-    kernel: Any = _dropped_gradients_kernel
     rows, columns = x.shape
     parts, rank = -(-rows // PROGRAM_ROWS), padded_rank(len(a))
     sums = x.new_empty(parts, columns, rank, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        kernel[(parts, triton.cdiv(columns, BLOCK_H))](
-            x,
-            a,
-            ds,
-            dx,
-            sums,
-            rows,
-            columns,
-            len(a),
-            ds.stride(0),
-            seed,
-            dropout,
-            RANK=rank,
-            BLOCK_N=BLOCK_N,
-            BLOCK_H=BLOCK_H,
-            PROGRAM_ROWS=PROGRAM_ROWS,
-            num_warps=WARPS,
-        )
+    launch(
+        _dropped_gradients_kernel,
+        (parts, triton.cdiv(columns, BLOCK_H)),
+        x,
+        a,
+        ds,
+        dx,
+        sums,
+        rows,
+        columns,
+        len(a),
+        ds.stride(0),
+        seed,
+        dropout,
+        RANK=rank,
+        BLOCK_N=BLOCK_N,
+        BLOCK_H=BLOCK_H,
+        PROGRAM_ROWS=PROGRAM_ROWS,
+        num_warps=WARPS,
+    )
     return sums.sum(0)[:, : len(a)].t()
 
 

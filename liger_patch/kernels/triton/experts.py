@@ -5,15 +5,13 @@ R: rank, a power of two of at least 16, what the tensor cores multiply. No progr
 what another one writes, so results repeat bit by bit. Extra memory: none.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.triton.gated import KINDS as GATED_KINDS
 from liger_patch.kernels.triton.gated import activation_slope, apply_activation, sigmoid
+from liger_patch.kernels.triton.launch import launch
 
 KINDS = (*GATED_KINDS, "clamped")  # a kernel's ACTIVATION is a place in this tuple
 CLAMPED = tl.constexpr(KINDS.index("clamped"))
@@ -293,29 +291,29 @@ def gated(
     rows, columns = h.shape
     experts = len(offsets)
     grid = _tiles(rows, experts), triton.cdiv(columns, BLOCK_I)
-    kernel: Any = _experts_gated_kernel
-    with torch.cuda.device_of(h):
-        kernel[grid](
-            gate_up,
-            bias,
-            thin,
-            b,
-            h,
-            offsets,
-            experts,
-            columns,
-            1 if is_interleaved else columns,
-            alpha,
-            limit,
-            shift,
-            STEP=2 if is_interleaved else 1,
-            ACTIVATION=KINDS.index(activation),
-            RANK=16 if b is None else b.shape[2],
-            EXPERTS=triton.next_power_of_2(experts),
-            BLOCK_S=BLOCK_S,
-            BLOCK_I=BLOCK_I,
-            num_warps=WARPS,
-        )
+    launch(
+        _experts_gated_kernel,
+        grid,
+        gate_up,
+        bias,
+        thin,
+        b,
+        h,
+        offsets,
+        experts,
+        columns,
+        1 if is_interleaved else columns,
+        alpha,
+        limit,
+        shift,
+        STEP=2 if is_interleaved else 1,
+        ACTIVATION=KINDS.index(activation),
+        RANK=16 if b is None else b.shape[2],
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_S=BLOCK_S,
+        BLOCK_I=BLOCK_I,
+        num_warps=WARPS,
+    )
 
 
 def gated_backward_(
@@ -339,35 +337,35 @@ def gated_backward_(
     """Write dgate_up and dweights; all contiguous, S > 0."""
     rows, columns = dh.shape
     experts = len(offsets)
-    kernel: Any = _experts_gated_backward_kernel
-    with torch.cuda.device_of(dh):
-        kernel[(_tiles(rows, experts),)](
-            dh,
-            gate_up,
-            dgate_up,
-            bias,
-            thin,
-            b,
-            dthin,
-            a,
-            weights,
-            dweights,
-            offsets,
-            experts,
-            columns,
-            1 if is_interleaved else columns,
-            alpha,
-            limit,
-            shift,
-            STEP=2 if is_interleaved else 1,
-            ACTIVATION=KINDS.index(activation),
-            RANK=16 if b is None else b.shape[2],
-            DOWN_RANK=16 if a is None else a.shape[1],
-            EXPERTS=triton.next_power_of_2(experts),
-            BLOCK_S=BLOCK_S,
-            BLOCK_I=BACKWARD_BLOCK_I,
-            num_warps=WARPS,
-        )
+    launch(
+        _experts_gated_backward_kernel,
+        (_tiles(rows, experts),),
+        dh,
+        gate_up,
+        dgate_up,
+        bias,
+        thin,
+        b,
+        dthin,
+        a,
+        weights,
+        dweights,
+        offsets,
+        experts,
+        columns,
+        1 if is_interleaved else columns,
+        alpha,
+        limit,
+        shift,
+        STEP=2 if is_interleaved else 1,
+        ACTIVATION=KINDS.index(activation),
+        RANK=16 if b is None else b.shape[2],
+        DOWN_RANK=16 if a is None else a.shape[1],
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_S=BLOCK_S,
+        BLOCK_I=BACKWARD_BLOCK_I,
+        num_warps=WARPS,
+    )
 
 
 def add_thin_(
@@ -379,22 +377,22 @@ def add_thin_(
     """Add ``thin b'`` to y, each row with its expert's matrix; y and thin contiguous."""
     experts = len(offsets)
     grid = _tiles(len(y), experts), triton.cdiv(y.shape[1], BLOCK_H)
-    kernel: Any = _add_thin_kernel
-    with torch.cuda.device_of(y):
-        kernel[grid](
-            y,
-            thin,
-            b,
-            offsets,
-            experts,
-            y.shape[1],
-            *b.stride(),
-            RANK=b.shape[2],
-            EXPERTS=triton.next_power_of_2(experts),
-            BLOCK_S=BLOCK_S,
-            BLOCK_H=BLOCK_H,
-            num_warps=WARPS,
-        )
+    launch(
+        _add_thin_kernel,
+        grid,
+        y,
+        thin,
+        b,
+        offsets,
+        experts,
+        y.shape[1],
+        *b.stride(),
+        RANK=b.shape[2],
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_S=BLOCK_S,
+        BLOCK_H=BLOCK_H,
+        num_warps=WARPS,
+    )
 
 
 def sum_slots(
@@ -408,17 +406,17 @@ def sum_slots(
     """Write the weighted sum of each token's slots; all contiguous, N > 0."""
     tokens, slots = place.shape
     block = min(SUM_BLOCK, triton.next_power_of_2(y.shape[1]))
-    kernel: Any = _sum_slots_kernel
-    with torch.cuda.device_of(y):
-        kernel[(tokens, triton.cdiv(y.shape[1], block))](
-            y,
-            place,
-            weights,
-            bias,
-            None if bias is None else index,
-            out,
-            y.shape[1],
-            SLOTS=slots,
-            BLOCK_H=block,
-            num_warps=WARPS,
-        )
+    launch(
+        _sum_slots_kernel,
+        (tokens, triton.cdiv(y.shape[1], block)),
+        y,
+        place,
+        weights,
+        bias,
+        None if bias is None else index,
+        out,
+        y.shape[1],
+        SLOTS=slots,
+        BLOCK_H=block,
+        num_warps=WARPS,
+    )

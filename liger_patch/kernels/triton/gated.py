@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.softcap import tanh, tanh_derivative
 
 # elements of a program: half of these in the backward pass, where more live at once, are up to 5 %
@@ -180,11 +180,12 @@ def _launch(
     if not size:
         return
     programs = size // columns * -(-columns // block)
-    with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](
-            *tensors,
-            columns,
-            ACTIVATION=KINDS.index(activation),
-            BLOCK=block,
-            num_warps=WARPS,
-        )
+    launch(
+        kernel,
+        (programs,),
+        *tensors,
+        columns,
+        ACTIVATION=KINDS.index(activation),
+        BLOCK=block,
+        num_warps=WARPS,
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import TensorDescriptor, takes_descriptors
 from liger_patch.kernels.triton.dropout import keeps, padded_rank
 from liger_patch.kernels.triton.gated import KINDS, activation_slope, apply_activation
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK_N = 64
 BLOCK_I, BLOCK_I_OF_LARGE_RANK, LARGE_RANK = 64, 32, 64  # sums over rows are in registers
@@ -222,30 +223,30 @@ def gated_lora(
     parts = -(-columns // PROGRAM_COLUMNS)
     sums = gate.new_empty(parts, rows, rank, dtype=torch.float32)
     matrices, constants = _matrices(rank, gate, up, a)
-    kernel: Any = _gated_lora_kernel
-    with torch.cuda.device_of(gate):
-        kernel[(triton.cdiv(rows, BLOCK_N), parts)](
-            *matrices,
-            s,
-            gate_b,
-            up_b,
-            down_a,
-            sums,
-            rows,
-            columns,
-            gate_b.shape[1],
-            up_b.shape[1],
-            down_a.shape[0],
-            gate_scaling,
-            up_scaling,
-            seed or 0,
-            dropout,
-            ACTIVATION=KINDS.index(activation),
-            HAS_DROPOUT=seed is not None,
-            RANK=rank,
-            PROGRAM_COLUMNS=PROGRAM_COLUMNS,
-            **constants,
-        )
+    launch(
+        _gated_lora_kernel,
+        (triton.cdiv(rows, BLOCK_N), parts),
+        *matrices,
+        s,
+        gate_b,
+        up_b,
+        down_a,
+        sums,
+        rows,
+        columns,
+        gate_b.shape[1],
+        up_b.shape[1],
+        down_a.shape[0],
+        gate_scaling,
+        up_scaling,
+        seed or 0,
+        dropout,
+        ACTIVATION=KINDS.index(activation),
+        HAS_DROPOUT=seed is not None,
+        RANK=rank,
+        PROGRAM_COLUMNS=PROGRAM_COLUMNS,
+        **constants,
+    )
     return a, sums.sum(0)[:, : down_a.shape[0]].to(a.dtype)
 
 
@@ -274,29 +275,29 @@ def gated_lora_backward_(
     parts = -(-rows // PROGRAM_ROWS)
     sums = gate.new_empty(parts, 3, columns, rank, dtype=torch.float32)
     matrices, constants = _matrices(rank, da, gate, up, dup)
-    kernel: Any = _gated_lora_backward_kernel
-    with torch.cuda.device_of(gate):
-        kernel[(parts, triton.cdiv(columns, constants["BLOCK_I"]))](
-            *matrices,
-            s,
-            ds_down,
-            gate_b,
-            up_b,
-            down_a,
-            sums,
-            rows,
-            columns,
-            *ranks,
-            gate_scaling,
-            up_scaling,
-            seed or 0,
-            dropout,
-            ACTIVATION=KINDS.index(activation),
-            HAS_DROPOUT=seed is not None,
-            RANK=rank,
-            PROGRAM_ROWS=PROGRAM_ROWS,
-            **constants,
-        )
+    launch(
+        _gated_lora_backward_kernel,
+        (parts, triton.cdiv(columns, constants["BLOCK_I"])),
+        *matrices,
+        s,
+        ds_down,
+        gate_b,
+        up_b,
+        down_a,
+        sums,
+        rows,
+        columns,
+        *ranks,
+        gate_scaling,
+        up_scaling,
+        seed or 0,
+        dropout,
+        ACTIVATION=KINDS.index(activation),
+        HAS_DROPOUT=seed is not None,
+        RANK=rank,
+        PROGRAM_ROWS=PROGRAM_ROWS,
+        **constants,
+    )
     each = zip(sums.sum(0), ranks, strict=True)
     dgate_b, dup_b, ddown_a = (total[:, :columns] for total, columns in each)
     return da, dup, dgate_b, dup_b, ddown_a

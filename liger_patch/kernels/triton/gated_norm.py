@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import processors
 from liger_patch.kernels.triton.gated import sigmoid
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.rms_norm import sum_parts
 
 TILE, MAX_ROWS = 2048, 32  # elements of a program at a time, at least, and its rows, at most
@@ -149,23 +150,24 @@ def gated_norm(
     blocks, num_warps = tile(group_size)
     if not len(x):
         return
-    with torch.cuda.device_of(x):
-        _gated_norm_kernel[(-(-len(x) // blocks["BLOCK_ROWS"]), groups)](
-            x,
-            x.stride(0),
-            gate,
-            gate.stride(0),
-            weight,
-            y,
-            rstd,
-            len(x),
-            group_size,
-            eps,
-            IS_SILU=activation == "silu",
-            GATE_FIRST=gate_first,
-            **blocks,
-            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _gated_norm_kernel,
+        (-(-len(x) // blocks["BLOCK_ROWS"]), groups),
+        x,
+        x.stride(0),
+        gate,
+        gate.stride(0),
+        weight,
+        y,
+        rstd,
+        len(x),
+        group_size,
+        eps,
+        IS_SILU=activation == "silu",
+        GATE_FIRST=gate_first,
+        **blocks,
+        num_warps=num_warps,
+    )
 
 
 def gated_norm_backward(
@@ -191,27 +193,28 @@ def gated_norm_backward(
     parts = None
     if dweight is not None:
         parts = torch.empty(programs, hidden_size, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        if rows:
-            _gated_norm_backward_kernel[(programs, groups)](
-                dy,
-                dy.stride(0),
-                x,
-                x.stride(0),
-                gate,
-                gate.stride(0),
-                weight,
-                rstd,
-                dx,
-                dgate,
-                parts,
-                rows,
-                hidden_size // groups,
-                IS_SILU=activation == "silu",
-                GATE_FIRST=gate_first,
-                **blocks,
-                num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-            )
+    if rows:
+        launch(
+            _gated_norm_backward_kernel,
+            (programs, groups),
+            dy,
+            dy.stride(0),
+            x,
+            x.stride(0),
+            gate,
+            gate.stride(0),
+            weight,
+            rstd,
+            dx,
+            dgate,
+            parts,
+            rows,
+            hidden_size // groups,
+            IS_SILU=activation == "silu",
+            GATE_FIRST=gate_first,
+            **blocks,
+            num_warps=num_warps,
+        )
     if dweight is not None and parts is not None:
         sum_parts(parts, dweight)
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.launch import launch
+
 # a block of columns takes all warps: shared between two rows of tokens, it is four times slower
 BLOCKS: dict[str, Any] = {"BLOCK_TOKENS": 8, "BLOCK_H": 1024}
 WARPS = 4
@@ -71,18 +73,19 @@ def add_label_rows_(
     """Add ``label_gradients[:, None] * x[rows]`` to ``dweight[labels]``; labels may repeat."""
     ordered, order = torch.sort(labels.to(torch.int32), stable=True)
     hidden_size = x.shape[1]
-    with torch.cuda.device_of(x):
-        _add_label_rows_kernel[(len(labels), triton.cdiv(hidden_size, BLOCKS["BLOCK_H"]))](
-            ordered,
-            order,
-            label_gradients,
-            x,
-            x.stride(0),
-            rows,
-            dweight,
-            dweight.stride(0),
-            len(labels),
-            hidden_size,
-            **BLOCKS,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _add_label_rows_kernel,
+        (len(labels), triton.cdiv(hidden_size, BLOCKS["BLOCK_H"])),
+        ordered,
+        order,
+        label_gradients,
+        x,
+        x.stride(0),
+        rows,
+        dweight,
+        dweight.stride(0),
+        len(labels),
+        hidden_size,
+        **BLOCKS,
+        num_warps=WARPS,
+    )

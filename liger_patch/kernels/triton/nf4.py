@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.launch import launch
+
 # numbers of a program: of 8 warps of 32 threads, each loads 4 bytes at once, and stores its 8
 # numbers of 16 bits at once, without an exchange between threads
 TILE = 2048
@@ -80,22 +82,23 @@ def dequantized(
     nested_code, nested_scales, offset, nested_blocksize = nested or (None, None, None, 1)
     width = min(blocksize, TILE)
     tiles = -(-stop // TILE) - start // TILE
-    with torch.cuda.device_of(packed):
-        _nf4_kernel[(tiles,)](
-            packed,
-            code,
-            scales,
-            nested_code,
-            nested_scales,
-            offset,
-            out,
-            start,
-            stop,
-            BLOCKSIZE=blocksize,  # pyright: ignore[reportArgumentType]
-            NESTED_BLOCKSIZE=nested_blocksize,  # pyright: ignore[reportArgumentType]
-            ROWS=TILE // width,  # pyright: ignore[reportArgumentType]
-            WIDTH=width,  # pyright: ignore[reportArgumentType]
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-            enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _nf4_kernel,
+        (tiles,),
+        packed,
+        code,
+        scales,
+        nested_code,
+        nested_scales,
+        offset,
+        out,
+        start,
+        stop,
+        BLOCKSIZE=blocksize,
+        NESTED_BLOCKSIZE=nested_blocksize,
+        ROWS=TILE // width,
+        WIDTH=width,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.launch import launch
+
 BLOCK = 2048  # tokens at a time, for one program: 8192 take it 22 us on an H200
 WARPS = 8
 
@@ -68,17 +70,18 @@ def order_tokens(
     rows = torch.empty_like(ordered)
     means = torch.empty(tokens, dtype=torch.float32, device=device)
     counts = torch.empty(2, dtype=torch.int64, device=device)
-    with torch.cuda.device_of(labels):
-        _order_tokens_kernel[(1,)](
-            labels.contiguous(),
-            ordered,
-            rows,
-            means,
-            counts,
-            tokens,
-            vocab_size,
-            ignore_index,
-            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _order_tokens_kernel,
+        (1,),
+        labels.contiguous(),
+        ordered,
+        rows,
+        means,
+        counts,
+        tokens,
+        vocab_size,
+        ignore_index,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return ordered, rows, counts, means

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.backend import processors, shared_bytes
+from liger_patch.kernels.triton.launch import launch
 
 TILE, MAX_ROWS = 4096, 32  # elements of a program at a time, at least, and its rows, at most
 PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part of dweight
@@ -157,18 +158,19 @@ def rms_norm(
     blocks, num_warps = tile(hidden_size)
     if not rows:
         return
-    with torch.cuda.device_of(x):
-        _rms_norm_kernel[(-(-rows // blocks["BLOCK_ROWS"]),)](
-            x,
-            weight,
-            y,
-            rows,
-            hidden_size,
-            eps,
-            offset,
-            **blocks,
-            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _rms_norm_kernel,
+        (-(-rows // blocks["BLOCK_ROWS"]),),
+        x,
+        weight,
+        y,
+        rows,
+        hidden_size,
+        eps,
+        offset,
+        **blocks,
+        num_warps=num_warps,
+    )
 
 
 def rms_norm_backward(
@@ -192,21 +194,22 @@ def rms_norm_backward(
     parts = None
     if dweight is not None:
         parts = torch.empty(programs, hidden_size, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        if rows:
-            _rms_norm_backward_kernel[(programs,)](
-                dy,
-                x,
-                weight,
-                dx,
-                parts,
-                rows,
-                hidden_size,
-                eps,
-                offset,
-                **blocks,
-                num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-            )
+    if rows:
+        launch(
+            _rms_norm_backward_kernel,
+            (programs,),
+            dy,
+            x,
+            weight,
+            dx,
+            parts,
+            rows,
+            hidden_size,
+            eps,
+            offset,
+            **blocks,
+            num_warps=num_warps,
+        )
     if dweight is not None and parts is not None:
         sum_parts(parts, dweight)
 
@@ -217,16 +220,17 @@ def sum_parts(
 ) -> None:
     """Write the sum of the rows; all contiguous."""
     programs, hidden_size = parts.shape
-    with torch.cuda.device_of(parts):
-        _sum_parts_kernel[(-(-hidden_size // SUM_COLUMNS),)](
-            parts,
-            total,
-            programs,
-            hidden_size,
-            BLOCK_P=SUM_PARTS,
-            BLOCK_H=SUM_COLUMNS,
-            num_warps=SUM_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _sum_parts_kernel,
+        (-(-hidden_size // SUM_COLUMNS),),
+        parts,
+        total,
+        programs,
+        hidden_size,
+        BLOCK_P=SUM_PARTS,
+        BLOCK_H=SUM_COLUMNS,
+        num_warps=SUM_WARPS,
+    )
 
 
 @functools.cache

@@ -3,12 +3,12 @@
 import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.rows import contiguous_features
+from liger_patch.kernels.triton.launch import launch
 
 # The best of those tried on an H200, for attention heads of 64 to 256 features, of which all, a
 # half or a quarter are turned
@@ -197,37 +197,38 @@ def rotary(
     if not batch * tokens:
         return
     blocks, num_warps = tile(q_num_heads, k.shape[1], size, turned)
-    with torch.cuda.device_of(q):
-        _rotary_kernel[(batch * -(-tokens // blocks["BLOCK_TOKENS"]),)](
-            q,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            k,
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-            outputs[0],
-            outputs[1],
-            cos,
-            cos.stride(0) if len(cos) > 1 else 0,
-            cos.stride(1),
-            cos.stride(2),
-            sin,
-            sin.stride(0) if len(sin) > 1 else 0,
-            sin.stride(1),
-            sin.stride(2),
-            tokens,
-            q_num_heads,
-            k.shape[1],
-            size,
-            turned,
-            BACKWARD=backward,
-            INTERLEAVED=interleaved,
-            GROUPED=grouped,
-            **blocks,
-            num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _rotary_kernel,
+        (batch * -(-tokens // blocks["BLOCK_TOKENS"]),),
+        q,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        k,
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        outputs[0],
+        outputs[1],
+        cos,
+        cos.stride(0) if len(cos) > 1 else 0,
+        cos.stride(1),
+        cos.stride(2),
+        sin,
+        sin.stride(0) if len(sin) > 1 else 0,
+        sin.stride(1),
+        sin.stride(2),
+        tokens,
+        q_num_heads,
+        k.shape[1],
+        size,
+        turned,
+        BACKWARD=backward,
+        INTERLEAVED=interleaved,
+        GROUPED=grouped,
+        **blocks,
+        num_warps=num_warps,
+    )
 
 
 @functools.cache

@@ -12,12 +12,12 @@ a row.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.odds import LN_2, LOWEST, log_of_sum, z_and_slope
 
 # logits that a program holds at a time, and its warps: this moved 3.3 TB/s on an H200, where a copy
@@ -118,19 +118,20 @@ def row_odds_(
     if rows == 0:
         return
     class_weight = options.class_weight
-    with torch.cuda.device_of(logits):
-        _row_odds_kernel[(rows,)](
-            logits,
-            logits.stride(0),
-            labels.contiguous(),
-            None if row_scale is None else row_scale.contiguous(),
-            None if class_weight is None else class_weight.contiguous(),
-            losses,
-            factors,
-            label_gradients,
-            vocab_size,
-            options.softcap,
-            options.logit_scale,
-            options.z_loss,
-            **(BLOCK if options.softcap is None else BLOCK_WITH_SOFTCAP),
-        )
+    launch(
+        _row_odds_kernel,
+        (rows,),
+        logits,
+        logits.stride(0),
+        labels.contiguous(),
+        None if row_scale is None else row_scale.contiguous(),
+        None if class_weight is None else class_weight.contiguous(),
+        losses,
+        factors,
+        label_gradients,
+        vocab_size,
+        options.softcap,
+        options.logit_scale,
+        options.z_loss,
+        **(BLOCK if options.softcap is None else BLOCK_WITH_SOFTCAP),
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.cross_entropy import LOWEST, block_and_warps
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.softcap import (
     apply_softcap,
     distance_from_max,
@@ -188,16 +189,17 @@ def _launch(
     if not rows:
         return
     block_v, num_warps = block_and_warps(max(1, vocab_size), 64 if torch.version.hip else 32)
-    with torch.cuda.device_of(logits):
-        kernel[(rows,)](
-            logits,
-            logits.stride(0),
-            labels,
-            class_weight,
-            *numbers,
-            vocab_size,
-            options.softcap,
-            options.logit_scale,
-            BLOCK_V=block_v,
-            num_warps=num_warps,
-        )
+    launch(
+        kernel,
+        (rows,),
+        logits,
+        logits.stride(0),
+        labels,
+        class_weight,
+        *numbers,
+        vocab_size,
+        options.softcap,
+        options.logit_scale,
+        BLOCK_V=block_v,
+        num_warps=num_warps,
+    )

@@ -4,10 +4,11 @@ each row on the way to another place and dtype. C: rows, H: columns.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK = 8192  # elements of a program's step
 ROW_BLOCK = 1024  # elements
@@ -50,17 +51,18 @@ def scale_(values: Sequence[Tensor], factor: Tensor) -> None:
         second = values[start + 1] if start + 1 < len(values) else None
         size = 0 if second is None else second.numel()
         programs = min(MAX_PROGRAMS, -(-max(first.numel(), size) // BLOCK))
-        with torch.cuda.device_of(first):
-            _scale_kernel[(programs,)](
-                first,
-                first.numel(),
-                second,
-                size,
-                factor,
-                programs * BLOCK,
-                BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
-                num_warps=8,  # pyright: ignore[reportCallIssue]
-            )
+        launch(
+            _scale_kernel,
+            (programs,),
+            first,
+            first.numel(),
+            second,
+            size,
+            factor,
+            programs * BLOCK,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
 
 
 @triton.jit
@@ -112,19 +114,20 @@ def scale_rows(
     labels, label_gradients, weight = label_part or (None, None, None)
     count, columns = values.shape
     grid = (count, triton.cdiv(columns, ROW_BLOCK))
-    with torch.cuda.device_of(values):
-        _scale_rows_kernel[grid](
-            values,
-            values.stride(0),
-            factors,
-            out,
-            out.stride(0),
-            rows,
-            labels,
-            label_gradients,
-            weight,
-            None if weight is None else weight.stride(0),
-            columns,
-            BLOCK=ROW_BLOCK,  # pyright: ignore[reportArgumentType]
-        )
+    launch(
+        _scale_rows_kernel,
+        grid,
+        values,
+        values.stride(0),
+        factors,
+        out,
+        out.stride(0),
+        rows,
+        labels,
+        label_gradients,
+        weight,
+        None if weight is None else weight.stride(0),
+        columns,
+        BLOCK=ROW_BLOCK,
+    )
     return out
