@@ -1,10 +1,10 @@
-"""The specification: the losses, log-probabilities and attention of this package in plain PyTorch,
-for any floating dtype, differentiated by autograd.
+"""The specification: the losses, log-probabilities, attention and delta rule of this package in
+plain PyTorch, for any floating dtype, differentiated by autograd.
 
-Every other form is tested against this one in float64. It holds the whole (N, V) logits, or the
-(T, T) mask of an attention, and is meant for nothing else. The formulas are in ``options``,
-``head/row_sums`` and ``segments``; softcap as in Gemma 2 (arXiv:2408.00118), z-loss as in PaLM
-(arXiv:2204.02311).
+Every other form is tested against this one in float64. It holds the whole (N, V) logits, the (T, T)
+mask of an attention, or a state for each token, and is meant for nothing else. The formulas are in
+``options``, ``head/row_sums``, ``segments`` and ``delta_rule``; softcap as in Gemma 2
+(arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 """
 
 import torch
@@ -183,3 +183,29 @@ def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None)
     """Return what the softmax is taken of."""
     z = logit_scale * logits
     return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def gated_delta_rule(
+    q: Tensor,  # (B, T, H / groups, K)
+    k: Tensor,  # (B, T, H / groups, K)
+    v: Tensor,  # (B, T, H, V)
+    g: Tensor,  # (B, T, H)
+    beta: Tensor,  # (B, T, H)
+    sequence_ids: Tensor | None = None,  # (B, T)
+) -> Tensor:
+    """Compute the recurrence token by token, in the dtype of v: (B, T, H, V)."""
+    q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], 2) for each in (q, k))
+    state = v.new_zeros(len(v), v.shape[2], q.shape[-1], v.shape[-1])
+    # the first is of no tokens
+    outputs = [v[:, :0] * (q * k)[:, :0, :, :1] * (g * beta)[:, :0, :, None]]
+    for t in range(v.shape[1]):
+        decay = g[:, t, :, None, None].exp()
+        if sequence_ids is not None and t:
+            is_same = sequence_ids[:, t] == sequence_ids[:, t - 1]
+            decay = decay * is_same[:, None, None, None]
+        state, key = state * decay, k[:, t, :, :, None]
+        new = beta[:, t, :, None] * (v[:, t] - (key * state).sum(-2))
+        state = state + key * new[:, :, None]
+        output = (q[:, t, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5
+        outputs.append(output[:, None])
+    return torch.cat(outputs, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import delta_cases
 import eager_layers
 import expert_cases
 import layer_checks
@@ -21,6 +22,7 @@ from three_ways import check_linear, check_logits, linear_inputs, logits_inputs,
 from torch import Tensor
 
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.gated_norm import gated_norm
@@ -282,6 +284,13 @@ OPERATORS = {
             ),
             partial(eager_layers.gate_in_front, size=12, activation="silu"),
         ),
+    ),
+    "gated_delta_rule": Operator(
+        "gated_delta_rule",
+        made=delta_cases.inputs,
+        dtype=torch.float16,  # as of LORA
+        records=True,
+        **of_layer(gated_delta_rule, delta_cases.eager),
     ),
     "rotary": Operator(
         "rotary",

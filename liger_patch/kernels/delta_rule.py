@@ -1,0 +1,374 @@
+"""The gated delta rule (arXiv:2412.06464), as layers of linear attention have it. Each head has a
+state S (K, V), which is 0 before the first token of a sequence:
+
+    S <- exp(g) S                  S <- S + beta k' (v - k S)                  o = scale q S
+
+Chunks of C = 64 tokens are computed together, in products (arXiv:2406.06484). With G the sum of g
+from a chunk's first token on, D_ij = exp(G_i - G_j) for j <= i, and S the state before the chunk:
+
+    T = (1 + tril(beta k k' * D, -1)) ** -1       w = T (beta exp(G) k)       u = T (beta v)
+    n = u - w S        o = scale (exp(G) q S + tril(q k' * D) n)
+    S <- exp(G_last) S + (exp(G_last - G) k)' n
+
+Factors between tokens of two sequences are 0, so a row may hold several.
+
+B: batch, T: tokens, H: heads of v, whose k and q a group of them shares, N: chunks. Saved for the
+backward pass: the arguments. Both passes hold the states before all chunks, B H N K V numbers, and
+some times the size of v. Products are float32 (float64 for float64); in 16 bits, Triton's have
+operands of 16 bits, but for T.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    check_backward,
+    check_plain_tensors,
+    serves_triton,
+    without_autocast,
+)
+from liger_patch.kernels.graphs import differentiable, operator
+from liger_patch.kernels.rms_norm import run_rms_norm
+
+CHUNK = 64  # tokens: the tensor cores' tiles, and a T that needs few steps
+TRITON_DIMS = 16, 32, 64, 128  # features of a head: powers of two, of the tensor cores' sizes
+L2_EPS = 1e-6  # of Transformers' and fla's l2norm
+
+
+class _Chunks(NamedTuple):
+    """The arguments in chunks (B, H, N, C, ...), and what follows from them but for the states."""
+
+    q: Tensor  # (B, H, N, C, K)
+    k: Tensor  # (B, H, N, C, K)
+    v: Tensor  # (B, H, N, C, V)
+    beta: Tensor  # (B, H, N, C, 1)
+    start: Tensor  # (B, H, N, C, 1): exp(G), 0 in another sequence than the chunk before
+    end: Tensor  # (B, H, N, C, 1): exp(G_last - G), 0 in another sequence than the last token
+    whole: Tensor  # (B, H, N, 1, 1): exp(G_last), 0 where a sequence ends within
+    decay: Tensor  # (B, H, N, C, C): D
+    products: Tensor  # (B, H, N, C, C): tril(k k' * D, -1)
+    inverse: Tensor  # (B, H, N, C, C): T
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sequence_ids: Tensor | None
+) -> _Chunks:
+    dtype, heads = accumulation_dtype(q.dtype), v.shape[2]
+    g, beta = (_padded(each, dtype) for each in (g, beta))
+    q, k = (_heads(each, dtype).repeat_interleave(heads // each.shape[2], 1) for each in (q, k))
+    total = g.cumsum(-1)
+    start, end, whole = total, total[..., -1:] - total, total[..., -1:]
+    is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    if sequence_ids is not None:
+        ids = _padded_ids(sequence_ids).unflatten(1, (-1, CHUNK))[:, None]
+        last = ids[..., -1:]
+        before = torch.cat((ids[:, :, :1, :1], last[:, :, :-1]), 2)
+        start = start.masked_fill(ids != before, -torch.inf)
+        end = end.masked_fill(ids != last, -torch.inf)
+        whole = whole.masked_fill(last != before, -torch.inf)
+        is_seen = is_seen & (ids[..., None] == ids[..., None, :])
+    decay = (total[..., None] - total[..., None, :]).masked_fill(~is_seen, -torch.inf).exp()
+    products = (k @ k.mT * decay).tril(-1)
+    eye = torch.eye(CHUNK, dtype=dtype, device=q.device)
+    lower = beta[..., None] * products
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+    start, end, whole = (each.exp()[..., None] for each in (start, end, whole))
+    v, beta = _heads(v, dtype), beta[..., None]
+    return _Chunks(q, k, v, beta, start, end, whole, decay, products, inverse)
+
+
+def _padded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (B, T, H) as contiguous (B, H, N, C), with zeros behind the last token."""
+    x = torch.nn.functional.pad(x.transpose(1, 2).to(dtype), (0, -x.shape[1] % CHUNK))
+    return x.unflatten(2, (-1, CHUNK)).contiguous()
+
+
+def _padded_ids(sequence_ids: Tensor) -> Tensor:
+    """Return (B, T) as int32 (B, N C); what is behind the last token belongs to its sequence."""
+    rest = sequence_ids[:, -1:].expand(-1, -sequence_ids.shape[1] % CHUNK)
+    return torch.cat((sequence_ids, rest), 1).int()
+
+
+def _serves_triton(*tensors: Tensor) -> bool:
+    """Return True if Triton's kernels serve tensors of these dtypes and numbers of features."""
+    first = tensors[0]
+    # bf16 only on GPUs: Triton's interpreter does not multiply it
+    served = (torch.float16, torch.bfloat16) if first.is_cuda else (torch.float16,)
+    if first.dtype not in served or not serves_triton(*tensors):
+        return False
+    return all(x.dtype == first.dtype and x.shape[-1] in TRITON_DIMS for x in tensors)
+
+
+def _in_chunks(
+    g: Tensor, beta: Tensor, sequence_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return G and beta (B, H, N, C), and ids (B, N C)."""
+    total = _padded(g, torch.float32).cumsum(-1)
+    ids = None if sequence_ids is None else _padded_ids(sequence_ids)
+    return total, _padded(beta, torch.float32), ids
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return (B, T, H, D) as (B T, H, D) of contiguous heads, without a copy where the tokens are a
+    stride apart.
+    """
+    x = x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+    return x.flatten(0, 1)
+
+
+def _heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (B, T, H, D) as (B, H, N, C, D)."""
+    x = torch.nn.functional.pad(x.to(dtype), (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    return x.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
+
+
+def _tokens(x: Tensor, like: Tensor) -> Tensor:
+    """Return (B, H, N, C, ...) as (B, T, H, ...) of the dtype and the number of tokens of another
+    tensor; groups of heads are added up to its number of heads.
+    """
+    x = x.unflatten(1, (like.shape[2], -1)).sum(2)
+    return x.transpose(1, 2).transpose(2, 3).flatten(1, 2)[:, : like.shape[1]].to(like.dtype)
+
+
+def _states(chunks: _Chunks) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the states before the chunks (B, H, N, K, V), n (B, H, N, C, V) and w."""
+    w = chunks.inverse @ (chunks.beta * chunks.start * chunks.k)
+    new = chunks.inverse @ (chunks.beta * chunks.v)
+    decayed = (chunks.end * chunks.k).mT
+    states = new.new_zeros(*w.shape[:3], w.shape[-1], new.shape[-1])
+    for i in range(w.shape[2]):
+        new[:, :, i] -= w[:, :, i] @ states[:, :, i]
+        if i + 1 < w.shape[2]:
+            torch.mul(states[:, :, i], chunks.whole[:, :, i], out=states[:, :, i + 1])
+            states[:, :, i + 1] += decayed[:, :, i] @ new[:, :, i]
+    return states, new, w
+
+
+def _delta_rule_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    sequence_ids: Tensor | None,
+    scale: float,
+) -> Tensor:
+    return v.new_empty(v.shape, dtype=q.dtype)
+
+
+@operator(_delta_rule_results)
+def _gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    sequence_ids: Tensor | None,
+    scale: float,
+) -> Tensor:
+    results = _delta_rule_results(q, k, v, g, beta, sequence_ids, scale)
+    if not v.numel():
+        return results
+    if _serves_triton(q, k, v):
+        from liger_patch.kernels.triton import delta_rule as delta_rule_triton
+
+        total, beta, ids = _in_chunks(g, beta, sequence_ids)
+        rows = _rows(q), _rows(k), _rows(v)
+        delta_rule_triton.gated_delta_rule(*rows, total, beta, ids, scale, results)
+        return results
+    with without_autocast(q.device.type):
+        chunks = _chunks(q, k, v, g, beta, sequence_ids)
+        states, new, _ = _states(chunks)
+        o = (chunks.start * chunks.q) @ states + (chunks.q @ chunks.k.mT * chunks.decay) @ new
+    return results.copy_(_tokens(o.mul_(scale), results))
+
+
+def _delta_rule_backward_results(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    sequence_ids: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta = (each.new_empty(each.shape) for each in (q, k, v, g, beta))
+    return dq, dk, dv, dg, dbeta
+
+
+@operator(_delta_rule_backward_results)
+def _gated_delta_rule_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    sequence_ids: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    results = _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale)
+    if not v.numel():
+        return results
+    if _serves_triton(q, k, v, do):
+        from liger_patch.kernels.triton import delta_rule_backward as delta_rule_triton
+
+        total, of_chunks, ids = _in_chunks(g, beta, sequence_ids)
+        per_head = (*v.shape[:3], q.shape[-1])  # of q and k, whose groups are added up
+        dq, dk = q.new_empty(per_head), k.new_empty(per_head)
+        dg, dbeta = torch.empty_like(total), torch.empty_like(total)
+        delta_rule_triton.gated_delta_rule_backward(
+            *(_rows(do), _rows(q), _rows(k), _rows(v), total, of_chunks, ids, scale),
+            *(dq, dk, results[2], dg, dbeta),
+        )
+        for result, each in zip(results[:2], (dq, dk), strict=True):
+            torch.sum(each.unflatten(2, (q.shape[2], -1)), 3, out=result)
+        for result, each in zip(results[3:], (dg, dbeta), strict=True):
+            result.copy_(each.flatten(2)[..., : v.shape[1]].transpose(1, 2))
+        return results
+    with without_autocast(q.device.type):
+        chunks = _chunks(q, k, v, g, beta, sequence_ids)
+        gradients = _chunk_gradients(chunks, _heads(do, chunks.v.dtype) * scale)
+    for result, gradient in zip(results, gradients, strict=True):
+        result.copy_(_tokens(gradient, result))
+    return results
+
+
+def _chunk_gradients(chunks: _Chunks, do: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, g and beta, in chunks."""
+    q, k, v, beta, start, end, whole, decay, products, inverse = chunks
+    states, new, w = _states(chunks)
+    scores = q @ k.mT * decay
+    dnew = scores.mT @ do
+    dstates = torch.zeros_like(states)  # of those behind the chunks
+    queries, keys = (start * q).mT, end * k
+    for i in reversed(range(q.shape[2])):
+        dnew[:, :, i] += keys[:, :, i] @ dstates[:, :, i]
+        if i:
+            torch.mul(dstates[:, :, i], whole[:, :, i], out=dstates[:, :, i - 1])
+            dstates[:, :, i - 1] += queries[:, :, i] @ do[:, :, i]
+            dstates[:, :, i - 1] -= w[:, :, i].mT @ dnew[:, :, i]
+    dscores = do @ new.mT
+    within = (dscores * scores).tril(-1)
+    dscores *= decay
+    dq, dk = start * (do @ states.mT), end * (new @ dstates.mT)
+    from_start, to_end = _dot(dq, q), _dot(dk, k)
+    dq += dscores @ k
+    dk += dscores.mT @ q
+    # through w, u and their inverse
+    dw = -dnew @ states.mT
+    dinverse = dw @ (beta * start * k).mT + dnew @ (beta * v).mT
+    dwritten, dvalues = start * (inverse.mT @ dw), inverse.mT @ dnew
+    dlower = -(inverse.mT @ dinverse @ inverse.mT).tril(-1)
+    dproducts = beta * dlower * decay
+    dk += beta * dwritten + dproducts @ k + dproducts.mT @ k
+    dwritten = _dot(dwritten, k)
+    dbeta = dwritten + _dot(dvalues, v) + _dot(dlower, products)
+    # g of a token scales what passes it: from the chunk's start, to its end, through, and within
+    from_start += beta * dwritten
+    within += beta * dlower * products
+    through = whole * (states * dstates).sum((-2, -1), keepdim=True)
+    passing = _sums_from(within).tril(-1).sum(-1, keepdim=True)
+    dg = _sums_from(from_start) + to_end.cumsum(-2) - to_end + through + passing
+    return dq, dk, beta * dvalues, dg[..., 0], dbeta[..., 0]
+
+
+def _sums_from(x: Tensor) -> Tensor:
+    """Return the sums of each row and those behind it."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
+
+
+def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("gated_delta_rule", do, advice=LAYER_ADVICE)
+    q, k, v, g, beta, sequence_ids = ctx.saved_tensors
+    gradients = _gated_delta_rule_backward(do, q, k, v, g, beta, sequence_ids, ctx.scale)
+    wanted = ctx.needs_input_grad[:5]
+    gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
+    return *gradients, None, None
+
+
+# what ``gated_delta_rule`` computes, of arguments that fit and in the order of
+# ``_gated_delta_rule``'s
+run_gated_delta_rule = differentiable(_gated_delta_rule, _save, _backward)
+
+
+def l2_normalized(x: Tensor) -> Tensor:
+    """Return x / sqrt(sum(x ** 2) + 1e-6) over the last dimension: the root mean square norm of
+    another epsilon, with a constant weight.
+    """
+    size = x.shape[-1]
+    weight = torch.full((size,), size**-0.5, dtype=accumulation_dtype(x.dtype), device=x.device)
+    return run_rms_norm(x, weight, L2_EPS / size, 0.0, x.dtype)
+
+
+def gated_delta_rule(
+    q: Tensor,  # (B, T, H / groups, K)
+    k: Tensor,  # (B, T, H / groups, K)
+    v: Tensor,  # (B, T, H, V)
+    g: Tensor,  # (B, T, H)
+    beta: Tensor,  # (B, T, H)
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """Compute the gated delta rule, from a state of zeros on.
+
+    Args:
+        q, k: (B, T, H', K), H' a divisor of H: consecutive heads of v share one of q and k.
+        v: (B, T, H, V).
+        g: (B, T, H), logarithms of what is left of the state, <= 0.
+        beta: (B, T, H), between 0 (the state stays) and 1 (v is what k reads then), up to 2.
+        scale: of q; by default 1 / sqrt(K).
+        normalize: whether q and k are divided by their lengths first.
+        sequence_ids: (B, T) integers, for rows of several sequences: equal for neighbours of one
+            sequence, different at its boundary.
+
+    Returns:
+        (B, T, H, V) of the dtype of q, contiguous.
+
+    Raises:
+        ValueError: what does not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    check_plain_tensors(q=q, k=k, v=v, g=g, beta=beta)
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(f"q must be floating point (B, T, H, K), got {q.dtype} {tuple(q.shape)}")
+    batch, tokens, heads = v.shape[:3] if v.dim() == 4 else (-1, -1, -1)
+    shapes = {
+        "k": (k, q.shape),
+        "v": (v, (*q.shape[:2], heads, *v.shape[3:])),
+        "g": (g, (batch, tokens, heads)),
+        "beta": (beta, (batch, tokens, heads)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor.shape != shape or not tensor.is_floating_point():
+            given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} as q is, got {tensor.device}")
+    if not q.shape[2] or heads % q.shape[2]:
+        raise ValueError(f"v must have a multiple of q's {q.shape[2]} heads, got {heads}")
+    if sequence_ids is not None:
+        is_integral = not (sequence_ids.is_floating_point() or sequence_ids.is_complex())
+        if sequence_ids.shape != q.shape[:2] or not is_integral:
+            given = f"{sequence_ids.dtype} {tuple(sequence_ids.shape)}"
+            raise ValueError(f"sequence_ids must be integers {tuple(q.shape[:2])}, got {given}")
+    if normalize:
+        q, k = l2_normalized(q), l2_normalized(k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run_gated_delta_rule(q, k, v, g, beta, sequence_ids, scale)

@@ -1,0 +1,195 @@
+"""Gated delta rules in chunks: results and every gradient against the recurrence, token by token,
+in float64, no worse than chunks in float32, rounded once, that autograd differentiates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import delta_cases
+import pytest
+import torch
+from exactness import assert_no_worse
+from layer_checks import check, results_and_gradients
+from slow_cases import slow_but
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from liger_patch.kernels.delta_rule import CHUNK, L2_EPS, gated_delta_rule
+
+TOKENS = {"one": 1, "less than a chunk": 37, "a chunk": CHUNK, "three chunks": 2 * CHUNK + 5}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def cast(inputs: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """g and beta as the layers compute them: g is never narrower than float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {n: x.to(device, wide if n == "g" else dtype) for n, x in inputs.items()}
+
+
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_chunks_compute_the_recurrence(tokens, dtype, groups, is_packed, device):
+    inputs = cast(delta_cases.inputs(tokens, groups=groups), device, dtype)
+    ids = None
+    if is_packed:  # boundaries within chunks, at their ends and nowhere
+        ids = (torch.arange(tokens) // torch.tensor([[CHUNK - 3], [CHUNK]])).to(device)
+    check(
+        lambda **given: gated_delta_rule(**given, sequence_ids=ids),
+        lambda **given: delta_cases.eager(**given, sequence_ids=ids),
+        inputs,
+    )
+
+
+def strong_decay(inputs: dict[str, Tensor]) -> None:
+    inputs["g"] *= 300.0
+
+
+def no_decay(inputs: dict[str, Tensor]) -> None:
+    inputs["g"].zero_()
+
+
+def nothing_written(inputs: dict[str, Tensor]) -> None:
+    inputs["beta"] *= 1e-4
+
+
+def all_overwritten(inputs: dict[str, Tensor]) -> None:
+    inputs["beta"].fill_(1.0)
+
+
+def reflected(inputs: dict[str, Tensor]) -> None:
+    """As OLMo-Hybrid's negative eigenvalues."""
+    inputs["beta"] *= 2.0
+
+
+def similar_keys(inputs: dict[str, Tensor]) -> None:
+    keys = inputs["k"]
+    keys.copy_(normalize(keys[:, :1] + 0.5 * keys, dim=-1))
+
+
+def near_equal_keys(inputs: dict[str, Tensor]) -> None:
+    """Powers of the matrix that is inverted grow to 1e17, the inverse does not."""
+    keys = inputs["k"]
+    keys.copy_(normalize(keys[:, :1] + 0.02 * keys, dim=-1))
+    inputs["beta"].fill_(1.0)
+    inputs["g"] *= 0.01
+
+
+EXTREMES: list[Callable[[dict[str, Tensor]], None]] = [
+    strong_decay,
+    no_decay,
+    nothing_written,
+    all_overwritten,
+    reflected,
+    similar_keys,
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("dtype", slow_but([torch.float16, torch.float64], DTYPES), ids=str)
+def test_extremes_are_no_worse(extreme, dtype, device):
+    inputs = delta_cases.inputs(CHUNK + 20)
+    extreme(inputs)
+    check(gated_delta_rule, delta_cases.eager, cast(inputs, device, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_keys_that_are_nearly_equal_are_no_worse(dtype, device):
+    """But for 16 bits on a GPU: values that cancel to a 50th of themselves are rounded there."""
+    inputs = delta_cases.inputs(CHUNK + 20)
+    near_equal_keys(inputs)
+    check(gated_delta_rule, delta_cases.eager, cast(inputs, device, dtype))
+
+
+def test_sequences_of_a_row_are_those_of_rows_of_their_own(device):
+    lengths = [CHUNK + 9, 1, 30, CHUNK]
+    inputs = cast(delta_cases.inputs(sum(lengths), batch=1), device, torch.float16)
+    ids = torch.arange(4, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    packed = results_and_gradients(
+        lambda **given: gated_delta_rule(**given, sequence_ids=ids[None]), inputs
+    )
+
+    def separate(**given: Tensor) -> Tensor:
+        parts = zip(*(each.split(lengths, 1) for each in given.values()), strict=True)
+        return torch.cat([gated_delta_rule(*part) for part in parts], 1)
+
+    alone = results_and_gradients(separate, inputs)
+    wide = {name: value.double() for name, value in inputs.items()}
+    assert_no_worse(packed, alone, results_and_gradients(separate, wide), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_queries_and_keys_are_normalized_first(dtype, device):
+    inputs = delta_cases.inputs(CHUNK + 3)
+    for name in ("q", "k"):
+        inputs[name] = (
+            torch.randn_like(inputs[name]) * torch.logspace(-4, 1, CHUNK + 3)[:, None, None]
+        )
+
+    def eager(q: Tensor, k: Tensor, **others: Tensor) -> Tensor:
+        wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in (q, k)]
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in wide)
+        return delta_cases.eager(q, k, **others).to(others["v"].dtype)
+
+    check(
+        lambda **given: gated_delta_rule(**given, normalize=True),
+        eager,
+        cast(inputs, device, dtype),
+    )
+
+
+def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
+    """The backward pass keeps the arguments alone."""
+    inputs = cast(delta_cases.inputs(CHUNK, dims=(16, 16)), quick_device, torch.float16)
+    both = torch.cat([inputs[name].flatten(2) for name in "qkv"], -1).requires_grad_()
+    g, beta = (inputs[name].requires_grad_() for name in ("g", "beta"))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        q, k, v = (each.unflatten(-1, (-1, 16)) for each in both.split([32, 32, 64], -1))
+        gated_delta_rule(q, k, v, g, beta)
+    memory = {t.untyped_storage().data_ptr() for t in kept}
+    assert memory == {t.untyped_storage().data_ptr() for t in (both, g, beta)}
+
+
+X, V, G = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 4)
+WRONG = {
+    "q": ((X.int(), X, V, G, G), {}, "q must be floating point .* got torch.int32"),
+    "k": (
+        (X, X[:1], V, G, G),
+        {},
+        r"k must be floating point \(2, 3, 2, 8\), got .*\(1, 3, 2, 8\)",
+    ),
+    "v": ((X, X, V[:, :2], G, G), {}, r"v must be floating point \(2, 3, 4, 6\), got .*2, 2, 4, 6"),
+    "v's size": ((X, X, G, G, G), {}, "v must be floating point"),
+    "heads": ((X, X, V[:, :, :3], G[..., :3], G[..., :3]), {}, "a multiple of q's 2 heads, got 3"),
+    "g": ((X, X, V, G[..., :2], G), {}, r"g must be floating point \(2, 3, 4\), got .*2, 3, 2"),
+    "beta": ((X, X, V, G, G.bool()), {}, "beta must be floating point .* got torch.bool"),
+    "device": ((X, X, V, G.to("meta"), G), {}, "g must be on cpu as q is, got meta"),
+    "ids": (
+        (X, X, V, G, G),
+        {"sequence_ids": torch.zeros(3, dtype=torch.int)},
+        r"sequence_ids must be integers \(2, 3\), got torch.int32 \(3,\)",
+    ),
+    "ids of floats": (
+        (X, X, V, G, G),
+        {"sequence_ids": G[..., 0]},
+        "sequence_ids must be integers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(case):
+    arguments, options, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(*arguments, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_heads_of_a_real_model(dtype):
+    """Of Qwen3.5-4B, but for their number."""
+    inputs = delta_cases.inputs(1000, batch=1, heads=2, groups=2, dims=(128, 128))
+    check(gated_delta_rule, delta_cases.eager, cast(inputs, torch.device("cuda"), dtype))
