@@ -335,8 +335,7 @@ def gated_delta_rule(
         beta: (B, T, H), between 0 (the state stays) and 1 (v is what k reads then), up to 2.
         scale: of q; by default 1 / sqrt(K).
         normalize: whether q and k are divided by their lengths first.
-        sequence_ids: (B, T) integers, for rows of several sequences: equal for neighbours of one
-            sequence, different at its boundary.
+        sequence_ids: (B, T) integers, for rows of several sequences: one number for each.
 
     Returns:
         (B, T, H, V) of the dtype of q, contiguous.

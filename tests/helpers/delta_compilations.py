@@ -86,3 +86,37 @@ def chunk_gradients(target: GPUTarget) -> Cases:
     )
     given = arguments("*fp32", "beta_ptr dg_ptr dbeta_ptr") | {"scale": "fp32"}
     return _with(cases, GRADIENT_WARPS, **given)(target)
+
+
+CONVOLUTIONS = (  # dtype, whether there is a bias, several sequences, an activation
+    ("*bf16", False, False, True),
+    ("*bf16", True, True, True),
+    ("*fp16", True, False, False),
+    ("*fp32", True, True, True),
+)
+
+
+def _convolutions(names: str, strides: str, rows: int) -> Cases:
+    from liger_patch.kernels.triton import causal_conv as kernels
+
+    for dtype, has_bias, is_packed, is_silu in CONVOLUTIONS:
+        given: dict[str, Any] = arguments(dtype, names) | arguments(MULTIPLE, strides)
+        given |= arguments(dtype, "bias_ptr", if_=has_bias)
+        given |= arguments("*i32", "ids_ptr", if_=is_packed)
+        given |= {"tokens": "i32", "channels": MULTIPLE, "IS_SILU": is_silu, "WIDTH": 4}
+        given |= {"ROWS": rows, "BLOCK_C": kernels.BLOCK_C}
+        yield f"{dtype[1:]}-{has_bias}-{is_packed}-{is_silu}", given, kernels.WARPS
+
+
+def causal_conv(target: GPUTarget) -> Cases:
+    from liger_patch.kernels.triton.causal_conv import ROWS
+
+    return _convolutions("x_ptr weight_ptr y_ptr", "x_batch_stride x_stride", ROWS)
+
+
+def causal_conv_backward(target: GPUTarget) -> Cases:
+    from liger_patch.kernels.triton.causal_conv import BACKWARD_ROWS
+
+    strides = "dy_batch_stride dy_stride x_batch_stride x_stride"
+    cases = _convolutions("dy_ptr x_ptr weight_ptr dx_ptr", strides, BACKWARD_ROWS)
+    return ((name, given | {"sums_ptr": "*fp32"}, warps) for name, given, warps in cases)

@@ -2,8 +2,8 @@
 
 import torch
 from layer_checks import ACTIVATIONS
-from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, linear, silu
 
 EPS = 1e-5
 GATES = {"silu": silu, "sigmoid": torch.sigmoid}  # of norms
@@ -37,6 +37,15 @@ def gate_behind(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: 
 def gate_in_front(x: Tensor, gate: Tensor, weight: Tensor, size: int, activation: str) -> Tensor:
     """As Mamba-2 has it."""
     return weight * normed(wide(x) * GATES[activation](wide(gate)), size).to(x.dtype)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    channels, width = weight.shape
+    rows = nn.functional.pad(x.transpose(1, 2), (width - 1, 1))  # 1: PyTorch takes no rows of none
+    y = conv1d(rows, weight[:, None], bias, groups=channels)[..., :-1].transpose(1, 2)
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str = "silu") -> Tensor:

@@ -21,6 +21,7 @@ from lora_inputs import linears_inputs, mlp_inputs
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs, paired
 from torch import Tensor
 
+from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.gated import gated
@@ -283,6 +284,15 @@ OPERATORS = {
                 x, gate, weight, EPS, group_size=12, gate_first=True
             ),
             partial(eager_layers.gate_in_front, size=12, activation="silu"),
+        ),
+    ),
+    "causal_conv": Operator(
+        "causal_conv",
+        made=shaped(x=(2, -1, 24), weight=(24, 4), bias=(24,)),
+        records=True,
+        **of_layer(
+            partial(causal_conv, activation="silu"),
+            partial(eager_layers.causal_conv, activation="silu"),
         ),
     ),
     "gated_delta_rule": Operator(

@@ -76,6 +76,8 @@ CUDA = [target for target in TARGETS if target.backend == "cuda"]
 KERNELS = {
     "_add_label_rows_kernel": loss.add_label_rows,
     "_add_thin_kernel": experts.add_thin,
+    "_causal_conv_backward_kernel": delta.causal_conv_backward,
+    "_causal_conv_kernel": delta.causal_conv,
     "_chunk_gradients_kernel": delta.chunk_gradients,
     "_cross_entropy_kernel": loss.cross_entropy,
     "_dropped_gradients_kernel": lora.dropped_gradients,

@@ -1,0 +1,209 @@
+"""Depthwise causal convolution over tokens, as layers of linear attention have it in front of their
+recurrence:
+
+    y_t = act(p_t)        p_t = bias + sum over j < W of weight_(W - 1 - j) x_(t - j)
+
+in float32 (float64 for float64), rounded once. x is 0 before the first token of a sequence. With
+dp = dy act'(p):
+
+    dx_t = sum over j < W of weight_(W - 1 - j) dp_(t + j)
+
+B: batch, T: tokens, C: channels, W: width. Saved for the backward pass: the arguments.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    accumulation_dtype,
+    check_backward,
+    check_plain_tensors,
+    serves_triton,
+)
+from liger_patch.kernels.graphs import differentiable, operator
+
+ACTIVATIONS = (None, "silu")
+MAX_WIDTH = 4  # of the Triton form, which holds so many tokens in registers
+
+
+def _conv_results(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_ids: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(_conv_results)
+def _causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_ids: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    y = _conv_results(x, weight, bias, sequence_ids, activation)
+    if weight.shape[1] <= MAX_WIDTH and serves_triton(x, weight, bias):
+        from liger_patch.kernels.triton import causal_conv as causal_conv_triton
+
+        inputs = _rows(x), weight.contiguous(), bias, _ids(sequence_ids)
+        causal_conv_triton.causal_conv(*inputs, activation, y)
+        return y
+    taps = _taps(x.to(accumulation_dtype(x.dtype)), weight.shape[1], sequence_ids)
+    p = _sum_of_taps(taps, weight, bias)
+    return y.copy_(p * p.sigmoid() if activation else p)
+
+
+def _conv_backward_results(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_ids: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+
+
+@operator(_conv_backward_results)
+def _causal_conv_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_ids: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _conv_backward_results(dy, x, weight, bias, sequence_ids, activation)
+    dx, dweight, dbias = results
+    width = weight.shape[1]
+    if width <= MAX_WIDTH and serves_triton(x, weight, bias):
+        from liger_patch.kernels.triton import causal_conv as causal_conv_triton
+
+        inputs = _rows(dy), _rows(x), weight.contiguous(), bias, _ids(sequence_ids)
+        causal_conv_triton.causal_conv_backward(*inputs, activation, *results)
+        return results
+    dtype = accumulation_dtype(x.dtype)
+    taps = _taps(x.to(dtype), width, sequence_ids)
+    dp = dy.to(dtype)
+    if activation:
+        p = _sum_of_taps(taps, weight, bias)
+        share = p.sigmoid()
+        dp = dp * share * (1 + p * (1 - share))
+    wide = weight.to(dtype)
+    ahead = [_ahead(dp * wide[:, -1 - j], j, sequence_ids) for j in range(width)]
+    dx.copy_(torch.stack(ahead).sum(0))
+    dweight.copy_(torch.stack([(dp * tap).sum((0, 1)) for tap in reversed(taps)], -1))
+    if bias is not None:
+        dbias.copy_(dp.sum((0, 1)))
+    return results
+
+
+def _taps(x: Tensor, width: int, sequence_ids: Tensor | None) -> list[Tensor]:
+    """Return x of the token itself, of the one before it, and so on."""
+    taps = [x]
+    for j in range(1, width):
+        tap = pad(x, (0, 0, j, 0))[:, : x.shape[1]]
+        taps.append(tap * _is_same(sequence_ids, j) if sequence_ids is not None else tap)
+    return taps
+
+
+def _ahead(x: Tensor, by: int, sequence_ids: Tensor | None) -> Tensor:
+    """Return x of the token so far ahead."""
+    if by and sequence_ids is not None:
+        x = x * _is_same(sequence_ids, by)
+    return pad(x, (0, 0, 0, by))[:, by:]
+
+
+def _is_same(sequence_ids: Tensor, by: int) -> Tensor:
+    """Return (B, T, 1): whether the token so far behind is of the same sequence."""
+    before = pad(sequence_ids, (by, 0), value=-1)[:, : sequence_ids.shape[1]]
+    return (before == sequence_ids)[..., None]
+
+
+def _sum_of_taps(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = weight.to(taps[0].dtype)
+    p = taps[0] * wide[:, -1]
+    for j, tap in enumerate(taps[1:], 1):
+        p = p + tap * wide[:, -1 - j]
+    return p if bias is None else p + bias.to(p.dtype)
+
+
+def _ids(sequence_ids: Tensor | None) -> Tensor | None:
+    return None if sequence_ids is None else sequence_ids.int().contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return (B, T, C) of contiguous channels, without a copy where they are."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    check_backward("causal_conv", dy, advice=LAYER_ADVICE)
+    x, weight, bias, sequence_ids = ctx.saved_tensors
+    gradients = _causal_conv_backward(dy, x, weight, bias, sequence_ids, ctx.activation)
+    wanted = ctx.needs_input_grad[:3]
+    gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
+    return *gradients, None, None
+
+
+# what ``causal_conv`` computes, of arguments that fit and in the order of ``_causal_conv``'s
+run_causal_conv = differentiable(_causal_conv, _save, _backward)
+
+
+def causal_conv(
+    x: Tensor,  # (B, T, C)
+    weight: Tensor,  # (C, W)
+    bias: Tensor | None = None,  # (C,)
+    *,
+    activation: str | None = None,
+    sequence_ids: Tensor | None = None,  # (B, T)
+) -> Tensor:
+    """Compute ``act(bias + sum of the last W tokens, each times its weight)``.
+
+    Args:
+        x: (B, T, C), of any strides.
+        weight: (C, W), the last column for the token itself.
+        activation: "silu", or None.
+        sequence_ids: integers >= 0, for rows of several sequences: one number for each.
+
+    Returns:
+        (B, T, C) of the dtype of x, contiguous.
+
+    Raises:
+        ValueError: what does not fit.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
+    check_plain_tensors(x=x, weight=weight, bias=bias)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"x must be floating point (B, T, C), got {x.dtype} {tuple(x.shape)}")
+    channels = x.shape[-1:]
+    width = weight.shape[1:] if weight.dim() == 2 and weight.shape[1] else (1,)
+    for name, tensor, shape in (("weight", weight, (*channels, *width)), ("bias", bias, channels)):
+        if tensor is None:
+            continue
+        if tensor.shape != shape or not tensor.is_floating_point():
+            given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
+    if sequence_ids is not None:
+        is_integral = not (sequence_ids.is_floating_point() or sequence_ids.is_complex())
+        if sequence_ids.shape != x.shape[:2] or not is_integral:
+            given = f"{sequence_ids.dtype} {tuple(sequence_ids.shape)}"
+            raise ValueError(f"sequence_ids must be integers {tuple(x.shape[:2])}, got {given}")
+    return run_causal_conv(x, weight, bias, sequence_ids, activation)

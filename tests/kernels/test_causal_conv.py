@@ -1,0 +1,100 @@
+"""Causal convolutions: results and every gradient against float64, no worse than PyTorch's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from eager_layers import causal_conv as eager
+from layer_checks import check
+from slow_cases import slow_but
+from three_ways import LOW_DTYPES
+from torch import Tensor
+
+from liger_patch.kernels.causal_conv import causal_conv
+
+SHAPES = {  # of x; 64 and 128 tokens are a program's in the Triton form, 512 its channels
+    "one token": (1, 1, 16),
+    "less than the width": (2, 3, 24),
+    "several programs": (2, 131, 40),
+    "many channels": (1, 5, 1030),
+}
+
+
+def inputs(
+    shape: tuple[int, ...], width: int, has_bias: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    made = {"x": torch.randn(shape), "weight": torch.randn(shape[-1], width)}
+    if has_bias:
+        made["bias"] = torch.randn(shape[-1])
+    return {name: value.to(device, dtype) for name, value in made.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+)
+@pytest.mark.parametrize("width", [1, 3, 4, 5])
+@pytest.mark.parametrize(("has_bias", "activation"), [(False, "silu"), (True, None)])
+def test_causal_conv(shape, dtype, width, has_bias, activation, device):
+    check(
+        partial(causal_conv, activation=activation),
+        partial(eager, activation=activation),
+        inputs(shape, width, has_bias, device, dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [2, 4])
+def test_sequences_of_a_row_are_those_of_rows_of_their_own(dtype, width, device):
+    lengths = [1, 2, 61, 1, 3, 64, 5]  # with boundaries at those of a program's rows
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)[None]
+
+    def separate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        parts = [eager(part, weight, bias, "silu") for part in x.split(lengths, 1)]
+        return torch.cat(parts, 1)
+
+    check(
+        partial(causal_conv, activation="silu", sequence_ids=ids),
+        separate,
+        inputs((1, sum(lengths), 24), width, True, device, dtype),
+    )
+
+
+def test_a_gate_beside_it_in_memory_is_not_copied_to_be_kept(quick_device):
+    both = torch.randn(2, 9, 48, device=quick_device, requires_grad=True)
+    weight = torch.randn(24, 4, device=quick_device, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        causal_conv(both[..., 8:32], weight)
+    memory = {t.untyped_storage().data_ptr() for t in kept}
+    assert memory == {t.untyped_storage().data_ptr() for t in (both, weight)}
+
+
+X, WEIGHT = torch.zeros(2, 3, 8), torch.zeros(8, 4)
+WRONG = {
+    "activation": ((X, WEIGHT), {"activation": "relu"}, "activation must be one of .* got 'relu'"),
+    "x": ((X.int(), WEIGHT), {}, r"x must be floating point \(B, T, C\), got torch.int32"),
+    "rows": ((X[0], WEIGHT), {}, r"x must be floating point \(B, T, C\), got .* \(3, 8\)"),
+    "weight": ((X, WEIGHT[:4]), {}, r"weight must be floating point \(8, 4\), got .* \(4, 4\)"),
+    "no width": (
+        (X, WEIGHT[:, :0]),
+        {},
+        r"weight must be floating point \(8, 1\), got .* \(8, 0\)",
+    ),
+    "bias": ((X, WEIGHT, WEIGHT), {}, r"bias must be floating point \(8,\), got .* \(8, 4\)"),
+    "device": ((X, WEIGHT.to("meta")), {}, "weight must be on cpu as x is, got meta"),
+    "ids": (
+        (X, WEIGHT),
+        {"sequence_ids": torch.zeros(2, 4, dtype=torch.int)},
+        r"sequence_ids must be integers \(2, 3\), got torch.int32 \(2, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_an_error_that_names_it(case):
+    arguments, options, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        causal_conv(*arguments, **options)
