@@ -25,6 +25,7 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 from liger_patch.kernels.graphs import differentiable, operator
+from liger_patch.kernels.rows import contiguous, contiguous_features
 
 ACTIVATIONS = (None, "silu")
 MAX_WIDTH = 4  # of the Triton form, which holds so many tokens in registers
@@ -52,7 +53,7 @@ def _causal_conv(
     if weight.shape[1] <= MAX_WIDTH and serves_triton(x, weight, bias):
         from liger_patch.kernels.triton import causal_conv as causal_conv_triton
 
-        inputs = _rows(x), weight.contiguous(), bias, _ids(sequence_ids)
+        inputs = contiguous_features(x), weight.contiguous(), contiguous(bias), _ids(sequence_ids)
         causal_conv_triton.causal_conv(*inputs, activation, y)
         return y
     taps = _taps(x.to(accumulation_dtype(x.dtype)), weight.shape[1], sequence_ids)
@@ -87,7 +88,8 @@ def _causal_conv_backward(
     if width <= MAX_WIDTH and serves_triton(x, weight, bias):
         from liger_patch.kernels.triton import causal_conv as causal_conv_triton
 
-        inputs = _rows(dy), _rows(x), weight.contiguous(), bias, _ids(sequence_ids)
+        rows = contiguous_features(dy), contiguous_features(x)
+        inputs = *rows, weight.contiguous(), contiguous(bias), _ids(sequence_ids)
         causal_conv_triton.causal_conv_backward(*inputs, activation, *results)
         return results
     dtype = accumulation_dtype(x.dtype)
@@ -138,11 +140,6 @@ def _sum_of_taps(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Ten
 
 def _ids(sequence_ids: Tensor | None) -> Tensor | None:
     return None if sequence_ids is None else sequence_ids.int().contiguous()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return (B, T, C) of contiguous channels, without a copy where they are."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
