@@ -25,6 +25,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
+    TensorDescriptor,
     accumulation_dtype,
     check_backward,
     check_plain_tensors,
@@ -96,6 +97,8 @@ def _padded_ids(sequence_ids: Tensor) -> Tensor:
 def _serves_triton(*tensors: Tensor) -> bool:
     """Return True if Triton's kernels serve tensors of these dtypes and numbers of features."""
     first = tensors[0]
+    if TensorDescriptor is None:  # Triton 3.2 aborts where it compiles the gradients for Hopper
+        return False
     # bf16 only on GPUs: Triton's interpreter does not multiply it
     served = (torch.float16, torch.bfloat16) if first.is_cuda else (torch.float16,)
     if first.dtype not in served or not serves_triton(*tensors):

@@ -7,6 +7,8 @@ from typing import Any
 from compile_targets import MULTIPLE, SHARED_KIB, Cases, arguments
 from triton.backends.compiler import GPUTarget
 
+from liger_patch.kernels.backend import TensorDescriptor
+
 FORMS = (  # dtype, K and V, heads of v for one of k, whether a row holds several sequences
     ("*bf16", 128, 2, True),
     ("*fp16", 128, 1, False),
@@ -21,7 +23,7 @@ def _cases(names: str, strides: str, *, block: int = 0, stages: bool = False) ->
         from liger_patch.kernels.delta_rule import CHUNK
         from liger_patch.kernels.triton import delta_rule as kernels
 
-        for dtype, dim, group, is_packed in FORMS:
+        for dtype, dim, group, is_packed in FORMS if TensorDescriptor is not None else ():
             given: dict[str, Any] = arguments(dtype, names)
             given |= arguments("*fp32", "total_ptr")
             given |= arguments("*i32", "ids_ptr", if_=is_packed)

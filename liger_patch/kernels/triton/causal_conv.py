@@ -153,8 +153,7 @@ def _causal_conv_backward_kernel(
         if IS_SILU:
             share = sigmoid(p, is_float32)
             dp *= share * (1.0 + p * (1.0 - share))
-        is_own = step < ROWS
-        own_dp = tl.where(is_own, dp, 0.0)
+        own_dp = tl.where(t < first + ROWS, dp, 0.0)
         sum0 += own_dp * x0
         sum1 += own_dp * x1
         sum2 += own_dp * x2
@@ -167,7 +166,7 @@ def _causal_conv_backward_kernel(
             ahead2 = tl.where(_id(ids_ptr, t - 1, tokens) == other, ahead2, 0.0)
             ahead3 = tl.where(_id(ids_ptr, t, tokens) == other, ahead3, 0.0)
         dx = dp3 * weight0 + ahead1 * weight1 + ahead2 * weight2 + ahead3 * weight3
-        mask = is_channel & (step >= 3) & (t - 3 < tokens)
+        mask = is_channel & (t - 3 >= first) & (t - 3 < tokens)
         tl.store(dx_ptr + (t - 3) * channels + channel, dx, mask=mask)
         x1, x2, x3 = x0, x1, x2
         dp1, dp2, dp3 = dp, dp1, dp2

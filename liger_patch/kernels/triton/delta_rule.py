@@ -123,10 +123,15 @@ def _prepare_kernel(
         ids_ptr += (batch * tl.num_programs(0) + chunk) * CHUNK
     upper_row = tl.arange(0, HALF)
     lower_row = HALF + upper_row
-    half = (k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr)
-    upper = _lower(*half, upper_row, upper_row, tokens, DIM_K)  # pyright: ignore
-    lower = _lower(*half, lower_row, lower_row, tokens, DIM_K)  # pyright: ignore
-    across = _lower(*half, lower_row, upper_row, tokens, DIM_K)  # pyright: ignore
+    upper = _lower(  # pyright: ignore
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, upper_row, upper_row, tokens, DIM_K
+    )
+    lower = _lower(  # pyright: ignore
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, lower_row, tokens, DIM_K
+    )
+    across = _lower(  # pyright: ignore
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, upper_row, tokens, DIM_K
+    )
     upper = _unit_inverse(upper, HALF)  # pyright: ignore
     lower = _unit_inverse(lower, HALF)  # pyright: ignore
     across = -tl.dot(lower, tl.dot(across, upper, input_precision="ieee"), input_precision="ieee")
