@@ -110,9 +110,9 @@ def _prepare_kernel(
     HALF: tl.constexpr,
 ):
     """One program per chunk of a head: T, w and u."""
-    chunk, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    place = pair * tl.num_programs(0) + chunk
+    place = pair * tl.num_programs(1) + chunk
     first = batch * tokens + chunk * CHUNK
     tokens -= chunk * CHUNK  # those from this chunk on
     k_ptr += first * k_stride + head // GROUP * DIM_K
@@ -120,7 +120,7 @@ def _prepare_kernel(
     total_ptr += place * CHUNK
     beta_ptr += place * CHUNK
     if ids_ptr is not None:
-        ids_ptr += (batch * tl.num_programs(0) + chunk) * CHUNK
+        ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
     upper_row = tl.arange(0, HALF)
     lower_row = HALF + upper_row
     upper = _lower(  # pyright: ignore
@@ -185,10 +185,10 @@ def _states_kernel(
     STAGES: tl.constexpr,
 ):
     """One program per head and block of the features of v, from chunk to chunk."""
-    pair = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row, k_feature = tl.arange(0, CHUNK), tl.arange(0, DIM_K)
-    v_feature = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_feature = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ptr += batch * tokens * k_stride + head // GROUP * DIM_K
     if ids_ptr is not None:
         ids_ptr += batch * chunks * CHUNK
@@ -233,15 +233,15 @@ def _outputs_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """One program per chunk of a head."""
-    chunk, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    place = pair * tl.num_programs(0) + chunk
+    place = pair * tl.num_programs(1) + chunk
     first = batch * tokens + chunk * CHUNK
     row, k_feature = tl.arange(0, CHUNK), tl.arange(0, DIM_K)
     is_row = row < tokens - chunk * CHUNK
     total_ptr += place * CHUNK
     if ids_ptr is not None:
-        ids_ptr += (batch * tl.num_programs(0) + chunk) * CHUNK
+        ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
     key_head = head // GROUP * DIM_K
     q = tile(q_ptr + first * q_stride + key_head, q_stride, row, is_row, k_feature)
     k = tile(k_ptr + first * k_stride + key_head, k_stride, row, is_row, k_feature)
@@ -274,7 +274,7 @@ def gated_delta_rule(
     batch, heads, chunks, _ = total.shape
     with torch.cuda.device_of(q):
         _, _, new, states = compute_states(q, k, v, None, total, beta, ids, tokens, scale)
-        _outputs_kernel[(chunks, batch * heads)](
+        _outputs_kernel[(batch * heads, chunks)](
             q,
             q.stride(0),
             k,
@@ -313,7 +313,7 @@ def compute_states(
     new = q.new_empty(batch, heads, chunks, rows, dim_v)
     dnew = None if do is None else torch.empty_like(new)
     states = q.new_empty(batch, heads, chunks, dim_k, dim_v)
-    _prepare_kernel[(chunks, batch * heads)](
+    _prepare_kernel[(batch * heads, chunks)](
         q,
         q.stride(0),
         k,
@@ -337,7 +337,7 @@ def compute_states(
         num_warps=WARPS,  # pyright: ignore[reportCallIssue]
     )
     block = min(STATE_BLOCK, dim_v)
-    _states_kernel[(dim_v // block, batch * heads)](
+    _states_kernel[(batch * heads, dim_v // block)](
         k,
         k.stride(0),
         w,

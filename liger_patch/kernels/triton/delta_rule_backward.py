@@ -50,10 +50,10 @@ def _state_gradients_kernel(
     STAGES: tl.constexpr,
 ):
     """One program per head and block of the features of v, from the last chunk to the first."""
-    pair = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row, k_feature = tl.arange(0, CHUNK), tl.arange(0, DIM_K)
-    v_feature = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_feature = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     q_ptr += batch * tokens * q_stride + head // GROUP * DIM_K
     k_ptr += batch * tokens * k_stride + head // GROUP * DIM_K
     do_ptr += batch * tokens * do_stride + head * DIM_V
@@ -120,15 +120,15 @@ def _chunk_gradients_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """One program per chunk of a head."""
-    chunk, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    place = pair * tl.num_programs(0) + chunk
+    place = pair * tl.num_programs(1) + chunk
     first = batch * tokens + chunk * CHUNK
     row, k_feature = tl.arange(0, CHUNK), tl.arange(0, DIM_K)
     is_row = row < tokens - chunk * CHUNK
     total_ptr += place * CHUNK
     if ids_ptr is not None:
-        ids_ptr += (batch * tl.num_programs(0) + chunk) * CHUNK
+        ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
     start, end, whole = factors(total_ptr, ids_ptr, chunk, CHUNK)  # pyright: ignore
     beta = tl.load(beta_ptr + place * CHUNK + row)
     inverse_place = row[:, None] * CHUNK + row[None, :]
@@ -227,7 +227,7 @@ def gated_delta_rule_backward(
         dstates = torch.empty_like(states)
         block = min(STATE_BLOCK, sizes["DIM_V"])
         strided = (q, q.stride(0), k, k.stride(0))
-        _state_gradients_kernel[(sizes["DIM_V"] // block, batch * heads)](
+        _state_gradients_kernel[(batch * heads, sizes["DIM_V"] // block)](
             *strided,
             do,
             do.stride(0),
@@ -245,7 +245,7 @@ def gated_delta_rule_backward(
             STAGES=stages_of(q.device),
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
-        _chunk_gradients_kernel[(chunks, batch * heads)](
+        _chunk_gradients_kernel[(batch * heads, chunks)](
             *strided,
             v,
             v.stride(0),
