@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import transformers
 from transformers import Gemma3TextConfig
 
 from .benchmark import Benchmark, Cases
@@ -105,11 +106,31 @@ GEMMA = Model(
     ),
     sequences=4,
 )
+HYBRIDS: tuple[Case, ...] = ()
+if hasattr(transformers, "Qwen3_5TextConfig"):  # not in Transformers 5.0
+    HYBRIDS = (
+        Case(
+            Model(
+                "Qwen3.5-4B of 16 layers, 4 x 2048",
+                transformers.Qwen3_5TextConfig(
+                    hidden_size=2560,
+                    intermediate_size=9216,
+                    num_hidden_layers=16,
+                    num_attention_heads=16,
+                    num_key_value_heads=4,
+                    tie_word_embeddings=True,
+                ),
+                sequences=4,
+            ),
+            SETTINGS[:1],
+        ),
+    )
 CASES = (
     Case(LLAMA, (*SETTINGS, DROPOUT)),
     Case(QWEN_CUT, SETTINGS),
     Case(GEMMA, CHECKPOINTED),
     Case(QWEN, CHECKPOINTED),
+    *HYBRIDS,
 )
 
 

@@ -73,8 +73,9 @@ def apply_patch(
             each sequence's own mean, whether rows hold one sequence or several. Over several
             forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
-            some of "rms_norm", "rotary", "attention", "gated", "experts" and "lora". These run in
-            calls without labels too. LoRA adapters may be added later: the next call finds them.
+            some of "rms_norm", "rotary", "attention", "gated", "experts", "recurrent", "delta_net"
+            and "lora". These run in calls without labels too. LoRA adapters may be added later:
+            the next call finds them.
         checkpoint_offload: whether the inputs of checkpointed layers wait for the backward pass in
             pinned host memory: True for as much of it as the system has available, or GiB that this
             process may take at most. What does not fit stays on the GPU, with one warning.
@@ -177,7 +178,8 @@ def _choose_layers(
     # not in a Transformers that is older than some rows: its layers have other classes
     if lacking and row is not None and not registry.missing():
         promised = candidates(model).intersection(row.kinds.split())
-        promised -= {"gated", "experts"}  # their activation may have no kernel
+        # their activation may have no kernel, and a library may have the third one's
+        promised -= {"gated", "experts", "delta_net"}
         if gone := [name for name in lacking if name in promised]:
             warnings.warn(
                 f"liger_patch runs no {' and no '.join(gone)} layer of {type(model).__name__} on "

@@ -13,6 +13,7 @@ from liger_patch.apply import transformers_model
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers import checks
 from liger_patch.layers.attention import with_masks
+from liger_patch.layers.delta_net import of_libraries
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.recurrent import ways_of_packed_rows
 from liger_patch.layers.replace import count_layers
@@ -100,6 +101,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *_shard_rows(target),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             *(("", f"{n} recurrent: {how}") for how, n in ways_of_packed_rows(target).items()),
+            *(("", f"{n} delta_net on {of}'s kernels") for of, n in of_libraries(target).items()),
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),

@@ -1,4 +1,4 @@
-"""Recurrent layers of packed rows: Gated DeltaNet, Mamba and short convolutions.
+"""Derive the classes of recurrent layers: gated delta nets, Mamba and short convolutions.
 
 They carry a state along a row, from one sequence into the next. Here, the sequences of packed rows
 are unpacked into a batch, the layer's own code runs on that, and its result is packed again. Where
@@ -12,13 +12,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from liger_patch.layers.checks import has_hooks, layers_of
+from liger_patch.layers.delta_net import (
+    CACHES,
+    delta_net_configuration,
+    delta_net_forward,
+    is_delta_net,
+)
 from liger_patch.subclass import (
     ORIGINAL,
     derived_class,
@@ -28,7 +34,7 @@ from liger_patch.subclass import (
 )
 
 PACKED = "liger_patch_packed_rows"  # the keyword by which a model hands them down to its layers
-CACHES = "cache", "cache_params", "past_key_values"  # names of one argument
+NAMES = "recurrent", "delta_net"  # of the layers that one module may be
 WITHOUT_KEYWORDS = {  # classes to which Transformers 5.24 hands none
     "FalconMambaMixer",
     "InklingShortConvolution",
@@ -150,28 +156,63 @@ def _carries_state(cls: Any) -> bool:
     return any(WRITES & {*each.__code__.co_names} for each in methods)
 
 
-def recurrent_class(module: Any) -> Any:
-    """Return the class of a recurrent layer that takes packed rows; None for any other module, and
-    for layers that take more than hidden states, or get no keywords.
+def recurrent_class(module: Any, names: Collection[str]) -> Any:
+    """Return the class of a recurrent layer that takes packed rows, or runs on kernels, or both;
+    None for any other module.
+
+    Args:
+        names: some of NAMES.
     """
+    wanted = [("recurrent", takes_packed_rows), ("delta_net", is_delta_net)]
+    found = tuple(name for name, fits in wanted if name in names and fits(module))
+    if not found:
+        return None
+    replacement: Any = recurrent_on_kernels(found, type(module))
+    if "delta_net" in found:
+        replacement.forward.look_up()  # once: compiled calls do not look up globals
+    return replacement
+
+
+def recurrent_configuration(module: nn.Module) -> Hashable:
+    """Return the key under which recurrent layers share one class."""
+    return delta_net_configuration(module)
+
+
+def takes_packed_rows(module: Any) -> bool:
+    """Return whether a module is a recurrent layer that takes hidden states alone, and keywords."""
     own = type(module).forward
     if not is_transformers(own) or not carries_state(module):
-        return None
+        return False
     if own_name(type(module)) in WITHOUT_KEYWORDS:
-        return None
+        return False
     parameters = inspect.signature(own).parameters
     takes_keywords = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     # any other argument may have values for each token
     fits = parameters.keys() <= {"self", "hidden_states", "attention_mask", "kwargs", *CACHES}
-    return recurrent_layer(type(module)) if fits and takes_keywords else None
+    return fits and takes_keywords
 
 
 @once_for_each_class
-def recurrent_layer(original: Any) -> type[nn.Module]:
-    """Derive the class of a recurrent layer that takes packed rows."""
-    own = original.forward
+def recurrent_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Module]:
+    """Derive the class of a recurrent layer with some of NAMES."""
+    forward = original.forward
+    if "delta_net" in names:
+        forward = delta_net_forward(original)
+    if "recurrent" in names:
+        forward = _over_sequences(forward, takes_sequences(original.forward))
+    derive = functools.partial(recurrent_on_kernels, names)
+    return derived_class(original, derive, forward=forward, _liger_patch_layers=names)
+
+
+def _over_sequences(own: Any, by_kernels: bool) -> Any:
+    """Return the forward of a layer that takes packed rows.
+
+    Args:
+        own: the layer's forward.
+        by_kernels: whether all functions that it calls keep sequences apart.
+    """
     names = list(inspect.signature(own).parameters)[2:]
-    by_kernels = takes_sequences(own)
+    on_kernels = getattr(own, "keeps_apart", None)  # of a gated delta net
 
     @functools.wraps(own)
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -192,15 +233,13 @@ def recurrent_layer(original: Any) -> type[nn.Module]:
             )
         if rows.are_whole:
             return own(self, hidden_states)
-        if by_kernels:
+        if by_kernels or (on_kernels is not None and on_kernels(self, hidden_states)):
             return _in_one_row(rows, hidden_states, functools.partial(own, self))
         # hooks of its modules see one call on all ranks alike: those of ZeRO-3 gather weights
         groups = rows.together if has_hooks(*self.modules()) else rows.groups
         return _unpacked(rows, groups, hidden_states, functools.partial(own, self))
 
-    return derived_class(
-        original, recurrent_layer, forward=forward, _liger_patch_layers=("recurrent",)
-    )
+    return forward
 
 
 def _unpacked(
@@ -256,6 +295,7 @@ def ways_of_packed_rows(model: nn.Module) -> Counter[str]:
     for module in model.modules():
         if "recurrent" in layers_of(module):
             by_kernels = takes_sequences(getattr(type(module), ORIGINAL).forward)
+            by_kernels = by_kernels or hasattr(type(module).forward, "keeps_apart")
             found[BY_KERNELS if by_kernels else UNPACKED] += 1
     return found
 

@@ -7,7 +7,8 @@ Only the classes of these instances change:
 - An attention runs its own code. Only the functions of its rotary embedding and of its attention
   are others.
 - So does the backbone around it. Only the functions that make masks are others.
-- A recurrent layer runs its own code on each sequence of a packed row by itself.
+- So does a recurrent layer, on each sequence of a packed row by itself. Of a gated delta net, the
+  functions of the rule and of the convolution are others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_patch.layers import attention
+from liger_patch.layers import attention, recurrent
 from liger_patch.layers.attention import (
     attention_class,
     attention_configuration,
@@ -36,19 +37,25 @@ from liger_patch.layers.lora import is_lora_linear, lora_class
 from liger_patch.layers.masks import DEFERS_MASKS, mask_deferring_class
 from liger_patch.layers.mlp import mlp_class, mlp_configuration
 from liger_patch.layers.norm import norm_class, norm_configuration
-from liger_patch.layers.recurrent import carries_state, recurrent_class
+from liger_patch.layers.recurrent import (
+    carries_state,
+    recurrent_class,
+    recurrent_configuration,
+    recurrent_on_kernels,
+)
 from liger_patch.subclass import ORIGINAL, is_transformers
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
-EXPERTS, RECURRENT = ("experts",), ("recurrent",)
+EXPERTS, RECURRENT, DELTA_NET = ("experts",), ("recurrent",), recurrent.NAMES
 ATTENTION = attention.NAMES
-LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *RECURRENT, *LORA
+LAYERS = *NORM, *ATTENTION, *MLP, *EXPERTS, *DELTA_NET, *LORA
 CLASSES: dict[tuple[str, ...], Callable[[Any, Collection[str]], Any]] = {
     NORM: lambda module, _: norm_class(module),
     ATTENTION: attention_class,
     MLP: lambda module, _: mlp_class(module),
     EXPERTS: lambda module, _: experts_class(module),
-    RECURRENT: lambda module, _: recurrent_class(module),
+    RECURRENT: recurrent_class,
+    DELTA_NET: recurrent_class,
     LORA: lambda module, _: lora_class(module),
 }
 # Instances for which these are equal get the same class: a probe runs once for all of them.
@@ -57,7 +64,8 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     ATTENTION: attention_configuration,
     MLP: mlp_configuration,
     EXPERTS: experts_configuration,
-    RECURRENT: type,
+    RECURRENT: recurrent_configuration,
+    DELTA_NET: recurrent_configuration,
     LORA: type,
 }
 ENDINGS = {  # of the classes' names
@@ -140,7 +148,7 @@ def _defer_masks(model: nn.Module, everywhere: bool) -> None:
 def _layers(module: nn.Module) -> tuple[str, ...]:
     """Return the layers that a module may be, by its class's code, or its name."""
     if carries_state(module):
-        return RECURRENT
+        return DELTA_NET if type(module).__name__.endswith("GatedDeltaNet") else RECURRENT
     endings = [ending for ending in ENDINGS if type(module).__name__.endswith(ending)]
     return ENDINGS[max(endings, key=len)] if endings else ()
 
@@ -170,7 +178,8 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
         left = tuple(name for name in layers_of(module) if name not in names)
         if left != layers_of(module):
             original = _original_class(module)
-            _change_class(module, attention_on_kernels(left, original) if left else original)
+            derive = recurrent_on_kernels if {*left} <= {*DELTA_NET} else attention_on_kernels
+            _change_class(module, derive(left, original) if left else original)
             if not left:
                 vars(module).pop(EVERYWHERE, None)
         elif "attention" in names and hasattr(type(module), DEFERS_MASKS):

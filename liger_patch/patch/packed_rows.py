@@ -21,7 +21,7 @@ from liger_patch.layers.recurrent import (
     PackedRows,
     carrying_layers,
     packed_rows,
-    recurrent_class,
+    takes_packed_rows,
 )
 from liger_patch.patch.labels import has_other_layers
 from liger_patch.patch.packing import restarts, sequence_starts, why_sequences_are_split
@@ -35,12 +35,17 @@ SAY_WHERE = "seq_idx", "cu_seq_lens_q"  # arguments for kernels: others raise wh
 @contextmanager
 def giving_rows(
     model: PreTrainedModel, record: PatchRecord, arguments: Mapping[str, Any]
-) -> Iterator[dict[str, PackedRows]]:
-    """Yield the keyword that the forward is to hand down to recurrent layers, {} for none. Warn if
-    it has not reached all of them.
+) -> Iterator[dict[str, Any]]:
+    """Yield the keywords that the forward is to hand down to recurrent layers. Warn if packed rows
+    have not reached all of them.
+
+    A training step makes no cache unless it was asked to: with one, layers run without kernels.
     """
-    rows = rows_of_call(arguments)
-    yield {} if rows is None else {PACKED: rows}
+    trains = model.training and torch.is_grad_enabled() and arguments.get("labels") is not None
+    needs_no_cache = trains and all(arguments.get(n) is None for n in ("use_cache", *CACHES))
+    given: dict[str, Any] = {"use_cache": False} if needs_no_cache else {}
+    rows = rows_of_call({**arguments, **given})
+    yield given if rows is None else {**given, PACKED: rows}
     if rows is not None and rows.reached < record.unpacks:
         record.warn_once(
             f"packed sequences see one another: Transformers {transformers.__version__} hands no "
@@ -146,7 +151,7 @@ def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> s
             return "masks of attention are made without them: do not pack rows for this model"
         names = ", ".join(sorted({type(each).__name__ for each in carrying}))
         may_unpack = carrying and all(
-            recurrent_class(each) is not None and "forward" not in vars(each) for each in carrying
+            takes_packed_rows(each) and "forward" not in vars(each) for each in carrying
         )
         advice = 'name "recurrent" in layers' if may_unpack else "do not pack rows for this model"
         return f"recurrent layers{names and f' ({names})'} carry their state across them: {advice}"

@@ -29,6 +29,8 @@ SHARED = "rms_norm rotary attention gated experts"
 # kinds of models with recurrent layers, without a mixture and with
 HYBRID = "rms_norm rotary attention gated recurrent"
 SHARED_HYBRID = f"{SHARED} recurrent"
+# where these are gated delta nets
+LINEAR, SHARED_LINEAR = f"{HYBRID} delta_net", f"{SHARED_HYBRID} delta_net"
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -235,7 +237,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("olmo", "OlmoForCausalLM", "Others", "rotary attention gated"),
     Architecture("olmo2", "Olmo2ForCausalLM", "Others"),
     Architecture("olmo3", "Olmo3ForCausalLM", "Others"),
-    Architecture("olmo_hybrid", "OlmoHybridForCausalLM", "Others", HYBRID),
+    Architecture("olmo_hybrid", "OlmoHybridForCausalLM", "Others", LINEAR),
     Architecture("olmoe", "OlmoeForCausalLM", "Others", ROUTED),
     Architecture("openai-gpt", "OpenAIGPTLMHeadModel", "Others", ""),
     Architecture("opt", "OPTForCausalLM", "Others", "attention"),
@@ -259,20 +261,20 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen", SHARED),
     Architecture("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen"),
     Architecture("qwen3", "Qwen3ForCausalLM", "Qwen"),
-    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen", HYBRID),
-    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", SHARED_HYBRID),
-    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen", SHARED_HYBRID),
-    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen", HYBRID),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen", LINEAR),
+    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen", SHARED_LINEAR),
+    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen", SHARED_LINEAR),
+    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen", LINEAR),
     Architecture("qwen3_asr", "Qwen3ASRForConditionalGeneration", "Qwen"),
     Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen", ROUTED),
-    Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen", SHARED_HYBRID),
+    Architecture("qwen3_next", "Qwen3NextForCausalLM", "Qwen", SHARED_LINEAR),
     Architecture(
         "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen", ROUTED
     ),
     Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen"),
     Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen", ROUTED),
-    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", SHARED_HYBRID),
-    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", SHARED_HYBRID),
+    Architecture("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen", SHARED_LINEAR),
+    Architecture("qwen4_exp_text", "Qwen4ExpForCausalLM", "Qwen", SHARED_LINEAR),
     Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "Gemma"),
     Architecture("reformer", "ReformerModelWithLMHead", "Others", ""),
     Architecture("rembert", "RemBertForCausalLM", "Others", ""),

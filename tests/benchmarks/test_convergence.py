@@ -60,5 +60,5 @@ def test_every_contender_is_trained_and_the_patched_ones_are_fused(runs: list[di
     assert [run["contender"] for run in runs if run["patched"]] == PATCHED
     assert all(run["fused"] for run in runs if run["patched"])
     assert runs[-2]["layers"] == "its own"
-    others = ("experts", "recurrent", "lora")
+    others = ("experts", "recurrent", "delta_net", "lora")
     assert all(layer in runs[-1]["layers"] for layer in LAYERS if layer not in others)

@@ -18,7 +18,7 @@ from training_step import joined, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch
-from liger_patch.layers.replace import LAYERS
+from liger_patch.layers.replace import DELTA_NET, LAYERS
 
 pytestmark = MARKS
 
@@ -91,7 +91,7 @@ def test_what_is_compiled_calls_the_operators() -> None:
 @pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="torch 2.6 does not compile it")
 @pytest.mark.parametrize(
     "layer",
-    slow_but(["rms_norm"], [name for name in LAYERS if name not in ("experts", "recurrent")]),
+    slow_but(["rms_norm"], [name for name in LAYERS if name not in ("experts", *DELTA_NET)]),
 )
 def test_torch_func_within_torch_compile_takes_the_models_own_way(layer: str) -> None:
     model = make_model(layers=1).double()

@@ -124,6 +124,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         "gated": 0,
         "experts": 0,
         "recurrent": 0,
+        "delta_net": 0,
         "lora": 0,
     }
     assert count_layers(apply_patch(model, layers=True)) == counts

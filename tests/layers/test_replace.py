@@ -50,6 +50,7 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     assert {name for name, count in count_layers(model).items() if not count} == {
         "experts",
         "recurrent",
+        "delta_net",
         "lora",
     }
 
@@ -329,7 +330,8 @@ def test_all_layers_of_a_model_are_replaced(
     model = apply_patch(make_model(model_type), layers=True)
     experts = 2 if model_type == "mixtral" else 0
     counts = {"rms_norm": norms, "rotary": rotary, "attention": attentions, "gated": gated}
-    assert count_layers(model) == {**counts, "experts": experts, "recurrent": 0, "lora": 0}
+    others = {"experts": experts, "recurrent": 0, "delta_net": 0, "lora": 0}
+    assert count_layers(model) == {**counts, **others}
 
 
 def test_nothing_is_replaced_that_a_hook_holds() -> None:

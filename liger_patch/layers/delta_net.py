@@ -1,0 +1,231 @@
+"""Gated delta nets on kernels, which are layers of linear attention.
+
+A layer's own code runs, with other functions in the place of those that Transformers falls back to
+without flash-linear-attention and causal-conv1d: globals of the layer's module, or, in Transformers
+5.0, attributes of the layer. Functions of those libraries stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.kernels.causal_conv import ACTIVATIONS, causal_conv
+from liger_patch.kernels.delta_rule import gated_delta_rule
+from liger_patch.kernels.graphs import is_compiled_here
+from liger_patch.layers.checks import (
+    has_hooks,
+    is_left_to_model,
+    layers_of,
+    names_of,
+    needs_own_code,
+)
+from liger_patch.layers.other_globals import decorated_again, with_other_globals
+from liger_patch.layers.probing import results_match
+from liger_patch.subclass import is_transformers
+
+RULE, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"  # the globals
+RULE_ATTRIBUTE = "chunk_gated_delta_rule"  # CONV is the other one's name
+CACHES = "cache", "cache_params", "past_key_values"  # arguments of forward
+PROBED_TOKENS, PROBED_HEADS, PROBED_SIZE = 5, 2, 4
+
+
+def is_delta_net(module: Any) -> bool:
+    """Return whether a module is a gated delta net that kernels serve.
+
+    They do not where its functions are those of a library or compute something else, and where its
+    code is not Transformers' own.
+    """
+    own = type(module).forward
+    if not is_transformers(own) or decorated_again(own, inspect.unwrap(own)) is None:
+        return False
+    functions = _own_functions(module)
+    return RULE in functions and _agree(functions)
+
+
+def delta_net_configuration(module: nn.Module) -> Hashable:
+    """Return the key under which gated delta nets share one class on kernels."""
+    return type(module), tuple(_own_functions(module))
+
+
+def of_libraries(model: nn.Module) -> Counter[str]:
+    """Return how many gated delta nets run a library's rule, by the name of the library."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if type(module).__name__.endswith("GatedDeltaNet") and "delta_net" not in layers_of(module):
+            rule = _held(_rule_of(module))
+            library = (getattr(rule, "__module__", None) or "").partition(".")[0]
+            if library not in ("", "transformers"):
+                found[library] += 1
+    return found
+
+
+def _rule_of(module: Any) -> Any:
+    if RULE_ATTRIBUTE in names_of(type(module)):
+        return vars(module).get(RULE_ATTRIBUTE)
+    return inspect.unwrap(type(module).forward).__globals__.get(RULE)
+
+
+def _own_functions(module: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a layer that are Transformers' own, by the names of the globals."""
+    names = names_of(type(module))
+    found = inspect.unwrap(type(module).forward).__globals__
+    if RULE_ATTRIBUTE in names:
+        names, found = {RULE}, {RULE: _rule_of(module)}
+    return {n: found[n] for n in (RULE, CONV) if n in names and _is_fallback(found.get(n))}
+
+
+def _is_fallback(function: Any) -> bool:
+    """Return whether a function is PyTorch's operations in Transformers, and not what it has found
+    in a library: its decorator holds that, beside the function in its place.
+    """
+    return all(inspect.isfunction(f) and is_transformers(f) for f in (function, _held(function)))
+
+
+def _held(function: Any) -> Any:
+    """Return what Transformers' decorator of a function calls in its place, or the function."""
+    if not inspect.isfunction(function):
+        return function
+    return inspect.getclosurevars(function).nonlocals.get("implementation", function)
+
+
+def delta_net_forward(original: Any) -> Any:
+    """Return the forward of a class of gated delta nets that calls the kernels.
+
+    Its ``keeps_apart`` says whether a call on hidden states keeps sequences apart.
+    """
+    own = inspect.unwrap(original.forward)
+    if RULE_ATTRIBUTE in names_of(original):
+        forward = _with_attributes(own)
+    else:
+        module, names = own.__globals__, names_of(original)
+        functions = {name: module[name] for name in names & WAYS.keys()}
+        values = {name: WAYS[name](f) for name, f in functions.items() if _is_fallback(f)}
+        forward = _with_globals(own, values)
+        if values.keys() == WAYS.keys():
+            vars(forward)["keeps_apart"] = lambda *call: not _is_left(call, {})
+    return decorated_again(original.forward, forward)
+
+
+def _with_globals(function: Any, values: dict[str, Any]) -> Any:
+    other, look_up = with_other_globals(function, values)
+
+    @functools.wraps(function)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        if is_compiled_here():  # Dynamo guards the globals that it has found
+            return other(*arguments, **options)
+        if _is_left(arguments, options):
+            return function(*arguments, **options)
+        look_up()
+        return other(*arguments, **options)
+
+    vars(forward)["look_up"] = look_up
+    return forward
+
+
+def _with_attributes(function: Any) -> Any:
+    @functools.wraps(function)
+    def forward(layer: Any, *arguments: Any, **options: Any) -> Any:
+        if is_compiled_here() or _is_left((layer, *arguments), options):
+            return function(layer, *arguments, **options)
+        return function(_with_kernels(layer), *arguments, **options)
+
+    vars(forward)["look_up"] = lambda: None
+    return forward
+
+
+def _with_kernels(layer: Any) -> Any:
+    """Return an object with all of a layer's attributes but for its functions."""
+    other, attributes = object.__new__(type(layer)), dict(vars(layer))
+    if _is_fallback(attributes[RULE_ATTRIBUTE]):
+        attributes[RULE_ATTRIBUTE] = _rule_or_own(attributes[RULE_ATTRIBUTE])
+    conv = layer.conv1d
+    is_plain = type(conv) is nn.Conv1d and not has_hooks(conv) and layer.activation in ACTIVATIONS
+    if attributes.get(CONV) is None and is_plain:
+        attributes[CONV] = _conv
+    vars(other).update(attributes)
+    return other
+
+
+def _is_left(arguments: tuple, options: dict[str, Any]) -> bool:
+    """Return whether a call runs the layer's own code: where it has a cache too, whose states its
+    functions know.
+    """
+    layer, *others = arguments
+    if len(others) > 1 or any(options.get(name) is not None for name in CACHES):
+        return True
+    x = others[0] if others else options.get("hidden_states")
+    return is_left_to_model(layer, x) or needs_own_code(x)
+
+
+def _rule_or_own(own: Any) -> Callable[..., Any]:
+    """Return a function that calls the kernels if they serve the arguments, else ``own``."""
+
+    @functools.wraps(own)
+    def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any):
+        tensors, cu_seqlens = (query, key, value, g, beta), options.get("cu_seqlens")
+        has_states = options.get("initial_state") is not None or options.get("output_final_state")
+        is_known = cu_seqlens is None or len(query) == 1
+        if has_states or not is_known or needs_own_code(*tensors):
+            return own(query, key, value, g=g, beta=beta, **options)
+        ids = options.get("seq_idx")
+        if cu_seqlens is not None:
+            place = torch.arange(query.shape[1], device=query.device)
+            ids = torch.searchsorted(cu_seqlens.to(place.dtype), place, right=True)[None]
+        normalize = options.get("use_qk_l2norm_in_kernel", False)
+        return gated_delta_rule(*tensors, normalize=normalize, sequence_ids=ids), None
+
+    return rule
+
+
+def _conv_or_own(own: Any) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def conv(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if activation not in ACTIVATIONS or needs_own_code(hidden_states, weight, bias):
+            return own(hidden_states, weight, bias, activation, **options)
+        return _conv(hidden_states, weight, bias, activation, options.get("seq_idx"))
+
+    return conv
+
+
+def _conv(
+    x: Tensor,  # (B, C, T)
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+) -> Tensor:
+    options = {"activation": activation, "sequence_ids": seq_idx}
+    return causal_conv(x.transpose(1, 2), weight, bias, **options).transpose(1, 2)
+
+
+def _agree(functions: dict[str, Any]) -> bool:
+    """Return whether a layer's functions compute what the kernels do, on a small input."""
+    shape = 1, PROBED_TOKENS, PROBED_HEADS
+
+    def results(functions: dict[str, Any]) -> list[Tensor]:
+        count = torch.arange(PROBED_TOKENS * PROBED_HEADS * PROBED_SIZE, dtype=torch.float32)
+        q, k, v = ((count * step).sin().view(*shape, -1) for step in (0.7, 1.1, 1.3))
+        g, beta = -v[..., 0].abs(), k[..., 1].sigmoid()
+        found = [functions[RULE](q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]]
+        if CONV in functions:
+            found.append(functions[CONV](q.flatten(2).mT, k[0].flatten(1).mT, None, "silu"))
+        return found
+
+    ours = {name: WAYS[name](function) for name, function in functions.items()}
+    return results_match(lambda: results(functions), lambda: results(ours))
+
+
+WAYS = {RULE: _rule_or_own, CONV: _conv_or_own}

@@ -1,0 +1,191 @@
+"""Gated delta nets on kernels: a model's step is eager's, a cache and libraries keep the layer's
+own functions, and rows of several sequences are right.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import delta_cases
+import pytest
+import torch
+import transformers
+from exactness import assert_no_worse
+from layer_checks import check
+from tiny_models import ROWS, tiny_batch, tiny_model
+from torch import Tensor
+from training_step import joined, patched, step, widened
+from transformers import PreTrainedModel
+
+from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch.layers import delta_net
+from liger_patch.layers.replace import count_layers
+
+MODELS = sorted(ROWS.keys() & {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"})
+HAS_GLOBALS = "qwen3_5_text" in ROWS  # Transformers 5.0 has attributes of the layer
+NO_CACHE = {"use_cache": False}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that ran, but for the probes'."""
+    monkeypatch.setattr(delta_net, "_agree", lambda functions: True)
+    names: list[str] = []
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        own = getattr(delta_net, name)
+        return lambda *args, **options: names.append(name) or own(*args, **options)
+
+    for name in ("gated_delta_rule", "causal_conv"):
+        monkeypatch.setattr(delta_net, name, counted(name))
+    return names
+
+
+def layers_of(model: PreTrainedModel) -> list[Any]:
+    return [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_step_is_no_worse_than_eagers(
+    model_type: str, checkpoints: bool, calls: list[str]
+) -> None:
+    model = tiny_model(ROWS[model_type])
+    batch = tiny_batch(model, length=70)
+    wide = widened(model)
+    truth, eager = step(wide, batch, **NO_CACHE), step(model, batch, **NO_CACHE)
+    assert not calls
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    number = len(layers_of(model))
+    with patched(model, layers=["delta_net"]):
+        assert count_layers(model)["delta_net"] == number > 0
+        assert f"{number} delta_net" in str(patch_status(model))
+        ours = step(model, batch, **NO_CACHE)
+    assert calls == ["causal_conv", "gated_delta_rule"] * number * (1 + checkpoints)
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_cache_keeps_the_layers_own_functions(model_type: str, calls: list[str]) -> None:
+    model = tiny_model(ROWS[model_type]).eval()
+    ids = tiny_batch(model)["input_ids"]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **how)
+    apply_patch(model, layers=["delta_net"])
+    assert torch.equal(model.generate(ids, **how), expected)
+    assert not calls
+    model(input_ids=ids, **NO_CACHE)
+    assert calls
+    revert_patch(model)
+    calls.clear()
+    model(input_ids=ids, **NO_CACHE)
+    assert not calls
+    assert not any(count_layers(model).values())
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_copy_runs_with_weights_of_its_own(model_type: str, calls: list[str]) -> None:
+    model = apply_patch(tiny_model(ROWS[model_type]), layers=["delta_net"])
+    layer = layers_of(model)[0]
+    other, x = copy.deepcopy(layer), torch.randn(1, 5, layer.hidden_size)
+    with torch.no_grad():
+        other.out_proj.weight.mul_(2.0) if hasattr(other, "out_proj") else other.o_proj.weight.mul_(
+            2.0
+        )
+        torch.testing.assert_close(other(x), 2.0 * layer(x))
+    assert len(calls) == 4
+
+
+@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 passes nothing of sequences on")
+@pytest.mark.parametrize("names", [["seq_idx", "cu_seq_lens_q"], ["seq_idx"]])
+def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> None:
+    model = apply_patch(tiny_model(ROWS["qwen3_5_text"]).double(), layers=["delta_net"])
+    layer = layers_of(model)[0]
+    lengths = [70, 1, 3, 30]
+    packing = {
+        "seq_idx": torch.arange(4).repeat_interleave(torch.tensor(lengths))[None].int(),
+        "cu_seq_lens_q": torch.tensor([0, 70, 71, 74, 104], dtype=torch.int32),
+    }
+    x = torch.randn(1, sum(lengths), layer.hidden_size, dtype=torch.float64)
+    packed = layer(x, **{name: packing[name] for name in names})
+    torch.testing.assert_close(packed, torch.cat([layer(p) for p in x.split(lengths, 1)], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_rule_is_no_worse_than_transformers(dtype: torch.dtype) -> None:
+    modeling = transformers.models.qwen3_next.modeling_qwen3_next
+    own = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+    ours = delta_net._rule_or_own(own)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        if v.dtype == torch.float64:
+            return delta_cases.eager(q, k, v, g, beta)
+        return own(q, k, v, g=g, beta=beta)[0]
+
+    inputs = {n: x.to(dtype) for n, x in delta_cases.inputs(70, heads=4, groups=1).items()}
+    check(lambda q, k, v, g, beta: ours(q, k, v, g=g, beta=beta)[0], eager, inputs)
+
+
+def test_a_state_is_left_to_transformers(calls: list[str]) -> None:
+    modeling = transformers.models.qwen3_next.modeling_qwen3_next
+    own = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+    ours = delta_net._rule_or_own(own)
+    q, k, v, g, beta = delta_cases.inputs(5, heads=4, groups=1).values()
+    o, state = ours(q, k, v, g=g, beta=beta, output_final_state=True)
+    expected, final = own(q, k, v, g=g, beta=beta, output_final_state=True)
+    assert torch.equal(o, expected)
+    assert torch.equal(state, final)
+    ours(q, k, v, g=g, beta=beta, initial_state=final)
+    assert not calls
+
+
+@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 has attributes of the layer")
+def test_functions_of_libraries_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    own, called = modeling.torch_chunk_gated_delta_rule, []
+
+    def implementation(*args: Any, **options: Any) -> Any:
+        called.append(1)
+        return own(*args, **options)
+
+    monkeypatch.setattr(implementation, "__module__", "fla.ops", raising=True)
+    own_globals = {**own.__globals__, "__name__": modeling.__name__}
+    source = (
+        "def decorated(implementation):\n"
+        "    def rule(*args, **options): return implementation(*args, **options)\n"
+        "    return rule"
+    )
+    exec(source, own_globals)
+    monkeypatch.setattr(modeling, own.__name__, own_globals["decorated"](implementation))
+    model = tiny_model(ROWS["qwen3_5_text"])
+    with pytest.raises(ValueError, match="has no delta_net layer"):
+        apply_patch(model, layers=["delta_net"])
+    apply_patch(model)
+    assert count_layers(model)["delta_net"] == 0
+    number = len(layers_of(model))
+    assert f"{number} delta_net on fla's kernels" in str(patch_status(model))
+    model(**tiny_batch(model))
+    assert len(called) == number
+
+
+@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 has attributes of the layer")
+def test_a_function_that_is_replaced_after_the_patch_runs(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    model = apply_patch(tiny_model(ROWS["qwen3_5_text"]), layers=["delta_net"])
+    own, called = modeling.torch_chunk_gated_delta_rule, []
+    monkeypatch.setattr(
+        modeling, own.__name__, lambda *args, **options: called.append(1) or own(*args, **options)
+    )
+    model(**tiny_batch(model), **NO_CACHE)
+    assert set(calls) == {"causal_conv"}
+    assert called
