@@ -18,6 +18,8 @@ some times the size of v. Products are float32 (float64 for float64); in 16 bits
 operands of 16 bits, but for T.
 """
 
+import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,9 @@ from liger_patch.kernels.rms_norm import run_rms_norm
 
 CHUNK = 64  # tokens: the tensor cores' tiles, and a T that needs few steps
 TRITON_DIMS = 16, 32, 64, 128  # features of a head: powers of two, of the tensor cores' sizes
+# those of q and v on a GPU: of 16 and 32, Triton 3.6 reads foreign memory on an H100
+GPU_DIMS = 64, 128
+LARGEST_ERROR = 0.1  # of the largest number, where products have operands of 16 bits
 L2_EPS = 1e-6  # of Transformers' and fla's l2norm
 
 
@@ -103,7 +108,53 @@ def _serves_triton(*tensors: Tensor) -> bool:
     served = (torch.float16, torch.bfloat16) if first.is_cuda else (torch.float16,)
     if first.dtype not in served or not serves_triton(*tensors):
         return False
-    return all(x.dtype == first.dtype and x.shape[-1] in TRITON_DIMS for x in tensors)
+    dims = {x.shape[-1] for x in tensors}
+    if not all(x.dtype == first.dtype for x in tensors) or not dims <= {*TRITON_DIMS}:
+        return False
+    if not first.is_cuda:
+        return True
+    return dims <= {*GPU_DIMS} and len(dims) == 1 and is_right(first.device, first.dtype, *dims)
+
+
+def triton_version() -> str:
+    """Return the version of Triton, for messages."""
+    import triton
+
+    return triton.__version__
+
+
+@functools.cache
+def is_right(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Return whether Triton's kernels, as they are compiled for a device, compute what PyTorch's
+    operations do of a few random tokens: results and gradients, of one sequence and of two. Triton
+    3.6 has compiled such loops wrongly. Warn where they do not.
+    """
+    made = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made, device=device)
+
+    tokens = 2 * CHUNK + 7
+    shape = 1, tokens, 2
+    q, k, v, do = (numbers(*shape, dim).to(dtype) for _ in range(4))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g, beta = -numbers(*shape).abs(), numbers(*shape).sigmoid()
+    halves = torch.arange(tokens, device=device)[None] // CHUNK
+    with torch.no_grad():
+        for ids in (None, halves):
+            others = g, beta, ids, dim**-0.5
+            ours = [_on_triton(q, k, v, *others), *_backward_on_triton(do, q, k, v, *others)]
+            wide = q.float(), k.float(), v.float(), *others
+            truth = [_with_pytorch(*wide), *_backward_with_pytorch(do.float(), *wide)]
+            for our, true in zip(ours, truth, strict=True):
+                if not (our - true).abs().max() < LARGEST_ERROR * true.abs().max():
+                    warnings.warn(
+                        f"liger_patch: Triton {triton_version()} computes the gated delta rule "
+                        f"wrongly on {device}: PyTorch's operations run in the kernels' place",
+                        stacklevel=2,
+                    )
+                    return False
+    return True
 
 
 def _in_chunks(
@@ -173,21 +224,36 @@ def _gated_delta_rule(
     sequence_ids: Tensor | None,
     scale: float,
 ) -> Tensor:
-    results = _delta_rule_results(q, k, v, g, beta, sequence_ids, scale)
     if not v.numel():
-        return results
-    if _serves_triton(q, k, v):
-        from liger_patch.kernels.triton import delta_rule as delta_rule_triton
+        return _delta_rule_results(q, k, v, g, beta, sequence_ids, scale)
+    compute = _on_triton if _serves_triton(q, k, v) else _with_pytorch
+    return compute(q, k, v, g, beta, sequence_ids, scale)
 
-        total, beta, ids = _in_chunks(g, beta, sequence_ids)
-        rows = _rows(q), _rows(k), _rows(v)
-        delta_rule_triton.gated_delta_rule(*rows, total, beta, ids, scale, results)
-        return results
+
+def _on_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None, scale: float
+) -> Tensor:
+    from liger_patch.kernels.triton import delta_rule as delta_rule_triton
+
+    results = _delta_rule_results(q, k, v, g, beta, ids, scale)
+    total, beta, ids = _in_chunks(g, beta, ids)
+    rows = _rows(q), _rows(k), _rows(v)
+    delta_rule_triton.gated_delta_rule(*rows, total, beta, ids, scale, results)
+    return results
+
+
+def _with_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None, scale: float
+) -> Tensor:
+    results = _delta_rule_results(q, k, v, g, beta, ids, scale)
     with without_autocast(q.device.type):
-        chunks = _chunks(q, k, v, g, beta, sequence_ids)
+        chunks = _chunks(q, k, v, g, beta, ids)
         states, new, _ = _states(chunks)
         o = (chunks.start * chunks.q) @ states + (chunks.q @ chunks.k.mT * chunks.decay) @ new
     return results.copy_(_tokens(o.mul_(scale), results))
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _delta_rule_backward_results(
@@ -215,28 +281,36 @@ def _gated_delta_rule_backward(
     sequence_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results = _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale)
     if not v.numel():
-        return results
-    if _serves_triton(q, k, v, do):
-        from liger_patch.kernels.triton import delta_rule_backward as delta_rule_triton
+        return _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale)
+    compute = _backward_on_triton if _serves_triton(q, k, v, do) else _backward_with_pytorch
+    return compute(do, q, k, v, g, beta, sequence_ids, scale)
 
-        total, of_chunks, ids = _in_chunks(g, beta, sequence_ids)
-        per_head = (*v.shape[:3], q.shape[-1])  # of q and k, whose groups are added up
-        dq, dk = q.new_empty(per_head), k.new_empty(per_head)
-        dg, dbeta = torch.empty_like(total), torch.empty_like(total)
-        delta_rule_triton.gated_delta_rule_backward(
-            *(_rows(do), _rows(q), _rows(k), _rows(v), total, of_chunks, ids, scale),
-            *(dq, dk, results[2], dg, dbeta),
-        )
-        for result, each in zip(results[:2], (dq, dk), strict=True):
-            torch.sum(each.unflatten(2, (q.shape[2], -1)), 3, out=result)
-        for result, each in zip(results[3:], (dg, dbeta), strict=True):
-            result.copy_(each.flatten(2)[..., : v.shape[1]].transpose(1, 2))
-        return results
+
+def _backward_on_triton(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Gradients:
+    from liger_patch.kernels.triton import delta_rule_backward as delta_rule_triton
+
+    results = _delta_rule_backward_results(do, q, k, v, *others)
+    total, beta, ids = _in_chunks(*others[:3])
+    per_head = (*v.shape[:3], q.shape[-1])  # of q and k, whose groups are added up
+    dq, dk = q.new_empty(per_head), k.new_empty(per_head)
+    dg, dbeta = torch.empty_like(total), torch.empty_like(total)
+    delta_rule_triton.gated_delta_rule_backward(
+        *(_rows(do), _rows(q), _rows(k), _rows(v), total, beta, ids, others[3]),
+        *(dq, dk, results[2], dg, dbeta),
+    )
+    for result, each in zip(results[:2], (dq, dk), strict=True):
+        torch.sum(each.unflatten(2, (q.shape[2], -1)), 3, out=result)
+    for result, each in zip(results[3:], (dg, dbeta), strict=True):
+        result.copy_(each.flatten(2)[..., : v.shape[1]].transpose(1, 2))
+    return results
+
+
+def _backward_with_pytorch(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Gradients:
+    results = _delta_rule_backward_results(do, q, k, v, *others)
     with without_autocast(q.device.type):
-        chunks = _chunks(q, k, v, g, beta, sequence_ids)
-        gradients = _chunk_gradients(chunks, _heads(do, chunks.v.dtype) * scale)
+        chunks = _chunks(q, k, v, *others[:3])
+        gradients = _chunk_gradients(chunks, _heads(do, chunks.v.dtype) * others[3])
     for result, gradient in zip(results, gradients, strict=True):
         result.copy_(_tokens(gradient, result))
     return results

@@ -15,6 +15,7 @@ from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from liger_patch.kernels import delta_rule
 from liger_patch.kernels.delta_rule import CHUNK, L2_EPS, gated_delta_rule
 
 TOKENS = {"one": 1, "less than a chunk": 37, "a chunk": CHUNK, "three chunks": 2 * CHUNK + 5}
@@ -154,6 +155,35 @@ def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
     assert memory == {t.untyped_storage().data_ptr() for t in (both, g, beta)}
 
 
+@pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.interpreter
+def test_triton_is_found_right(dim):
+    assert delta_rule.is_right.__wrapped__(torch.device("cpu"), torch.float16, dim)
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "_on_triton", "_backward_on_triton", "nan"])
+def test_triton_that_is_wrong_is_found_out(wrong, monkeypatch, recwarn):
+    """PyTorch's operations stand for Triton's kernels."""
+    monkeypatch.setattr(delta_rule, "_on_triton", delta_rule._with_pytorch)
+    monkeypatch.setattr(delta_rule, "_backward_on_triton", delta_rule._backward_with_pytorch)
+    if wrong == "nan":
+        monkeypatch.setattr(delta_rule, "_on_triton", lambda q, k, v, *_: v * torch.nan)
+    elif wrong != "nothing":
+        own = getattr(delta_rule, wrong)
+
+        def compute(*arguments):
+            found = own(*arguments)
+            (found if wrong == "_on_triton" else found[1])[0, 70] = 0.0
+            return found
+
+        monkeypatch.setattr(delta_rule, wrong, compute)
+    pytest.importorskip("triton")
+    is_right = delta_rule.is_right.__wrapped__(torch.device("cpu"), torch.float16, 16)
+    assert is_right == (wrong == "nothing")
+    messages = [str(each.message) for each in recwarn.list]
+    assert [m.startswith("liger_patch: Triton") for m in messages] == [True] * (not is_right)
+
+
 X, V, G = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 4)
 WRONG = {
     "q": ((X.int(), X, V, G, G), {}, "q must be floating point .* got torch.int32"),
@@ -191,6 +221,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_of_a_real_model(dtype):
-    """Of Qwen3.5-4B, but for their number."""
+    """Of Qwen3.5-4B, but for their number. Triton's kernels serve them."""
+    assert delta_rule.is_right(torch.device("cuda", torch.cuda.current_device()), dtype, 128)
     inputs = delta_cases.inputs(1000, batch=1, heads=2, groups=2, dims=(128, 128))
     check(gated_delta_rule, delta_cases.eager, cast(inputs, torch.device("cuda"), dtype))

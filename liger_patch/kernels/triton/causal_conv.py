@@ -133,7 +133,9 @@ def _causal_conv_backward_kernel(
     if ids_ptr is not None:
         ids_ptr += batch * tokens
     zeros = tl.zeros((BLOCK_C,), tl.float32)
-    dp1, dp2, dp3 = zeros, zeros, zeros
+    dp1 = tl.zeros((BLOCK_C,), tl.float32)
+    # not the same value: Triton 3.6 takes variables of a loop that begin alike for one another
+    dp2, dp3 = dp1 + 0.0, dp1 * 1.0
     sum0, sum1, sum2, sum3, sum_dp = zeros, zeros, zeros, zeros, zeros
     is_float32: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     next_dy = _row(dy_ptr, dy_stride, first, tokens, channel, is_channel)
