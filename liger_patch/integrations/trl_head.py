@@ -32,7 +32,7 @@ from liger_patch.patch.forward import (
     patched_class,
     record_of,
 )
-from liger_patch.patch.labels import LOSS_WEIGHTS, used_tokens
+from liger_patch.patch.labels import LOSS_WEIGHTS, has_other_layers, used_tokens
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 
@@ -211,7 +211,7 @@ class LogProbsCall:
                 return None
             targets = _targets(own)
             used = functools.partial(used_tokens, model, record, targets, IGNORE_INDEX, kwargs)
-            with UsedTokens(used):
+            with UsedTokens(used, sees_before=has_other_layers(model)):
                 outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
         labels = targets.to(logits.device)

@@ -68,13 +68,17 @@ class UsedTokens:
     Args:
         find: returns (B, T) bool, True for those tokens; None for all. It is called once, where the
             first mask is read.
+        sees_before: whether layers that are not attention let a token use those before it that its
+            mask does not show.
 
     Attributes:
         without_padding: whether a mask with padding was left out in the call.
     """
 
-    def __init__(self, find: Callable[[], Tensor | None] | None = None) -> None:
-        self._find, self._used = find, None
+    def __init__(
+        self, find: Callable[[], Tensor | None] | None = None, *, sees_before: bool = False
+    ) -> None:
+        self._find, self._used, self._sees_before = find, None, sees_before
         self.without_padding = False
 
     def __enter__(self) -> UsedTokens:
@@ -87,7 +91,18 @@ class UsedTokens:
         self._find = self._before = None  # holds the arguments of the call
 
     def of_mask(self, rows: int, mask: Tensor) -> Tensor | None:
-        """Return (rows, T) bool for a mask (..., T); None for all tokens."""
+        """Return (rows, T) bool for a mask (..., T) that is left out: the tokens that results of
+        the call depend on then. None for all tokens.
+        """
+        used = self.of_batch(rows, mask)
+        if used is None or not self._sees_before:
+            return used
+        return used.flip(-1).cummax(-1).values.flip(-1)
+
+    def of_batch(self, rows: int, mask: Tensor) -> Tensor | None:
+        """Return (rows, T) bool for a mask (..., T), True for the tokens whose results the call
+        uses; None for all.
+        """
         if self._find is not None:
             self._used, self._find = self._find(), None
         if self._used is None or tuple(self._used.shape) != (rows, mask.shape[-1]):

@@ -42,6 +42,7 @@ WITHOUT_KEYWORDS = {  # classes to which Transformers 5.24 hands none
     "Mamba2Mixer",
     "MambaMixer",
 }
+WITHOUT_POSITIONS = {"granitemoehybrid"}  # masks of attention that Transformers 5.24 makes so
 # methods of a cache by which layers keep what they carry to the next call
 WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 UNPACKED, BY_KERNELS = "own code over unpacked sequences", "kernels that keep sequences apart"

@@ -3,7 +3,8 @@
 Where a call of a patched model uses no result of its padding (see ``UsedTokens``), the backbone's
 own code gets the real tokens of all rows in one row, with the positions that they had, and no mask:
 Transformers' packed form. Its last hidden states go back to their places, with zeros between them.
-So the head, the loss and whoever reads the logits see the batch as it was given.
+So the head, the loss and whoever reads the logits see the batch as it was given. Recurrent layers
+get the sequences of the row, see ``recurrent``.
 
 B: rows, T: tokens of a row, N: real tokens, H: hidden size. Extra memory: (B, T, H).
 """
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.segments import may_serve_flash_attention
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.deferred_mask import NEED_MASKS
 from liger_patch.layers.masked_attention import UsedTokens
+from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carrying_layers, packed_rows
 
 LEAST_PADDING = 1 / 16  # of a batch: leaving out less saves less than gathering rows takes
-PACKED = ("sdpa", "flash_attention_2", "flash_attention_3")  # they compute no (N, N) products
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # of distances between tokens, not places
+IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
 GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
 LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed."  # whose hooks take any shape
@@ -52,17 +54,25 @@ def without_padding(
     if mask.dim() != 2 or mask.shape != ids.shape or not _takes_one_row(backbone, options, ids):
         return None
     places = _places(mask, used)
-    if places is None or _has_own_hooks(backbone):
+    if places is None or carrying_layers(backbone) or _has_own_hooks(backbone):
         return None
-    used.without_padding = True
+    recurrent = [each for each in backbone.modules() if "recurrent" in layers_of(each)]
+    if backbone._is_stateful and not recurrent:
+        return None
     rows, tokens = ids.shape
-    row = {
+    row: dict[str, Any] = {
         "input_ids": ids.flatten()[places][None],
         "attention_mask": None,
         "position_ids": (places % tokens)[None],
         "use_cache": False,  # with a cache, Transformers looks for no restarts
     }
+    if recurrent:
+        starts = (places // tokens).diff(prepend=places.new_full((1,), -1)) > 0
+        row[PACKED] = packed_rows(starts[None], torch.ones_like(starts)[None])
     outputs = function(backbone, **{**options, **row})
+    if recurrent and row[PACKED].reached < len(recurrent):  # their state went on
+        return None
+    used.without_padding = True
     (hidden,) = outputs.last_hidden_state
     padded = hidden.new_zeros(rows * tokens, hidden.shape[-1]).index_copy(0, places, hidden)
     outputs.last_hidden_state = padded.view(rows, tokens, -1)
@@ -74,7 +84,7 @@ def _places(mask: Tensor, used: UsedTokens) -> Tensor | None:
     padding is used, where a row has padding between its tokens, and where there is little padding.
     The host waits for these numbers.
     """
-    tokens_used = used.of_mask(len(mask), mask)
+    tokens_used = used.of_batch(len(mask), mask)
     if tokens_used is None or not mask.numel():
         return None
     real = mask.bool()
@@ -94,9 +104,11 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     if given - GIVEN or options.get("return_dict") is False:
         return False
     config = backbone.config
-    if backbone._is_stateful or not {*(getattr(config, "layer_types", None) or ())} <= LAYER_TYPES:
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return False
-    if config._attn_implementation not in PACKED or not _has_relative_positions(backbone):
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        return False
+    if config.model_type in WITHOUT_POSITIONS or not _has_relative_positions(backbone):
         return False
     if any(getattr(config, name, None) for name in NEED_MASKS):
         return False

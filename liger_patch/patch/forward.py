@@ -43,6 +43,7 @@ from liger_patch.patch.labels import (
     ExpectedLabels,
     LabelWeights,
     expected_labels,
+    has_other_layers,
     take_weights,
     used_tokens,
 )
@@ -289,7 +290,8 @@ def _deferred_forward(
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             if not traced:
                 used = UsedTokens(
-                    functools.partial(_used_by_loss, model, record, forward_pass.expected, named)
+                    functools.partial(_used_by_loss, model, record, forward_pass.expected, named),
+                    sees_before=has_other_layers(model),
                 )
                 stack.enter_context(used)
                 forward_pass.used = used if torch.is_grad_enabled() else None

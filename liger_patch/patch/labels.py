@@ -165,9 +165,6 @@ def used_tokens(
     is the caller's own, who may give it to other calls; on several devices, to each of which the
     mask is copied; and in architectures that are not tested.
 
-    Layers that are not attention see earlier tokens that the mask does not show, as state-space
-    layers do: there, all tokens up to the last that predicts a label are used.
-
     Args:
         targets: (B, T) the label that each token predicts.
         named: the arguments of the call, by their names.
@@ -182,8 +179,7 @@ def used_tokens(
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if uses_others or has_own_mask or len(devices) > 1 or not record.tested:
         return None
-    used = targets != ignore_index
-    return used.flip(-1).cummax(-1).values.flip(-1) if has_other_layers(model) else used
+    return targets != ignore_index
 
 
 def has_other_layers(model: PreTrainedModel) -> bool:

@@ -18,6 +18,7 @@ from liger_patch.kernels.graphs import is_traced
 from liger_patch.layers.recurrent import (
     CACHES,
     PACKED,
+    WITHOUT_POSITIONS,
     PackedRows,
     carrying_layers,
     packed_rows,
@@ -28,7 +29,6 @@ from liger_patch.patch.packing import restarts, sequence_starts, why_sequences_a
 from liger_patch.patch.settings import PatchRecord
 
 LOOKS = 4  # at training calls with position ids: at each, the host waits for the device
-WITHOUT_POSITIONS = {"granitemoehybrid"}  # masks of attention that Transformers 5.24 makes so
 SAY_WHERE = "seq_idx", "cu_seq_lens_q"  # arguments for kernels: others raise where they get them
 
 

@@ -16,6 +16,7 @@ from attention_models import (
     assert_right,
     make_model,
 )
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import step, widened
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
@@ -23,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from liger_patch import apply_patch, revert_patch
 from liger_patch.layers import unpadded
+from liger_patch.layers.replace import count_layers
 
 pytestmark = WARNINGS
 LENGTHS = [(0, 9), (3, 31), (0, 40), (39, 40), (20, 20)]  # of a row: from, to; the last has none
@@ -95,6 +97,24 @@ def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
     gate.forward = lambda x: (tokens.append(len(x)), forward(x))[1]
     assert_right(step(model, batch), own, truth)
     assert tokens == [9 + 28 + 40 + 1]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "bamba"])
+def test_recurrent_layers_get_the_sequences_of_the_row(model_type: str, calls: Calls) -> None:
+    """Padding on the left is left out too."""
+    model = widened(tiny_model(ROWS[model_type]))
+    model.config.use_cache = False
+    tokens = tiny_batch(model)["input_ids"].shape[1]
+    batch = make_batch([(0, 3), (2, tokens), (1, tokens - 2)], tokens)
+    batch["input_ids"] = batch["input_ids"] % 50
+    batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 50)
+    own = step(model, batch)
+    apply_patch(model)
+    if not count_layers(model)["recurrent"]:
+        pytest.skip("its layers take no keywords in this version of Transformers")
+    shapes = rows_of(model)
+    torch.testing.assert_close(step(model, batch), own)
+    assert {*shapes} == {(1, 3 + 2 * tokens - 5)}
 
 
 def _hole(model: Any, batch: dict[str, Any]) -> None:
