@@ -3,6 +3,7 @@
 from liger_patch.apply import apply_patch, revert_patch
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
 from liger_patch.layers.quantized_experts import quantize_experts
@@ -15,6 +16,7 @@ __all__ = [
     "apply_patch",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_log_probs",
     "patch_status",
     "quantize_experts",

@@ -3,9 +3,11 @@ plain PyTorch, for any floating dtype, differentiated by autograd.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits, the (T, T)
 mask of an attention, or a state for each token, and is meant for nothing else. The formulas are in
-``options``, ``head/row_sums``, ``segments`` and ``delta_rule``; softcap as in Gemma 2
-(arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
+``options``, ``head/row_sums``, ``head/divergences``, ``segments`` and ``delta_rule``; softcap as in
+Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -136,6 +138,57 @@ def linear_log_probs(
         logit_scale=logit_scale,
         temperature=temperature,
     )
+
+
+def distillation(
+    student: Tensor,  # (N, V) logits
+    teacher: Tensor,  # (N, V) logits
+    labels: Tensor | None = None,  # (N,)
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    token_weight: Tensor | None = None,  # (N,)
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """Compute the loss of ``linear_distillation`` of ready-made logits, in their dtype."""
+    common = min(student.shape[1], teacher.shape[1])
+    z = scaled_and_capped(student[:, :common], logit_scale, softcap)
+    teacher_z = scaled_and_capped(teacher[:, :common], teacher_logit_scale, teacher_softcap)
+    s = torch.log_softmax(z / temperature, -1)
+    t = torch.log_softmax(teacher_z.detach() / temperature, -1)
+    of_limits = {0: "forward_kl", 1: "reverse_kl"}
+    form = of_limits.get(beta, "jsd") if divergence == "jsd" else divergence  # pyright: ignore
+    if form == "forward_kl":
+        terms = t.exp() * (t - s)
+    elif form == "reverse_kl":
+        terms = s.exp() * (s - t)
+    elif form == "jsd":
+        m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+        terms = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
+    else:
+        terms = (t.exp() - s.exp()).abs() / 2
+    losses = terms.sum(-1)
+    weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
+    if labels is not None:
+        supervised = labels != ignore_index
+        weights = weights * supervised
+        label_log_p = torch.log_softmax(z, -1).gather(-1, (labels * supervised).long()[:, None])
+        losses = losses - ce_weight * label_log_p[:, 0]
+    if reduction == "sum":
+        return (losses * weights).sum()
+    denominator, in_place_of_0 = weights.sum(), torch.inf
+    if num_items_in_batch is not None:
+        denominator = torch.as_tensor(num_items_in_batch, dtype=losses.dtype, device=losses.device)
+        in_place_of_0 = 1.0
+    return (losses * weights).sum() / denominator.masked_fill(denominator == 0, in_place_of_0)
 
 
 def segment_mask(

@@ -43,6 +43,32 @@ def cross_entropy(target: GPUTarget) -> Cases:
         yield name, _row_arguments(dtype, softcap, 0, block_v) | given, warps
 
 
+def divergence(target: GPUTarget) -> Cases:
+    from liger_patch.kernels.head.divergences import DIVERGENCES
+    from liger_patch.kernels.triton.distillation import MAX_BLOCK_V, block_and_warps
+
+    # student's and teacher's softcap, cross entropy, gradient
+    flags = ((1, 1, 1, 1), (0, 0, 0, 1), (1, 0, 1, 0), (0, 1, 0, 0))
+    kinds = range(len(DIVERGENCES))
+    dtypes = [(DTYPES[i % 3], DTYPES[i // 2 % 3]) for i in kinds]  # of student and teacher
+    everything = itertools.product(itertools.product(DTYPES, DTYPES), flags[:2], kinds)
+    rotated = ((dtypes[i], flags[(i + j) % 4], i) for i in kinds for j in range(4))
+    for pair, each, kind in sorted({*everything, *rotated} if target == FULL else {*rotated}):
+        softcap, teacher_softcap, has_labels, gradient = each
+        block_v, warps = block_and_warps(MAX_BLOCK_V, target.warp_size)
+        student, teacher = pair
+        given = arguments("*i64", "labels_ptr", if_=has_labels)
+        given |= arguments("*fp32", "row_scale_ptr", if_=gradient) | {"loss_ptr": "*fp32"}
+        given |= arguments("fp32", "softcap", if_=softcap)
+        given |= arguments("fp32", "teacher_softcap", if_=teacher_softcap)
+        given |= arguments("fp32", "logit_scale teacher_logit_scale sharpness beta ce_weight")
+        given |= arguments("i32", "student_stride teacher_stride vocab_size")
+        given |= {"student_ptr": student, "teacher_ptr": teacher}
+        given |= {"DIVERGENCE": kind, "BLOCK_V": block_v}
+        name = f"{DIVERGENCES[kind]}-{student[1:]}-{teacher[1:]}-" + "".join(map(str, each))
+        yield name, given, warps
+
+
 def row_odds(target: GPUTarget) -> Cases:
     from liger_patch.kernels.triton import row_odds as kernels
 

@@ -82,6 +82,7 @@ KERNELS = {
     "_causal_conv_kernel": delta.causal_conv,
     "_chunk_gradients_kernel": delta.chunk_gradients,
     "_cross_entropy_kernel": loss.cross_entropy,
+    "_divergence_kernel": loss.divergence,
     "_dropped_gradients_kernel": lora.dropped_gradients,
     "_dropped_product_kernel": lora.dropped_product,
     "_experts_gated_backward_kernel": experts.gated_backward,

@@ -184,11 +184,9 @@ def run_chunks(
             then those of these three, and no losses are computed.
     """
     labels, weight, vocab_size = config.labels, inputs.weight, inputs.weight.shape[0]
-    alignment = ALIGNED_V if serves_triton_device(labels.labels) else 1
-    row_elements = _aligned(vocab_size, alignment)  # from one row of logits to the next
     # every rank makes the same chunks, by the largest shard
     largest = vocab_size if config.shard is None else config.shard.largest
-    row_bytes = _aligned(largest, alignment) * config.dtype.itemsize
+    row_bytes = row_elements(largest, labels.labels) * config.dtype.itemsize
     has_gradients = any(wanted)
     scale = row_scale if has_gradients else None
     with without_autocast(inputs.hidden_states.device.type):
@@ -198,11 +196,7 @@ def run_chunks(
         def logits_memory(tokens: int) -> Tensor | None:
             if form.counts_on_device and not has_gradients:
                 return None
-            rows = operands.hidden_states.new_empty(tokens, row_elements)
-            if rows.device.type == "cpu":
-                # oneDNN reads between the rows in bf16 with AMX: 0 * NaN is NaN (oneDNN#5717)
-                rows[:, vocab_size:].zero_()
-            return rows[:, :vocab_size]
+            return empty_logits(operands.hidden_states, tokens, vocab_size)
 
         memory = early = None
         first = 0
@@ -218,7 +212,7 @@ def run_chunks(
         if first:
             bounds, sum_dtype = chunks_of(first, n), weight.dtype
         else:
-            bounds, sum_dtype = _bounds(config, weight, largest, wanted, n, row_bytes)
+            bounds, sum_dtype = bounds_of(config, weight, largest, wanted, n, row_bytes)
         if memory is None and bounds:
             memory = logits_memory(bounds[0][1])
         odds = None if form.odds is None else form.odds.of(slice(n))
@@ -259,11 +253,22 @@ def _form(
     return LogitsForm(operands, labels, options, upstream=upstream, shard=shard, **how)
 
 
-def _aligned(elements: int, multiple: int) -> int:
-    return -(-elements // multiple) * multiple
+def row_elements(vocab_size: int, like: Tensor) -> int:
+    """Return the elements from one row of logits to the next, on the device of a tensor."""
+    multiple = ALIGNED_V if serves_triton_device(like) else 1
+    return -(-vocab_size // multiple) * multiple
 
 
-def _bounds(
+def empty_logits(states: Tensor, tokens: int, vocab_size: int) -> Tensor:
+    """Return memory for logits (tokens, V) in the dtype of the states."""
+    rows = states.new_empty(tokens, row_elements(vocab_size, states))
+    if rows.device.type == "cpu":
+        # oneDNN reads between the rows in bf16 with AMX: 0 * NaN is NaN (oneDNN#5717)
+        rows[:, vocab_size:].zero_()
+    return rows[:, :vocab_size]
+
+
+def bounds_of(
     config: ChunkConfig,
     weight: Tensor | QuantizedWeight,
     weight_rows: int,

@@ -231,8 +231,13 @@ def save_inputs(ctx: Any, inputs: Sequence[Any], options: LossOptions) -> None:
 
 
 def saved_inputs(ctx: Any) -> tuple[HeadInputs, LossOptions]:
-    """Return what ``save_inputs`` was given."""
+    """Return what ``save_inputs`` was given: the inputs of one head, and its options."""
+    values, class_weight = saved_values(ctx)
+    return HeadInputs(*values), replace(ctx.options, class_weight=class_weight)
+
+
+def saved_values(ctx: Any) -> tuple[list[Any], Tensor | None]:
+    """Return the inputs that ``save_inputs`` was given, and the class weights of the options."""
     *tensors, class_weight = ctx.saved_tensors
     pairs = zip(tensors, ctx.others, strict=True)
-    inputs = HeadInputs(*(other if saved is None else saved for saved, other in pairs))
-    return inputs, replace(ctx.options, class_weight=class_weight)
+    return [other if saved is None else saved for saved, other in pairs], class_weight

@@ -16,11 +16,11 @@ SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a 
 COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max
 
 
-def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
+def blocks_of_rows(logits: Tensor, copies: int = COPIES) -> Iterator[slice]:
     """Yield as many of the C rows at a time as SCRATCH_BYTES hold the copies of."""
     rows, vocab_size = logits.shape
     itemsize = accumulation_dtype(logits.dtype).itemsize
-    block = max(1, SCRATCH_BYTES // (COPIES * vocab_size * itemsize))
+    block = max(1, SCRATCH_BYTES // (copies * vocab_size * itemsize))
     for start in range(0, rows, block):
         yield slice(start, min(start + block, rows))
 

@@ -1,0 +1,377 @@
+"""The divergence of two heads and its gradients, held to the rule of ``exactness``."""
+
+import pytest
+import torch
+from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
+from exactness import assert_no_worse
+from three_ways import LOW_DTYPES, chunk_mib, loss_and_gradients
+from torch import Tensor
+from torch.nn.functional import kl_div, linear, log_softmax
+
+from liger_patch.kernels import products, reference
+from liger_patch.kernels.head import divergences
+from liger_patch.kernels.linear_distillation import linear_distillation
+
+CPU = torch.device("cpu")
+DTYPES = [*LOW_DTYPES, torch.float64]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_divergence_and_option_in_every_dtype(divergence, options, dtype, quick_device):
+    student, teacher, labels = heads(dtype, quick_device, bias=True)
+    budget = chunk_mib(5, 131, dtype)
+    check_distillation(student, teacher, labels, chunk_mib=budget, **divergence, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_every_divergence_by_the_kernel(divergence, options, cpu_form):
+    student, teacher, labels = heads(torch.float32, cpu_form, 5)
+    check_distillation(student, teacher, labels, **divergence, **options)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_by_the_kernel(divergence, dtype, cpu_form):
+    student, teacher, labels = heads(dtype, cpu_form, 5)
+    check_distillation(student, teacher, labels, ce_weight=0.5, **divergence)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 4099])
+def test_any_number_of_blocks(vocab_size, cpu_form):
+    student, teacher, _ = heads(torch.float32, cpu_form, 3, vocab_size)
+    for how in DIVERGENCES.values():
+        check_distillation(student, teacher, None, **how)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_student_that_is_nearly_its_teacher(divergence, dtype, device):
+    student, teacher, labels = near_heads(dtype, device)
+    ours = check_distillation(student, teacher, labels, **divergence)
+    if divergence.get("divergence") != "tvd":
+        assert ours["loss"] is not None
+        assert 1e-5 < ours["loss"].item() < 1e-3
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_float32_of_near_heads_keeps_four_digits(divergence, cpu_form):
+    """Eager's difference of large numbers keeps three at most."""
+    student, teacher, labels = near_heads(torch.float32, cpu_form)
+    ours = linear_distillation(**student, **teacher, labels=labels, **divergence).double()
+    exact = {name: value.double() for name, value in (student | teacher).items()}
+    logits = linear(exact["student_hidden"], exact["student_weight"])
+    of_teacher = linear(exact["teacher_hidden"], exact["teacher_weight"])
+    truth = reference.distillation(logits, of_teacher, labels, **divergence)
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_peaked_teacher(divergence, dtype, device):
+    student, teacher, labels = heads(dtype, device, spread=8.0)
+    check_distillation(student, teacher, labels, **divergence)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_no_divergence_of_equal_heads(divergence, cpu_form):
+    student, _, labels = heads(torch.float32, cpu_form, 5)
+    teacher = {name.replace("student", "teacher"): value for name, value in student.items()}
+    result = loss_and_gradients(
+        lambda **x: linear_distillation(**x, **teacher, labels=labels, **divergence), student
+    )
+    assert not any(value is None or value.any() for value in result.values())
+
+
+@pytest.mark.parametrize("frozen", [(), ("student_weight",), ("student_hidden",)], ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_any_upstream_gradient(frozen, dtype, quick_device):
+    student, teacher, labels = heads(dtype, quick_device)
+    upstream = torch.tensor(-1.7, device=quick_device)
+    how = {"upstream": upstream, "frozen": frozen, "chunk_mib": chunk_mib(3, 131, dtype)}
+    check_distillation(student, teacher, labels, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"reduction": "sum"},
+        {"token_weight": torch.arange(12.0)},
+        {"token_weight": torch.arange(12.0), "reduction": "sum", "ce_weight": 0.3},
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(7), "token_weight": torch.arange(12.0)},
+        {"ignore_index": 0},
+    ],
+    ids=str,
+)
+def test_every_reduction(how):
+    for dtype in (torch.float32, torch.float64):
+        student, teacher, labels = heads(dtype, CPU)
+        labels = labels.masked_fill(labels == -100, how.get("ignore_index", -100))
+        check_distillation(student, teacher, labels, **how)
+
+
+@pytest.mark.parametrize("teacher_vocab", [100, 160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_vocabularies_of_different_size_have_their_first_classes_in_common(teacher_vocab, dtype):
+    sizes = {"teacher_vocab": teacher_vocab, "bias": True}
+    student, teacher, labels = heads(dtype, CPU, **sizes)
+    labels = labels.clamp(max=99)
+    budget = chunk_mib(5, 131, dtype)
+    how = {"ce_weight": 0.5, "chunk_mib": budget}
+    ours = check_distillation(student, teacher, labels, **how)
+    assert ours["student_weight"] is not None
+    assert not ours["student_weight"][100:].any() or teacher_vocab > 131
+
+
+def test_vocabularies_of_different_size_by_the_kernel(cpu_form):
+    student, teacher, labels = heads(torch.float32, cpu_form, 5, teacher_vocab=100)
+    check_distillation(student, teacher, labels.clamp(max=99), ce_weight=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_labels_ignored_gives_zero(dtype, quick_device):
+    student, teacher, labels = heads(dtype, quick_device, bias=True)
+    labels.fill_(-100)
+    for how in ({}, {"token_weight": torch.ones(12, device=quick_device)}, {"reduction": "sum"}):
+        result = loss_and_gradients(
+            lambda **x: linear_distillation(**x, **teacher, labels=labels, **how),  # noqa: B023
+            student,
+        )
+        assert all(value is not None and not value.any() for value in result.values())
+
+
+@pytest.mark.parametrize("labels", [None, torch.empty(0, dtype=torch.int64)])
+def test_no_tokens_give_zero(labels):
+    student, teacher, _ = heads(torch.float32, CPU, 0)
+    loss = linear_distillation(**student, **teacher, labels=labels)
+    assert (loss.item(), loss.dtype) == (0.0, torch.float32)
+
+
+def test_without_labels_every_token_counts():
+    student, teacher, labels = heads(torch.float64, CPU)
+    every = linear_distillation(**student, **teacher)
+    assert every != linear_distillation(**student, **teacher, labels=labels)
+    assert every == linear_distillation(**student, **teacher, labels=labels.clamp(min=0))
+    assert every == linear_distillation(**student, **teacher, ignore_index=0)
+
+
+def test_ignored_tokens_have_no_part_whatever_is_in_them(cpu_form):
+    student, teacher, labels = heads(torch.float32, cpu_form, 7)
+    student["student_hidden"][labels == -100] = torch.nan
+    teacher["teacher_hidden"][labels == -100] = torch.inf
+    result = loss_and_gradients(
+        lambda **x: linear_distillation(**x, **teacher, labels=labels), student
+    )
+    assert all(value is not None and value.isfinite().all() for value in result.values())
+    gradient = result["student_hidden"]
+    assert gradient is not None
+    assert gradient.any(1).tolist() == (labels != -100).tolist()
+
+
+def test_logits_of_minus_infinity_in_both_have_no_part(cpu_form):
+    """As models mask the padding of a vocabulary."""
+    student, teacher, labels = heads(torch.float32, cpu_form, 5, bias=True)
+    labels = labels.clamp(max=99)
+    for bias in (student["bias"], teacher["teacher_bias"]):
+        bias[100:] = -torch.inf
+    fewer = [
+        {n: v[:100] if n.endswith(("weight", "bias")) else v for n, v in head.items()}
+        for head in (student, teacher)
+    ]
+    for how in DIVERGENCES.values():
+        ours = linear_distillation(**student, **teacher, labels=labels, **how)
+        expected = linear_distillation(**fewer[0], **fewer[1], labels=labels, **how)
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("of", ["student_hidden", "teacher_hidden"])
+def test_nan_reaches_the_loss(divergence, of, cpu_form):
+    student, teacher, _ = heads(torch.float32, cpu_form, 5)
+    (student if of in student else teacher)[of][1, 1] = torch.nan
+    assert linear_distillation(**student, **teacher, **divergence).isnan()
+
+
+def test_teacher_has_no_gradient_and_none_is_computed_without_one_wanted():
+    student, teacher, labels = heads(torch.float32, CPU)
+    for value in teacher.values():
+        value.requires_grad_()
+    assert not linear_distillation(**student, **teacher, labels=labels).requires_grad
+    student["student_hidden"].requires_grad_()
+    linear_distillation(**student, **teacher, labels=labels).backward()
+    assert all(value.grad is None for value in teacher.values())
+    with torch.no_grad():
+        assert not linear_distillation(**student, **teacher, labels=labels).requires_grad
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_same_bits_every_time_and_in_a_second_backward_pass(dtype, quick_device):
+    student, teacher, labels = heads(dtype, quick_device, 40)
+    leaves = {name: value.requires_grad_() for name, value in student.items()}
+
+    def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+
+    first, again = (linear_distillation(**leaves, **teacher, labels=labels) for _ in range(2))
+    assert torch.equal(first, again)
+    expected = gradients(first)
+    for others in (gradients(first), gradients(again)):
+        assert all(map(torch.equal, expected, others))
+
+
+def test_gradcheck_in_float64():
+    student, teacher, labels = heads(torch.float64, CPU, 4, 11, hidden_size=3)
+    leaves = [value.requires_grad_() for value in student.values()]
+    for how in DIVERGENCES.values():
+        if how.get("divergence") == "tvd":
+            continue  # |p - q| has corners
+
+        def loss(*values: Tensor, how: dict = how) -> Tensor:
+            x = dict(zip(student, values, strict=True))
+            return linear_distillation(**x, **teacher, labels=labels, ce_weight=0.2, **how)
+
+        assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_second_derivative_is_an_error():
+    student, teacher, _ = heads(torch.float32, CPU)
+    loss = linear_distillation(**{n: v.requires_grad_() for n, v in student.items()}, **teacher)
+    with pytest.raises(RuntimeError, match="linear_distillation has no second derivative"):
+        torch.autograd.grad(loss, student["student_hidden"], create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_that_of_linear(dtype):
+    student, teacher, labels = heads(torch.float32, CPU, bias=True)
+    student["student_weight"] = student["student_weight"].to(torch.bfloat16)
+
+    def ours(**x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return linear_distillation(**x, **teacher, labels=labels)
+
+    def whole(autocast: bool, exact: dict[str, Tensor], **x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            z = linear(x["student_hidden"], x["student_weight"], x["bias"])
+            t = linear(exact["teacher_hidden"], exact["teacher_weight"], exact["teacher_bias"])
+        wide = torch.float32 if autocast else torch.float64
+        return reference.distillation(z.to(wide), t.to(wide), labels)
+
+    our = loss_and_gradients(ours, student)
+    eager = loss_and_gradients(lambda **x: whole(True, teacher, **x), student)
+    doubled = {name: value.double() for name, value in teacher.items()}
+    exact_inputs = {name: value.double() for name, value in student.items()}
+    truth = loss_and_gradients(lambda **x: whole(False, doubled, **x), exact_inputs)
+    assert all(our[name].dtype == value.dtype for name, value in student.items())
+    assert_no_worse(our, eager, truth, dtype)
+
+
+@pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_teacher_of_another_dtype(teacher_dtype):
+    student, teacher, labels = heads(torch.float32, CPU)
+    teacher = {name: value.to(teacher_dtype) for name, value in teacher.items()}
+    check_distillation(student, teacher, labels)
+
+
+def test_adapters_on_both_heads_are_added_to_their_logits():
+    student, teacher, labels = heads(torch.float64, CPU)
+    pairs = [(torch.randn(12, 3).double(), torch.randn(131, 3).double()) for _ in range(2)]
+    ours = linear_distillation(
+        **student, **teacher, labels=labels, low_rank=pairs[0], teacher_low_rank=pairs[1]
+    )
+    logits = linear(student["student_hidden"], student["student_weight"]) + linear(*pairs[0])
+    others = linear(teacher["teacher_hidden"], teacher["teacher_weight"]) + linear(*pairs[1])
+    torch.testing.assert_close(ours, reference.distillation(logits, others, labels))
+
+
+def test_rows_are_taken_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr("liger_patch.kernels.head.pytorch.SCRATCH_BYTES", 12 * 131 * 4 * 5)
+    student, teacher, labels = heads(torch.float32, CPU, 17)
+    blocks = []
+    of_block = divergences._block
+    monkeypatch.setattr(
+        divergences, "_block", lambda x, *rest: blocks.append(len(x)) or of_block(x, *rest)
+    )
+    check_distillation(student, teacher, labels)
+    assert max(blocks) == 5
+
+
+def test_products_are_four_or_three_with_a_frozen_head(monkeypatch):
+    count = []
+    for name in ("mm", "addmm"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, product=product, **how: count.append(1) or product(*a, **how)
+        )
+    assert products.torch is torch
+    student, teacher, _ = heads(torch.float32, CPU)
+    for trained, expected in (((), 2), (("student_hidden",), 3), (tuple(student), 4)):
+        count.clear()
+        leaves = {n: v.detach().requires_grad_(n in trained) for n, v in student.items()}
+        loss = linear_distillation(**leaves, **teacher)
+        if trained:
+            loss.backward()
+        assert len(count) == expected
+
+
+def test_reference_is_torch_kl_div():
+    student, teacher, _ = heads(torch.float64, CPU)
+    z = linear(student["student_hidden"], student["student_weight"])
+    t = linear(teacher["teacher_hidden"], teacher["teacher_weight"])
+    s, t = log_softmax(z, -1), log_softmax(t, -1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return kl_div(b, a, reduction="batchmean", log_target=True)
+
+    m = (0.3 * t.exp() + 0.7 * s.exp()).log()
+    expected = {
+        "forward_kl": kl(t, s),
+        "reverse_kl": kl(s, t),
+        "jsd": 0.3 * kl(t, m) + 0.7 * kl(s, m),
+        "jsd_0": kl(t, s),
+        "jsd_1": kl(s, t),
+        "tvd": (s.exp() - t.exp()).abs().sum(-1).mean() / 2,
+    }
+    assert expected.keys() == DIVERGENCES.keys()
+    for name, how in DIVERGENCES.items():
+        torch.testing.assert_close(reference.distillation(z, t, **how), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"divergence": "kl"}, r"divergence must be one of \('forward_kl', .*, got 'kl'"),
+        ({"beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
+        ({"beta": "a"}, "beta must be a finite number, got 'a'"),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"temperature": torch.inf}, "temperature must be a finite number, got inf"),
+        ({"ce_weight": -1.0}, "ce_weight must be >= 0, got -1.0"),
+        ({"ce_weight": 0.5, "labels": None}, "ce_weight=0.5 needs labels, got None"),
+        ({"reduction": "none"}, 'reduction must be "mean" or "sum", got \'none\''),
+        ({"student_hidden": torch.ones(3)}, r"student_hidden must have shape \(N, H\), got \(3,\)"),
+        ({"student_hidden": 1}, "student_hidden must be a tensor, got int"),
+        ({"teacher_hidden": 1}, "teacher_hidden must be a tensor, got int"),
+        ({"teacher_hidden": torch.ones(11, 56)}, "teacher_hidden must have 12 rows on cpu"),
+        ({"student_weight": torch.ones(9, 3)}, r"student_weight must have shape \(V, 40\) with"),
+        ({"teacher_weight": torch.ones(9, 3)}, r"teacher_weight must have shape \(V, 56\) with"),
+        ({"teacher_weight": torch.ones(9, 56).int()}, "teacher_weight must be a floating-point"),
+        ({"bias": torch.ones(3)}, r"^bias must have shape \(131,\), got \(3,\)"),
+        ({"teacher_bias": torch.ones(3)}, r"teacher_bias must have shape \(131,\), got \(3,\)"),
+        ({"softcap": -1.0}, "^softcap must be a finite number > 0 or None, got -1.0"),
+        ({"teacher_softcap": 0.0}, "teacher_softcap must be a finite number > 0 or None, got 0.0"),
+        ({"teacher_logit_scale": "a"}, "teacher_logit_scale must be a number, got 'a'"),
+        ({"labels": torch.full((12,), 131)}, r"labels must be in \[0, 131\) or ignore_index"),
+        ({"labels": torch.ones(12)}, "labels must be an integer tensor, got torch.float32"),
+        ({"token_weight": torch.ones(3)}, r"token_weight must have shape \(12,\), got \(3,\)"),
+        ({"num_items_in_batch": -1}, "num_items_in_batch must be a finite number >= 0, got -1"),
+        ({"chunk_mib": 0}, "chunk_mib must be a finite number of MiB > 0 or None, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors_name_argument_value_and_what_was_expected(change, message):
+    student, teacher, labels = heads(torch.float32, CPU)
+    given = {**student, **teacher, "labels": labels} | change
+    with pytest.raises(ValueError, match=message):
+        linear_distillation(**given)
