@@ -7,8 +7,9 @@ Ignored tokens are dropped. For each chunk of tokens, as in ``head/chunked``:
     logits -> losses, G in place          G = dloss/dlogits of the student: ``head/divergences``
     dX_c = G W,  dW += G^T X_c            two products
 
-four products, three with a frozen head of the student, two without gradients. Gradients are
-computed in the forward pass, and again in the backward pass where ``linear_cross_entropy`` does so.
+four products, three with a frozen head of the student, two without gradients; one less where the
+teacher's likeliest classes are given in place of its head (``head/top_k``). Gradients are computed
+in the forward pass, and again in the backward pass where ``linear_cross_entropy`` does so.
 Extra memory: the gradients themselves and the logits of one chunk, of both.
 """
 
@@ -45,6 +46,7 @@ from liger_patch.kernels.head.inputs import (
 from liger_patch.kernels.head.labels import compact_labels
 from liger_patch.kernels.head.logits import logits_
 from liger_patch.kernels.head.losses import loss_factors
+from liger_patch.kernels.head.top_k import top_k_rows_
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 
@@ -59,17 +61,19 @@ class DistillationConfig:
 
     Attributes:
         chunks: those of the student; its labels are in the common part of both vocabularies.
-        teacher_options: softcap and scale of the teacher's logits.
-        teacher_dtype: of the teacher's products.
         divergence: what is computed of each token.
         vocab_size: classes of both: the first ones.
+        teacher_options: softcap and scale of the teacher's logits.
+        teacher_dtype: of the teacher's products; None where its likeliest classes are given.
+        tail: whether all other classes are one more class then.
     """
 
     chunks: ChunkConfig
-    teacher_options: LossOptions
-    teacher_dtype: torch.dtype
     divergence: Divergence
     vocab_size: int
+    teacher_options: LossOptions
+    teacher_dtype: torch.dtype | None
+    tail: bool
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -78,7 +82,7 @@ class _LinearDistillation(torch.autograd.Function):
         ctx,
         config: DistillationConfig,
         factors: Tensor,  # (N,) of each token's loss, in the order of the compacted labels
-        *inputs: Any,  # of the student's head, then of the teacher's
+        *inputs: Any,  # of the student's head, then of the teacher's, or its likeliest classes
     ) -> Tensor:
         in_forward = config.chunks.has_gradients_in_forward(same_for_all=True)
         wanted = config.chunks.wanted if in_forward else Wanted()
@@ -99,7 +103,7 @@ class _LinearDistillation(torch.autograd.Function):
             _, gradients = _run_chunks(ctx.config, inputs, ctx.factors * grad_output, wanted)
         else:
             scale_([each for each in gradients if each is not None], grad_output)
-        return None, None, *gradients, *[None] * HEAD
+        return None, None, *gradients, *[None] * (len(ctx.needs_input_grad) - 2 - HEAD)
 
 
 def _run_chunks(
@@ -108,7 +112,7 @@ def _run_chunks(
     """Return the losses of the supervised tokens (n,), unscaled, and the gradients of the sum of
     ``row_scale * losses``.
     """
-    student, teacher = HeadInputs(*inputs[:HEAD]), HeadInputs(*inputs[HEAD:])
+    student, others = HeadInputs(*inputs[:HEAD]), inputs[HEAD:]
     chunks, common = config.chunks, config.vocab_size
     labels, classes = chunks.labels, student.weight.shape[0]
     row_bytes = row_elements(classes, labels.labels) * chunks.dtype.itemsize
@@ -118,25 +122,34 @@ def _run_chunks(
     most = bounds[0][1] if bounds else 0
     losses = [row_scale.new_empty(0)]
     with without_autocast(student.hidden_states.device.type):
-        operands = student.to(chunks.dtype), teacher.to(config.teacher_dtype)
+        operands = [student.to(chunks.dtype)]
+        if config.teacher_dtype is not None:
+            operands.append(HeadInputs(*others).to(config.teacher_dtype))
         memory = [empty_logits(each.hidden_states, most, each.weight.shape[0]) for each in operands]
         gradients = Gradients(student, operands[0], rows, wanted, sum_dtype, None, None)
         logits = None
         for start, stop in bounds:
             chunk = slice(start, stop)
-            of_chunk = [each.of(chunk if rows is None else rows[chunk]) for each in operands]
+            which = chunk if rows is None else rows[chunk]
+            of_chunk = [each.of(which) for each in operands]
             logits = [logits_(m[: stop - start], x) for m, x in zip(memory, of_chunk, strict=True)]
-            losses.append(
-                divergence_rows_(
-                    logits[0][:, :common],
-                    logits[1][:, :common],
-                    labels.labels[chunk],
-                    chunks.options,
-                    config.teacher_options,
-                    config.divergence,
-                    row_scale[chunk] if any(wanted) else None,
+            scale = row_scale[chunk] if any(wanted) else None
+            if config.teacher_dtype is None:
+                given = others[0][which], others[1][which], chunks.options
+                how = config.divergence.temperature, config.tail, scale
+                losses.append(top_k_rows_(logits[0], *given, *how))
+            else:
+                losses.append(
+                    divergence_rows_(
+                        logits[0][:, :common],
+                        logits[1][:, :common],
+                        labels.labels[chunk],
+                        chunks.options,
+                        config.teacher_options,
+                        config.divergence,
+                        scale,
+                    )
                 )
-            )
             if any(wanted):
                 logits[0][:, common:].zero_()
                 gradients.add(of_chunk[0], logits[0], chunk)
@@ -147,8 +160,8 @@ def _run_chunks(
 def linear_distillation(
     student_hidden: Tensor,  # (N, H)
     student_weight: Tensor | QuantizedWeight,  # (V, H)
-    teacher_hidden: Tensor,  # (N, H2)
-    teacher_weight: Tensor | QuantizedWeight,  # (V, H2)
+    teacher_hidden: Tensor | None = None,  # (N, H2)
+    teacher_weight: Tensor | QuantizedWeight | None = None,  # (V, H2)
     labels: Tensor | None = None,  # (N,)
     *,
     divergence: str = "forward_kl",
@@ -163,6 +176,9 @@ def linear_distillation(
     teacher_low_rank: tuple[Tensor, Tensor] | None = None,  # (N, R), (V, R)
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    teacher_log_probs: Tensor | None = None,  # (N, K)
+    teacher_indices: Tensor | None = None,  # (N, K)
+    tail: bool = True,
     ignore_index: int = -100,
     reduction: str = "mean",
     token_weight: Tensor | None = None,  # (N,)
@@ -184,7 +200,13 @@ def linear_distillation(
         student_hidden, student_weight, bias, low_rank, softcap, logit_scale: the student's head, as
             ``hidden_states`` and so on of ``linear_cross_entropy``.
         teacher_hidden, teacher_weight, ...: the teacher's, of its own hidden size and dtype, on the
-            same device.
+            same device. None for both, with ``teacher_log_probs``.
+        teacher_log_probs, teacher_indices: (N, K) log-probabilities of the teacher's likeliest
+            classes, at this temperature and in its whole vocabulary, and which classes these are,
+            distinct for each token: from a server or a disk, for forward KL without ``ce_weight``.
+            A log-probability may be -inf, that of ignored tokens anything but nan.
+        tail: whether all other classes count as one more class. False leaves them out: a student
+            that has learned all is then not at 0, nor at a minimum.
         labels: (N,) integers in [0, min(V)), or ``ignore_index`` where a token does not count. All
             tokens count without labels.
         divergence: "forward_kl", KL(teacher, student); "reverse_kl", KL(student, teacher); "jsd",
@@ -221,10 +243,12 @@ def linear_distillation(
     return _call(
         (student_hidden, student_weight, bias, low_rank),
         (teacher_hidden, teacher_weight, teacher_bias, teacher_low_rank),
+        (teacher_log_probs, teacher_indices),
         labels,
         options,
         teacher_options,
         how,
+        tail,
         chunk_mib,
         reduction=reduction,
         token_weight=token_weight,
@@ -236,10 +260,12 @@ def linear_distillation(
 def _call(
     student: tuple[Any, ...],
     teacher: tuple[Any, ...],
+    top_k: tuple[Any, Any],
     labels: Tensor | None,
     options: LossOptions,
     teacher_options: LossOptions,
     divergence: Divergence,
+    tail: bool,
     chunk_mib: float | None,
     **how: Any,
 ) -> Tensor:
@@ -252,19 +278,15 @@ def _call(
         inputs = check_arguments(*arguments, **how)  # pyright: ignore[reportArgumentType]
         wanted, autocast = Surroundings.by(inputs)
         dtype = product_dtype(inputs, autocast)
-    with _named("teacher_"):
-        check_plain_tensors(hidden_states=teacher[0], bias=teacher[2])
-        others = checked_inputs(*teacher, None)  # pyright: ignore[reportCallIssue]
-        teacher_inputs = _without_gradients(others)
-        teacher_dtype = product_dtype(teacher_inputs, autocast)
     assert labels is not None
-    tokens, device = len(labels), labels.device
-    if (len(teacher[0]), teacher[0].device) != (tokens, device):
-        raise ValueError(
-            f"teacher_hidden must have {tokens} rows on {device} as student_hidden has, got "
-            f"{tuple(teacher[0].shape)} on {teacher[0].device}"
-        )
-    common = min(inputs.weight.shape[0], teacher_inputs.weight.shape[0])
+    common, teacher_dtype = inputs.weight.shape[0], None
+    if any(each is not None for each in top_k):
+        others = _checked_top_k(*top_k, inputs, teacher, divergence)
+    else:
+        others = _checked_teacher(teacher, labels)
+        with _named("teacher_"):
+            teacher_dtype = product_dtype(others, autocast)
+        common = min(common, others.weight.shape[0])
     chunks = ChunkConfig(
         compact_labels(labels, common, options.ignore_index),
         options,
@@ -272,14 +294,64 @@ def _call(
         dtype,
         checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight),
     )
-    config = DistillationConfig(chunks, teacher_options, teacher_dtype, divergence, common)
+    config = DistillationConfig(chunks, divergence, common, teacher_options, teacher_dtype, tail)
     factors = loss_factors(chunks, labels, **how)
-    return _LinearDistillation.apply(config, factors, *inputs, *teacher_inputs)
+    return _LinearDistillation.apply(config, factors, *inputs, *others)
 
 
-def _without_gradients(inputs: HeadInputs) -> HeadInputs:
+def _checked_teacher(teacher: tuple[Any, ...], labels: Tensor) -> HeadInputs:
+    """Return the inputs of the teacher's head without gradients."""
+    hidden_states, weight, bias, low_rank = teacher
+    with _named("teacher_"):
+        check_plain_tensors(hidden_states=hidden_states, bias=bias)
+        inputs = checked_inputs(hidden_states, weight, bias, low_rank, None)
+    if (len(hidden_states), hidden_states.device) != (len(labels), labels.device):
+        raise ValueError(
+            f"teacher_hidden must have {len(labels)} rows on {labels.device} as student_hidden "
+            f"has, got {tuple(hidden_states.shape)} on {hidden_states.device}"
+        )
     values: list[Any] = [each.detach() if isinstance(each, Tensor) else each for each in inputs]
     return HeadInputs(*values)
+
+
+def _checked_top_k(
+    log_probs: Any,
+    indices: Any,
+    student: HeadInputs,
+    teacher: tuple[Any, ...],
+    divergence: Divergence,
+) -> tuple[Tensor, Tensor]:
+    """Return the teacher's likeliest classes without gradients."""
+    check_plain_tensors(teacher_log_probs=log_probs, teacher_indices=indices)
+    if any(each is not None for each in teacher):
+        raise ValueError(
+            "teacher_log_probs take the place of teacher_hidden and its head: got both"
+        )
+    if divergence.kind != "forward_kl" or divergence.ce_weight:
+        raise ValueError(
+            "teacher_log_probs are for divergence='forward_kl' and ce_weight=0, got "
+            f"{divergence.kind!r} and {divergence.ce_weight}"
+        )
+    tokens, vocab_size = len(student.hidden_states), student.weight.shape[0]
+    shape, device = tuple(log_probs.shape), student.hidden_states.device
+    is_fitting = len(shape) == 2 and shape[0] == tokens and 0 < shape[1] <= vocab_size
+    if not is_fitting or log_probs.device != device or not log_probs.is_floating_point():
+        raise ValueError(
+            f"teacher_log_probs must be floating-point of shape ({tokens}, K <= {vocab_size}) on "
+            f"{device}, got {log_probs.dtype} of {shape} on {log_probs.device}"
+        )
+    if (indices.shape, indices.dtype, indices.device) != (log_probs.shape, torch.int64, device):
+        raise ValueError(
+            f"teacher_indices must be torch.int64 of shape {shape} on {device}, got "
+            f"{indices.dtype} of {tuple(indices.shape)} on {indices.device}"
+        )
+    wrong = indices[(indices < 0) | (indices >= vocab_size)]  # the host reads how many
+    if len(wrong):
+        raise ValueError(
+            f"teacher_indices must be in [0, {vocab_size}), got {wrong[0].item()} "
+            f"({len(wrong)} outside)"
+        )
+    return log_probs.detach(), indices
 
 
 @contextmanager
