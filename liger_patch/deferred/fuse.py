@@ -104,16 +104,16 @@ def read_record(logits: DeferredLogits) -> HeadProduct | None:
 def fused_loss(product: HeadProduct, labels: Tensor, **options: Any) -> Tensor:
     """Compute the loss of N rows and labels (N,); options of ``linear_cross_entropy``."""
     with autocast_to(product.weight.device.type, product.autocast_dtype):
-        return linear_cross_entropy(**_arguments(product), labels=labels, **options)
+        return linear_cross_entropy(**operator_arguments(product), labels=labels, **options)
 
 
 def fused_log_probs(product: HeadProduct, labels: Tensor, **options: Any) -> LogProbs:
     """Compute log-probabilities of labels (N,); options of ``linear_log_probs``."""
     with autocast_to(product.weight.device.type, product.autocast_dtype):
-        return linear_log_probs(**_arguments(product), labels=labels, **options)
+        return linear_log_probs(**operator_arguments(product), labels=labels, **options)
 
 
-def _arguments(product: HeadProduct) -> dict[str, Any]:
+def operator_arguments(product: HeadProduct) -> dict[str, Any]:
     """Return the arguments of the operators."""
     weight, bias, shard = own_rows(product.weight, product.bias)
     states, low_rank_weight = product.low_rank or (None, None)

@@ -310,8 +310,13 @@ def _checked_teacher(teacher: tuple[Any, ...], labels: Tensor) -> HeadInputs:
             f"teacher_hidden must have {len(labels)} rows on {labels.device} as student_hidden "
             f"has, got {tuple(hidden_states.shape)} on {hidden_states.device}"
         )
-    values: list[Any] = [each.detach() if isinstance(each, Tensor) else each for each in inputs]
+    values: list[Any] = [_plain(each) if isinstance(each, Tensor) else each for each in inputs]
     return HeadInputs(*values)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be saved for the backward pass, without gradients."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _checked_top_k(

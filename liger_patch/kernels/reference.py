@@ -2,7 +2,7 @@
 plain PyTorch, for any floating dtype, differentiated by autograd.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits, the (T, T)
-mask of an attention, or a state for each token, and is meant for nothing else. The formulas are in
+mask of an attention, or a state for each token, and is meant for little else. The formulas are in
 ``options``, ``head/row_sums``, ``head/divergences``, ``segments`` and ``delta_rule``; softcap as in
 Gemma 2 (arXiv:2408.00118), z-loss as in PaLM (arXiv:2204.02311).
 """

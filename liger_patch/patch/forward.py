@@ -9,8 +9,9 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -62,6 +63,8 @@ HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_t
 COMPILES_ON = ("cuda",) if HAS_TRITON else ()
 LOG = logging.getLogger(__name__)
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
+WHY_REAL = "_liger_patch_why"  # attribute of real logits of a call in deferred_logits(): why
+_defers: ContextVar[bool] = ContextVar("defers", default=False)  # in deferred_logits()
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
@@ -115,6 +118,8 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         added = PatchArguments(number, take_weights(kwargs))
         named = named_arguments(args, kwargs)
         if named.get("labels") is None:
+            if not is_traced() and _defers.get():
+                return _forward_without_loss(self, record, inner, args, kwargs)
             with _context_without_labels(named):
                 outputs = inner(*args, **kwargs)
             if self.training and torch.is_grad_enabled():
@@ -165,6 +170,35 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         HANDS_OVER: gives_logits_to_loss(original),
     }
     return derived_class(original, patched_class, **attributes)
+
+
+@contextmanager
+def deferred_logits() -> Iterator[None]:
+    """Defer the logits of patched models that are called without labels within this context, for
+    ``distillation_loss``: they are computed where something else reads them.
+    """
+    token = _defers.set(True)
+    try:
+        yield
+    finally:
+        _defers.reset(token)
+
+
+def _forward_without_loss(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    inner: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the model's forward with deferred logits, and no loss."""
+    with one_at_a_time(model), UsedTokens(), ExitStack() as stack:
+        forward_pass = defer_logits(stack, model, record, flags.return_logits(), why_transformed())
+        outputs = inner(*args, **kwargs)
+    logits = getattr(outputs, "logits", None)
+    if forward_pass.unfused is not None and isinstance(logits, Tensor):
+        vars(logits)[WHY_REAL] = forward_pass.unfused
+    return outputs
 
 
 def _context_without_labels(named: Mapping[str, Any]) -> AbstractContextManager[object]:
