@@ -26,6 +26,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "linear_cross_entropy": "the loss of a head, forward and backward, beside peers",
     "kinds_of_heads": "the loss of heads with LoRA and in 4 bits",
     "log_probs": "log-probabilities, entropy and accuracy of labels, beside TRL's",
+    "distillation": "distillation of a head from a larger one, beside peers",
     "layer_kernels": "norms, rotary embeddings and gated activations, beside a copy",
     "training_step": "forward and backward of whole models, beside peers",
     "sft_step": "steps of TRL's SFTTrainer, with its own head and with ours",

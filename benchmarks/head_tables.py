@@ -113,6 +113,11 @@ def log_probs_table(report: dict) -> str:
     return document(report, cells_of(TIME_AND_MEMORY, report["log_probs"], case_of), note)
 
 
+def distillation_table(report: dict) -> str:
+    note = ": memory over the inputs. The matmul-only bound is the four matrix products alone."
+    return document(report, cells_of(TIME_AND_MEMORY, report["distillation"], case_of), note)
+
+
 def layer_kernels_table(report: dict) -> str:
     """Format a line a case, a column a contender; a cell has both directions."""
     rows = report["layer_kernels"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .distributed_tables import distributed_heads_table, distributed_table, drift_table
 from .head_tables import (
+    distillation_table,
     heads_table,
     idle_table,
     layer_kernels_table,
@@ -53,6 +54,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "steps": steps_table,
     "heads": heads_table,
     "log_probs": log_probs_table,
+    "distillation": distillation_table,
     "sft_steps": sft_steps_table,
     "rl_steps": rl_steps_table,
     "lora_steps": lora_steps_table,

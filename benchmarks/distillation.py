@@ -1,0 +1,224 @@
+"""Measure the distillation loss of two heads, forward and backward, beside peers and a lower bound.
+
+    python -m benchmarks distillation
+
+The student's head trains; the bound is the four matrix products alone. All contenders run in this
+one process, interleaved. Before anything is timed, each one's gradients are compared with float64
+on a part of the tokens: one that is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, linear
+
+from liger_patch import linear_distillation
+
+from .benchmark import Benchmark, Rows
+from .heads import Head, batch
+from .measure import (
+    Failure,
+    Measurement,
+    attempt,
+    is_right,
+    measure,
+    relative_error,
+    release_memory,
+)
+from .names import EAGER, LOWER_BOUND, OURS
+from .terminal import terminal_table
+
+TOKENS = 1000  # that are compared with float64
+
+# student's hidden states and weight, teacher's hidden states and weight -> ()
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two heads and a divergence.
+
+    Attributes:
+        head: the student's.
+        teacher_hidden: hidden size of the teacher.
+        beta: of the generalized JSD; 0 is forward KL.
+    """
+
+    head: Head
+    teacher_hidden: int
+    beta: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.head.name}, {f'JSD {self.beta:g}' if self.beta else 'forward KL'}"
+
+
+LLAMA = Head("Llama-3.2-1B from 8B", 2048, 128256, 8192)
+QWEN = Head("Qwen3-0.6B from 8B", 1024, 151936, 16384)
+CASES = tuple(Case(head, 4096, beta) for head in (LLAMA, QWEN) for beta in (0.5, 0.0))
+
+
+def contenders(case: Case, *, compiled: bool = True) -> dict[str, Loss]:
+    """Return losses by name, eager first."""
+    losses = {EAGER: eager(case)}
+    if compiled:
+        torch.compiler.reset()  # of each case a graph of its own, with static shapes
+        losses["torch.compile"] = torch.compile(eager(case), dynamic=False)
+    if find_spec("liger_kernel"):
+        losses["Liger-Kernel"] = _liger(case)
+    return {**losses, OURS: _ours(case)}
+
+
+def eager(case: Case) -> Loss:
+    """Return what trainers do: both logits, then the divergence in at least float32."""
+
+    def loss(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+        logits = linear(x, weight), linear(teacher, teacher_weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        s, t = (each.to(wide).log_softmax(-1) for each in logits)
+        kl = partial(kl_div, reduction="batchmean", log_target=True)
+        if not case.beta:
+            return kl(s, t)
+        shares = torch.tensor([case.beta, 1 - case.beta], dtype=wide, device=x.device).log()
+        m = torch.logaddexp(t + shares[0], s + shares[1])
+        return case.beta * kl(m, t) + (1 - case.beta) * kl(m, s)
+
+    return loss
+
+
+def _ours(case: Case) -> Loss:
+    return partial(
+        linear_distillation, divergence="jsd" if case.beta else "forward_kl", beta=case.beta
+    )
+
+
+def _liger(case: Case) -> Loss:
+    def loss(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+        module = import_module("liger_kernel.transformers")
+        return module.LigerFusedLinearJSD(jsd_beta=case.beta)(x, weight, teacher, teacher_weight)
+
+    return loss
+
+
+def heads(case: Case, *, device: torch.device | str, seed: int = 0) -> Batch:
+    """Return (N, H), (V, H), (N, H2) and (V, H2) in bf16; both heads know about the labels."""
+    x, weight, labels = batch(case.head, device=device, seed=seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    normal = {"device": device, "generator": generator, "dtype": torch.float32}
+    sizes = case.head.vocab_size, case.teacher_hidden
+    teacher_weight = torch.randn(*sizes, **normal).mul_(case.teacher_hidden**-0.5)
+    confidence = case.head.peak * torch.rand(case.head.tokens, 1, **normal)
+    teacher = torch.randn(case.head.tokens, case.teacher_hidden, **normal)
+    teacher += confidence * teacher_weight[labels]
+    return x, weight, teacher.bfloat16(), teacher_weight.bfloat16()
+
+
+def step(loss: Loss, x: Tensor, weight: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
+    """Run forward and backward; return the gradients."""
+    return torch.autograd.grad(loss(x, weight, *teacher), (x, weight))
+
+
+def run_case(
+    case: Case,
+    losses: Mapping[str, Loss],
+    *,
+    rounds: int,
+    device: torch.device | str = "cuda",
+) -> Rows:
+    """Check, then time every contender on one case; the lower bound is the first row."""
+    rows = attempt(lambda: _rows(case, losses, rounds, device))
+    release_memory()
+    if isinstance(rows, Failure):
+        return [{**_key(case, LOWER_BOUND), **asdict(rows)}]
+    return rows
+
+
+def _rows(case: Case, losses: Mapping[str, Loss], rounds: int, device: torch.device | str) -> Rows:
+    checks = _gradient_errors(case, losses, device)
+    right = {n: loss for n, loss in losses.items() if is_right(checks[n], checks[EAGER])}
+    inputs = heads(case, device=device)
+    bound = _matmuls(*inputs)
+    steps = {name: partial(step, loss, *inputs) for name, loss in right.items()}
+    measured = measure({LOWER_BOUND: bound, **steps}, before=bound, rounds=rounds, device=device)
+    least = measured[LOWER_BOUND]
+    if isinstance(least, Failure):
+        raise RuntimeError(least.failure)
+    rows = []
+    for name in (LOWER_BOUND, *losses):
+        row = _key(case, name)
+        if isinstance(errors := checks.get(name), list):
+            row["gradient_errors"] = errors
+        outcome = measured.get(name, errors)
+        if isinstance(outcome, Measurement):
+            row |= {**asdict(outcome), "floor_over_time": least.ms / outcome.ms}
+        elif isinstance(outcome, Failure):
+            row |= asdict(outcome)
+        else:
+            row["wrong"] = True
+        rows.append(row)
+    return rows
+
+
+def _gradient_errors(
+    case: Case, losses: Mapping[str, Loss], device: torch.device | str
+) -> dict[str, list[float] | Failure]:
+    """Return the relative errors, by norm, of each contender's gradients on a few tokens."""
+    tokens = min(TOKENS, case.head.tokens)
+    inputs = heads(replace(case, head=replace(case.head, tokens=tokens)), device=device, seed=1)
+    exact = (each.detach().double().requires_grad_(each.requires_grad) for each in inputs)
+    truth = step(eager(case), *exact)
+
+    def errors(loss: Loss) -> list[float]:
+        found = step(loss, *inputs)
+        return [relative_error(*pair) for pair in zip(found, truth, strict=True)]
+
+    return {name: attempt(partial(errors, loss)) for name, loss in losses.items()}
+
+
+def _matmuls(
+    x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> Callable[[], None]:
+    """Return a function that computes the four matrix products, into allocated memory."""
+    x, weight = x.detach(), weight.detach()
+    logits = x.new_empty(len(x), len(weight))
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+
+    def matmuls() -> None:
+        torch.mm(teacher, teacher_weight.t(), out=logits)
+        torch.mm(x, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dx)
+        torch.mm(logits.t(), x, out=dweight)
+
+    return matmuls
+
+
+def _key(case: Case, contender: str) -> dict:
+    return {"case": case.name, "tokens": case.head.tokens, "contender": contender}
+
+
+def _cases(options: argparse.Namespace) -> dict:
+    def measured(case: Case) -> Rows:
+        losses = contenders(case, compiled=not options.no_compile)
+        return run_case(case, losses, rounds=options.rounds)
+
+    return {"distillation": [partial(measured, case) for case in CASES]}
+
+
+BENCHMARK = Benchmark(
+    packages=("liger-kernel",),
+    cases=_cases,
+    table=terminal_table,
+    rounds=10,
+    add_options=lambda parser: parser.add_argument(
+        "--no-compile", action="store_true", help="leave torch.compile out"
+    ),
+)
