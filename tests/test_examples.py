@@ -145,6 +145,13 @@ def test_apply_patch_trains_fused(tmp_path: Path):
     assert re.search(r"last loss +fused", printed)
 
 
+def test_distillation_brings_a_student_near_its_teacher(tmp_path: Path):
+    printed = run_alone(EXAMPLES / "distillation.py", folder=tmp_path)
+    before, after = held_out("KL", printed)
+    assert after < before / 5
+    assert re.search(r"last loss +fused", printed)
+
+
 def test_return_logits_gives_the_same_loss(tmp_path: Path):
     printed = run_alone(EXAMPLES / "return_logits.py", folder=tmp_path)
     losses = re.findall(r"loss (\S+)", printed)
