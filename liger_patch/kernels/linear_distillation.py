@@ -157,6 +157,7 @@ def _run_chunks(
         return torch.cat(losses), gradients.finish()
 
 
+@runs_eagerly
 def linear_distillation(
     student_hidden: Tensor,  # (N, H)
     student_weight: Tensor | QuantizedWeight,  # (V, H)
@@ -204,7 +205,7 @@ def linear_distillation(
         teacher_log_probs, teacher_indices: (N, K) log-probabilities of the teacher's likeliest
             classes, at this temperature and in its whole vocabulary, and which classes these are,
             distinct for each token: from a server or a disk, for forward KL without ``ce_weight``.
-            A log-probability may be -inf, that of ignored tokens anything but nan.
+            A log-probability may be -inf, and that of ignored tokens anything.
         tail: whether all other classes count as one more class. False leaves them out: a student
             that has learned all is then not at 0, nor at a minimum.
         labels: (N,) integers in [0, min(V)), or ``ignore_index`` where a token does not count. All
@@ -232,7 +233,7 @@ def linear_distillation(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    how = Divergence(divergence, beta, temperature, ce_weight)
+    what = Divergence(divergence, beta, temperature, ce_weight)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
     if labels is None and ce_weight:
@@ -240,48 +241,24 @@ def linear_distillation(
     options = LossOptions(ignore_index, softcap, logit_scale)
     with _named("teacher_"):
         teacher_options = LossOptions(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
-    return _call(
-        (student_hidden, student_weight, bias, low_rank),
-        (teacher_hidden, teacher_weight, teacher_bias, teacher_low_rank),
-        (teacher_log_probs, teacher_indices),
-        labels,
-        options,
-        teacher_options,
-        how,
-        tail,
-        chunk_mib,
-        reduction=reduction,
-        token_weight=token_weight,
-        num_items_in_batch=num_items_in_batch,
-    )
-
-
-@runs_eagerly
-def _call(
-    student: tuple[Any, ...],
-    teacher: tuple[Any, ...],
-    top_k: tuple[Any, Any],
-    labels: Tensor | None,
-    options: LossOptions,
-    teacher_options: LossOptions,
-    divergence: Divergence,
-    tail: bool,
-    chunk_mib: float | None,
-    **how: Any,
-) -> Tensor:
-    hidden_states, weight, bias, low_rank = student
-    if labels is None and isinstance(hidden_states, Tensor):
+    if labels is None and isinstance(student_hidden, Tensor):
         options = replace(options, ignore_index=NO_LABELS)
-        labels = hidden_states.new_zeros(hidden_states.shape[:1], dtype=torch.int64)
+        labels = student_hidden.new_zeros(student_hidden.shape[:1], dtype=torch.int64)
+    how: dict[str, Any] = {
+        "reduction": reduction,
+        "token_weight": token_weight,
+        "num_items_in_batch": num_items_in_batch,
+    }
     with _named("student_"):
-        arguments = hidden_states, weight, labels, bias, low_rank, options
+        arguments = student_hidden, student_weight, labels, bias, low_rank, options
         inputs = check_arguments(*arguments, **how)  # pyright: ignore[reportArgumentType]
         wanted, autocast = Surroundings.by(inputs)
         dtype = product_dtype(inputs, autocast)
     assert labels is not None
     common, teacher_dtype = inputs.weight.shape[0], None
-    if any(each is not None for each in top_k):
-        others = _checked_top_k(*top_k, inputs, teacher, divergence)
+    teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low_rank
+    if teacher_log_probs is not None or teacher_indices is not None:
+        others = _checked_top_k(teacher_log_probs, teacher_indices, inputs, teacher, what)
     else:
         others = _checked_teacher(teacher, labels)
         with _named("teacher_"):
@@ -294,7 +271,7 @@ def _call(
         dtype,
         checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight),
     )
-    config = DistillationConfig(chunks, divergence, common, teacher_options, teacher_dtype, tail)
+    config = DistillationConfig(chunks, what, common, teacher_options, teacher_dtype, tail)
     factors = loss_factors(chunks, labels, **how)
     return _LinearDistillation.apply(config, factors, *inputs, *others)
 

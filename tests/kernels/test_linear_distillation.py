@@ -7,6 +7,7 @@ from exactness import assert_no_worse
 from three_ways import LOW_DTYPES, chunk_mib, loss_and_gradients
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
+from trainers import LargestTensor
 
 from liger_patch.kernels import products, reference
 from liger_patch.kernels.head import divergences
@@ -314,6 +315,29 @@ def test_products_are_four_or_three_with_a_frozen_head(monkeypatch):
         if trained:
             loss.backward()
         assert len(count) == expected
+
+
+def test_no_tensor_is_as_large_as_the_logits():
+    student, teacher, _ = heads(torch.float32, CPU, 200, hidden_size=8)
+    leaves = {name: value.requires_grad_() for name, value in student.items()}
+    budget = chunk_mib(50, 131, torch.float32)
+    with LargestTensor() as largest:
+        linear_distillation(**leaves, **teacher, chunk_mib=budget).backward()
+    assert 50 * 131 <= largest.elements < 200 * 131 // 2
+
+
+# Dynamo asks a result within the graph for its gradient
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_compiled_call_breaks_the_graph():
+    student, teacher, labels = heads(torch.float32, CPU)
+
+    def loss(**x: Tensor) -> Tensor:
+        return 2 * linear_distillation(**x, **teacher, labels=labels, divergence="jsd")
+
+    compiled = torch.compile(loss, backend="eager")
+    expected, found = (loss_and_gradients(each, student) for each in (loss, compiled))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_reference_is_torch_kl_div():
