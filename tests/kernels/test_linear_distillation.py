@@ -340,6 +340,19 @@ def test_compiled_call_breaks_the_graph():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_real_shape(divergence):
+    student, teacher, labels = heads(
+        torch.bfloat16, torch.device("cuda"), 1000, 128256, hidden_size=2048
+    )
+    how = {"chunk_mib": 100, "ce_weight": 0.1, **divergence}
+    first, again = (check_distillation(student, teacher, labels, **how) for _ in range(2))
+    for name, value in first.items():
+        assert value is not None
+        assert torch.equal(value, again[name])
+
+
 def test_reference_is_torch_kl_div():
     student, teacher, _ = heads(torch.float64, CPU)
     z = linear(student["student_hidden"], student["student_weight"])
