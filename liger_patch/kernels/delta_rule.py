@@ -15,7 +15,7 @@ Factors between tokens of two sequences are 0, so a row may hold several.
 B: batch, T: tokens, H: heads of v, whose k and q a group of them shares, N: chunks. Saved for the
 backward pass: the arguments. Both passes hold the states before all chunks, B H N K V numbers, and
 some times the size of v. Products are float32 (float64 for float64); in 16 bits, Triton's have
-operands of 16 bits, but for T.
+operands of 16 bits; T is inverted in float32.
 """
 
 import functools
@@ -41,6 +41,7 @@ CHUNK = 64  # tokens: the tensor cores' tiles, and a T that needs few steps
 TRITON_DIMS = 16, 32, 64, 128  # features of a head: powers of two, of the tensor cores' sizes
 # those of q and v on a GPU: of 16 and 32, Triton 3.6 reads foreign memory on an H100
 GPU_DIMS = 64, 128
+PROBED = 16, 1024, 1031  # Triton compiles kernels for multiples of 16, and for other numbers
 LARGEST_ERROR = 0.1  # of the largest number, where products have operands of 16 bits
 L2_EPS = 1e-6  # of Transformers' and fla's l2norm
 
@@ -113,7 +114,10 @@ def _serves_triton(*tensors: Tensor) -> bool:
         return False
     if not first.is_cuda:
         return True
-    return dims <= {*GPU_DIMS} and len(dims) == 1 and is_right(first.device, first.dtype, *dims)
+    if not dims <= {*GPU_DIMS} or len(dims) > 1:
+        return False
+    group = tensors[2].shape[2] // first.shape[2]  # of q, k and v
+    return is_right(first.device, first.dtype, *dims, group)
 
 
 def triton_version() -> str:
@@ -124,24 +128,31 @@ def triton_version() -> str:
 
 
 @functools.cache
-def is_right(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+def is_right(
+    device: torch.device, dtype: torch.dtype, dim: int, group: int, *, sizes: Any = PROBED
+) -> bool:
     """Return whether Triton's kernels, as they are compiled for a device, compute what PyTorch's
-    operations do of a few random tokens: results and gradients, of one sequence and of two. Triton
-    3.6 has compiled such loops wrongly. Warn where they do not.
+    operations do of random tokens: results and gradients, of one sequence and of several. Triton
+    3.6 has compiled such loops wrongly. Warn where they do not. Tests hold the exact rule.
+
+    Args:
+        group: heads of v for one of q and k.
+        sizes: heads of q, and tokens of a row without and of one with several sequences.
     """
     made = torch.Generator(device).manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made, device=device)
 
-    tokens = 2 * CHUNK + 7
-    shape = 1, tokens, 2
-    q, k, v, do = (numbers(*shape, dim).to(dtype) for _ in range(4))
-    k = torch.nn.functional.normalize(k, dim=-1)
-    g, beta = -numbers(*shape).abs(), numbers(*shape).sigmoid()
-    halves = torch.arange(tokens, device=device)[None] // CHUNK
-    with torch.no_grad():
-        for ids in (None, halves):
+    heads, *lengths = sizes
+    with torch.no_grad(), without_autocast(device.type):
+        for tokens, are_several in zip(lengths, (False, True), strict=True):
+            q, k = (numbers(1, tokens, heads, dim) for _ in range(2))
+            q, k = q.to(dtype), torch.nn.functional.normalize(k, dim=-1).to(dtype)
+            v, do = (numbers(1, tokens, heads * group, dim).to(dtype) for _ in range(2))
+            g = -0.1 * numbers(1, tokens, heads * group).abs()
+            beta = numbers(*g.shape).sigmoid()
+            ids = torch.arange(tokens, device=device)[None] // 100 if are_several else None
             others = g, beta, ids, dim**-0.5
             ours = [_on_triton(q, k, v, *others), *_backward_on_triton(do, q, k, v, *others)]
             wide = q.float(), k.float(), v.float(), *others

@@ -71,7 +71,7 @@ def deferring_masks(original: Any) -> type[nn.Module]:
         before = getattr(_running, "may_defer", None)
         _running.may_defer = functools.cache(functools.partial(_may_defer, self))
         try:
-            y = without_padding(self, deferring, arguments, options, used)
+            y = without_padding(self, deferring, arguments, options, used, _running.may_defer)
             return deferring(self, *arguments, **options) if y is None else y
         finally:
             _running.may_defer = before
@@ -114,6 +114,8 @@ def _sdpa_mask(*arguments: Any, **options: Any) -> Any:
 def _needs_masks() -> bool:
     """Return whether masks cannot be left out where this thread is."""
     if is_compiled_here() or is_watched_by_dynamo() or torch.is_inference_mode_enabled():
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     is_traced = torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
     return is_traced or in_tracing_mode()

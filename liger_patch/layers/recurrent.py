@@ -64,7 +64,8 @@ class Group(NamedTuple):
 
 
 class PackedRows:
-    """Where the sequences of a call's rows are. FSDP would copy a dataclass for each layer.
+    """Where the sequences of a call's rows are. No dataclass: FSDP would make a new one for each
+    layer, without what this one has counted and kept.
 
     Args:
         shape: (B, T).

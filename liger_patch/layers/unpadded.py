@@ -1,10 +1,11 @@
 """Run a backbone on the tokens of a padded batch alone, as one row of packed sequences.
 
 Where a call of a patched model uses no result of its padding (see ``UsedTokens``), the backbone's
-own code gets the real tokens of all rows in one row, with the positions that they had, and no mask:
-Transformers' packed form. Its last hidden states go back to their places, with zeros between them.
-So the head, the loss and whoever reads the logits see the batch as it was given. Recurrent layers
-get the sequences of the row, see ``recurrent``.
+own code gets the real tokens of all rows in one row, and no mask: Transformers' packed form. Each
+row's positions begin at 0, which is where Transformers and its flash attention part sequences; for
+rotary embeddings only distances matter. The last hidden states go back to their places, with zeros
+between them. So the head, the loss and whoever reads the logits see the batch as it was given.
+Recurrent layers get the sequences of the row, see ``recurrent``.
 
 B: rows, T: tokens of a row, N: real tokens, H: hidden size. Extra memory: (B, T, H).
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from liger_patch.kernels.backend import autocast_dtype
@@ -28,6 +30,8 @@ from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carrying_lay
 
 LEAST_PADDING = 1 / 16  # of a batch: leaving out less saves less than gathering rows takes
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
+MOST_FEATURES = 256  # of a head, with which flash attention serves
+SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales queries
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
 GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
 LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed."  # whose hooks take any shape
@@ -39,6 +43,7 @@ def without_padding(
     arguments: tuple,
     options: Mapping[str, Any],
     used: UsedTokens,
+    may_defer: Callable[[], bool],
 ) -> Any:
     """Return what a backbone's function gives of a padded batch, None where it must be given the
     batch as it is.
@@ -47,6 +52,7 @@ def without_padding(
         function: the backbone's forward.
         arguments, options: of its call.
         used: the tokens whose results the call uses.
+        may_defer: whether no module within is compiled, or has a forward of its own.
     """
     ids, mask = options.get("input_ids"), options.get("attention_mask")
     if arguments or not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
@@ -54,24 +60,31 @@ def without_padding(
     if mask.dim() != 2 or mask.shape != ids.shape or not _takes_one_row(backbone, options, ids):
         return None
     places = _places(mask, used)
-    if places is None or carrying_layers(backbone) or _has_own_hooks(backbone):
+    if places is None or not may_defer():
+        return None
+    if carrying_layers(backbone) or _has_own_hooks(backbone):
         return None
     recurrent = [each for each in backbone.modules() if "recurrent" in layers_of(each)]
     if backbone._is_stateful and not recurrent:
         return None
     rows, tokens = ids.shape
+    starts = (places // tokens).diff(prepend=places.new_full((1,), -1)) > 0
+    place = torch.arange(len(places), device=places.device)
     row: dict[str, Any] = {
         "input_ids": ids.flatten()[places][None],
         "attention_mask": None,
-        "position_ids": (places % tokens)[None],
+        "position_ids": (place - place.where(starts, 0).cummax(0).values)[None],
         "use_cache": False,  # with a cache, Transformers looks for no restarts
     }
     if recurrent:
-        starts = (places // tokens).diff(prepend=places.new_full((1,), -1)) > 0
         row[PACKED] = packed_rows(starts[None], torch.ones_like(starts)[None])
     outputs = function(backbone, **{**options, **row})
-    if recurrent and row[PACKED].reached < len(recurrent):  # their state went on
-        return None
+    if recurrent and row[PACKED].reached < len(recurrent):
+        raise RuntimeError(
+            f"Transformers {transformers.__version__} hands no keyword to all recurrent layers of "
+            f"{type(backbone).__name__}, so a batch without its padding would mix its rows: call "
+            'apply_patch with layers that lack "attention"'
+        )
     used.without_padding = True
     (hidden,) = outputs.last_hidden_state
     padded = hidden.new_zeros(rows * tokens, hidden.shape[-1]).index_copy(0, places, hidden)
@@ -112,10 +125,16 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if any(getattr(config, name, None) for name in NEED_MASKS):
         return False
+    use_cache = options.get("use_cache")
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if use_cache and not torch.is_grad_enabled():  # whoever evaluates may read it
+        return False
     if not _takes_positions(type(backbone)):
         return False
     if config._attn_implementation != "sdpa":
         return True
+    if max(_head_sizes(config)) > MOST_FEATURES or len({*_head_sizes(config)}) > 1:
+        return False
     dtype = autocast_dtype(ids.device.type) or backbone.get_input_embeddings().weight.dtype
     return may_serve_flash_attention(ids.device, dtype)
 
@@ -125,9 +144,20 @@ def _has_relative_positions(backbone: nn.Module) -> bool:
     position.
     """
     rotary = getattr(backbone, "rotary_emb", None)
+    if SCALED_BY_POSITION in (getattr(backbone.config, "rope_parameters", None) or {}):
+        return False
     types = getattr(rotary, "rope_type", None)
     types = types.values() if isinstance(types, dict) else [types]
     return rotary is not None and not OF_LENGTH & {*types}
+
+
+def _head_sizes(config: Any) -> tuple[int, ...]:
+    """Return the features of the heads of all attentions: queries', and where they differ, values'
+    or those of other layers.
+    """
+    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    names = "v_head_dim", "qk_head_dim", "global_head_dim"
+    return own, *(size for size in (getattr(config, n, None) for n in names) if size)
 
 
 @functools.cache

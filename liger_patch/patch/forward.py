@@ -29,6 +29,7 @@ from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.graphs import between_graphs, is_exporting, is_traced
 from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
+from liger_patch.layers.recurrent import PACKED
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
 from liger_patch.patch.compare import compare_losses
@@ -322,6 +323,8 @@ def _deferred_forward(
                 _replace_loss_function(stack, model, forward_pass.causal_lm_loss)
                 if not (traced or forward_pass.unfused):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
+            elif PACKED in kwargs:  # keywords of the forward reach the loss
+                _replace_loss_function(stack, model, _without_rows(model.loss_function))
             if not traced:
                 used = UsedTokens(
                     functools.partial(_used_by_loss, model, record, forward_pass.expected, named),
@@ -405,6 +408,17 @@ def defer_logits(
     if head is not None and unfused is None:
         defer_head(stack, model, head, forward_pass)
     return forward_pass
+
+
+def _without_rows(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's loss function without the keyword that is for recurrent layers."""
+
+    @functools.wraps(loss_function)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(PACKED, None)
+        return loss_function(*args, **kwargs)
+
+    return loss
 
 
 def _read_logits(stack: ExitStack, head: nn.Module) -> None:

@@ -155,10 +155,15 @@ def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
     assert memory == {t.untyped_storage().data_ptr() for t in (both, g, beta)}
 
 
+def is_right(dim):
+    probe = delta_rule.is_right.__wrapped__
+    return probe(torch.device("cpu"), torch.float16, dim, 2, sizes=(1, 64, 135))
+
+
 @pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.interpreter
 def test_triton_is_found_right(dim):
-    assert delta_rule.is_right.__wrapped__(torch.device("cpu"), torch.float16, dim)
+    assert is_right(dim)
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "_on_triton", "_backward_on_triton", "nan"])
@@ -173,15 +178,15 @@ def test_triton_that_is_wrong_is_found_out(wrong, monkeypatch, recwarn):
 
         def compute(*arguments):
             found = own(*arguments)
-            (found if wrong == "_on_triton" else found[1])[0, 70] = 0.0
+            (found if wrong == "_on_triton" else found[1])[0, 30] = 0.0
             return found
 
         monkeypatch.setattr(delta_rule, wrong, compute)
     pytest.importorskip("triton")
-    is_right = delta_rule.is_right.__wrapped__(torch.device("cpu"), torch.float16, 16)
-    assert is_right == (wrong == "nothing")
+    found = is_right(16)
+    assert found == (wrong == "nothing")
     messages = [str(each.message) for each in recwarn.list]
-    assert [m.startswith("liger_patch: Triton") for m in messages] == [True] * (not is_right)
+    assert [m.startswith("liger_patch: Triton") for m in messages] == [True] * (not found)
 
 
 X, V, G = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 4)
@@ -222,6 +227,8 @@ def test_what_does_not_fit_is_an_error_that_names_it(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_of_a_real_model(dtype):
     """Of Qwen3.5-4B, but for their number. Triton's kernels serve them."""
-    assert delta_rule.is_right(torch.device("cuda", torch.cuda.current_device()), dtype, 128)
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.autocast("cuda", torch.bfloat16):
+        assert delta_rule.is_right(device, dtype, 128, 2)
     inputs = delta_cases.inputs(1000, batch=1, heads=2, groups=2, dims=(128, 128))
     check(gated_delta_rule, delta_cases.eager, cast(inputs, torch.device("cuda"), dtype))

@@ -205,6 +205,18 @@ def test_hooks_see_one_batch() -> None:
     assert found == [(4, 40)]
 
 
+def test_a_loss_function_of_a_user_gets_no_rows() -> None:
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model, batch = make_model(), positions_only(make_samples(*LENGTHS))
+    model.loss_function = loss
+    with patched(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the loss, which is not fused
+        found = call(model, batch).loss
+    assert found.isfinite()
+
+
 @pytest.mark.parametrize(
     "positions", [None, torch.arange(12)[None], torch.arange(12)[None] + 3, torch.zeros(1, 12)]
 )

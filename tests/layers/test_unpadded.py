@@ -20,6 +20,7 @@ from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import step, widened
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from liger_patch import apply_patch, revert_patch
@@ -27,7 +28,8 @@ from liger_patch.layers import unpadded
 from liger_patch.layers.replace import count_layers
 
 pytestmark = WARNINGS
-LENGTHS = [(0, 9), (3, 31), (0, 40), (39, 40), (20, 20)]  # of a row: from, to; the last has none
+# of a row: from, to. The second begins behind the place where the first ends; the last is empty
+LENGTHS = [(0, 9), (9, 31), (0, 40), (39, 40), (20, 20)]
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_a_step_is_the_models_own(
     apply_patch(model, layers=["attention"])
     calls.own.clear()
     ours = step(model, batch)
-    assert {*shapes} == {(1, 9 + 28 + 40 + 1)}
+    assert {*shapes} == {(1, 9 + 22 + 40 + 1)}
     assert_right(ours, own, truth)
     assert True not in calls.own
     assert model(**batch).logits.shape == (*batch["input_ids"].shape, SIZES["vocab_size"])
@@ -96,7 +98,7 @@ def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
     forward = gate.forward
     gate.forward = lambda x: (tokens.append(len(x)), forward(x))[1]
     assert_right(step(model, batch), own, truth)
-    assert tokens == [9 + 28 + 40 + 1]
+    assert tokens == [9 + 22 + 40 + 1]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "bamba"])
@@ -139,6 +141,10 @@ def _positions_of_a_length(model: Any, batch: dict[str, Any]) -> None:
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
 
 
+def _of_scaled_queries(model: Any, batch: dict[str, Any]) -> None:
+    model.config.rope_parameters |= {"llama_4_scaling_beta": 0.1}
+
+
 KEPT = {
     "padding between tokens": _hole,
     "a hook of a user": _hook,
@@ -146,6 +152,10 @@ KEPT = {
     "a cache": lambda model, batch: batch.update(use_cache=True),
     "little padding": _little_padding,
     "positions of a length": _positions_of_a_length,
+    "queries scaled by position": _of_scaled_queries,
+    "a cache by the configuration": lambda model, batch: setattr(model.config, "use_cache", True),
+    "heads of 512": lambda model, batch: setattr(model.config, "global_head_dim", 512),
+    "a compiled layer": lambda model, batch: model.model.layers[0].compile(backend="eager"),
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
     "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
@@ -181,6 +191,28 @@ def test_a_model_without_rotary_positions_keeps_its_batch(calls: Calls) -> None:
     with torch.no_grad():
         own = model(**batch).loss
         torch.testing.assert_close(apply_patch(model)(**batch).loss, own)
+
+
+def test_flash_attention_2_parts_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Transformers' own functions, with PyTorch's attention for the library's."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any):
+        (ends, _), _ = utils.prepare_fa_kwargs_from_position_ids(options["position_ids"])
+        assert ends.tolist() == [0, 9, 31, 71, 72]
+        lengths = ends.diff().tolist()
+        groups = query.shape[1] // key.shape[1]
+        states = query, *(each.repeat_interleave(groups, 1) for each in (key, value))
+        parts = zip(*(each.split(lengths, 2) for each in states), strict=True)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([sdpa(*part, is_causal=True) for part in parts], 2).transpose(1, 2), None
+
+    model, batch = make_model("llama"), make_batch()
+    truth, own = step(widened(model), batch), step(model, batch)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", attention)
+    apply_patch(model, layers=["attention"])
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert_right(step(model, batch), own, truth)
 
 
 def test_a_tuple_has_the_batchs_shape(calls: Calls) -> None:

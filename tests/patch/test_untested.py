@@ -372,6 +372,7 @@ def test_only_transformers_own_layers_are_on_kernels() -> None:
         "gated": 2,
         "experts": 0,
         "recurrent": 0,
+        "delta_net": 0,
         "lora": 0,
     }
     assert type(model.model.norm).__name__ == "OwnRMSNorm"

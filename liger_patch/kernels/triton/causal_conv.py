@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.triton.gated import sigmoid
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK_C, WARPS = 512, 4  # channels of a program: 8 bytes of 16 bits a thread
 ROWS, BACKWARD_ROWS = 64, 128  # of a program; the second has sums to write
@@ -134,7 +135,7 @@ def _causal_conv_backward_kernel(
         ids_ptr += batch * tokens
     zeros = tl.zeros((BLOCK_C,), tl.float32)
     dp1 = tl.zeros((BLOCK_C,), tl.float32)
-    # not the same value: Triton 3.6 takes variables of a loop that begin alike for one another
+    # distinct expressions: Triton 3.6 merged variables of the loop that began with one value
     dp2, dp3 = dp1 + 0.0, dp1 * 1.0
     sum0, sum1, sum2, sum3, sum_dp = zeros, zeros, zeros, zeros, zeros
     is_float32: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
@@ -192,23 +193,24 @@ def causal_conv(
     batch, tokens, channels = x.shape
     if not x.numel():
         return
-    with torch.cuda.device_of(x):
-        _causal_conv_kernel[(-(-tokens // ROWS), -(-channels // BLOCK_C), batch)](
-            x,
-            x.stride(0),
-            x.stride(1),
-            weight,
-            bias,
-            ids,
-            y,
-            tokens,
-            channels,
-            IS_SILU=activation == "silu",
-            WIDTH=weight.shape[1],
-            ROWS=ROWS,
-            BLOCK_C=BLOCK_C,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _causal_conv_kernel,
+        (-(-tokens // ROWS), -(-channels // BLOCK_C), batch),
+        x,
+        x.stride(0),
+        x.stride(1),
+        weight,
+        bias,
+        ids,
+        y,
+        tokens,
+        channels,
+        IS_SILU=activation == "silu",
+        WIDTH=weight.shape[1],
+        ROWS=ROWS,
+        BLOCK_C=BLOCK_C,
+        num_warps=WARPS,
+    )
 
 
 def causal_conv_backward(
@@ -227,27 +229,28 @@ def causal_conv_backward(
     tiles = -(-tokens // BACKWARD_ROWS)
     sums = torch.empty(batch * tiles, 5, channels, dtype=torch.float32, device=x.device)
     if x.numel():
-        with torch.cuda.device_of(x):
-            _causal_conv_backward_kernel[(tiles, -(-channels // BLOCK_C), batch)](
-                dy,
-                dy.stride(0),
-                dy.stride(1),
-                x,
-                x.stride(0),
-                x.stride(1),
-                weight,
-                bias,
-                ids,
-                dx,
-                sums,
-                tokens,
-                channels,
-                IS_SILU=activation == "silu",
-                WIDTH=weight.shape[1],
-                ROWS=BACKWARD_ROWS,
-                BLOCK_C=BLOCK_C,
-                num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-            )
+        launch(
+            _causal_conv_backward_kernel,
+            (tiles, -(-channels // BLOCK_C), batch),
+            dy,
+            dy.stride(0),
+            dy.stride(1),
+            x,
+            x.stride(0),
+            x.stride(1),
+            weight,
+            bias,
+            ids,
+            dx,
+            sums,
+            tokens,
+            channels,
+            IS_SILU=activation == "silu",
+            WIDTH=weight.shape[1],
+            ROWS=BACKWARD_ROWS,
+            BLOCK_C=BLOCK_C,
+            num_warps=WARPS,
+        )
     total = sums.sum(0)
     dweight.copy_(total[: weight.shape[1]].flip(0).t())
     if bias is not None:

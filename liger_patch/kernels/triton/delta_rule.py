@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.backend import shared_bytes
+from liger_patch.kernels.triton.launch import launch
 
 HALF = 32  # rows that are inverted step by step; both halves then are one inverse, by products
 STATE_BLOCK = 64  # features of v of a program
@@ -272,25 +273,26 @@ def gated_delta_rule(
     """Write o. Features and heads of q, k and v are contiguous; all else is."""
     sizes, tokens = sizes_of(q, v, total), o.shape[1]
     batch, heads, chunks, _ = total.shape
-    with torch.cuda.device_of(q):
-        _, _, new, states = compute_states(q, k, v, None, total, beta, ids, tokens, scale)
-        _outputs_kernel[(batch * heads, chunks)](
-            q,
-            q.stride(0),
-            k,
-            k.stride(0),
-            new,
-            states,
-            o,
-            total,
-            ids,
-            tokens,
-            heads,
-            scale,
-            **sizes,
-            BLOCK_V=min(STATE_BLOCK, sizes["DIM_V"]),
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    _, _, new, states = compute_states(q, k, v, None, total, beta, ids, tokens, scale)
+    launch(
+        _outputs_kernel,
+        (batch * heads, chunks),
+        q,
+        q.stride(0),
+        k,
+        k.stride(0),
+        new,
+        states,
+        o,
+        total,
+        ids,
+        tokens,
+        heads,
+        scale,
+        **sizes,
+        BLOCK_V=min(STATE_BLOCK, sizes["DIM_V"]),
+        num_warps=WARPS,
+    )
 
 
 def compute_states(
@@ -313,7 +315,9 @@ def compute_states(
     new = q.new_empty(batch, heads, chunks, rows, dim_v)
     dnew = None if do is None else torch.empty_like(new)
     states = q.new_empty(batch, heads, chunks, dim_k, dim_v)
-    _prepare_kernel[(batch * heads, chunks)](
+    launch(
+        _prepare_kernel,
+        (batch * heads, chunks),
         q,
         q.stride(0),
         k,
@@ -334,10 +338,12 @@ def compute_states(
         scale,
         **sizes,
         HALF=HALF,
-        num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+        num_warps=WARPS,
     )
     block = min(STATE_BLOCK, dim_v)
-    _states_kernel[(batch * heads, dim_v // block)](
+    launch(
+        _states_kernel,
+        (batch * heads, dim_v // block),
         k,
         k.stride(0),
         w,
@@ -351,7 +357,7 @@ def compute_states(
         **sizes,
         BLOCK_V=block,
         STAGES=stages_of(q.device),
-        num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+        num_warps=WARPS,
     )
     return inverse, (w, dnew), new, states
 

@@ -20,6 +20,7 @@ from liger_patch.kernels.triton.delta_rule import (
     stages_of,
     tile,
 )
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK = 32  # features of v of one step of a chunk's gradients: with 64, sm_90 has no more registers
 GRADIENT_WARPS = 8
@@ -220,54 +221,55 @@ def gated_delta_rule_backward(
     """
     sizes, tokens = sizes_of(q, v, total), dv.shape[1]
     batch, heads, chunks, _ = total.shape
-    with torch.cuda.device_of(q):
-        inverse, (w, dnew), new, states = compute_states(
-            q, k, v, do, total, beta, ids, tokens, scale
-        )
-        dstates = torch.empty_like(states)
-        block = min(STATE_BLOCK, sizes["DIM_V"])
-        strided = (q, q.stride(0), k, k.stride(0))
-        _state_gradients_kernel[(batch * heads, sizes["DIM_V"] // block)](
-            *strided,
-            do,
-            do.stride(0),
-            w,
-            dnew,
-            dstates,
-            total,
-            ids,
-            tokens,
-            heads,
-            chunks,
-            scale,
-            **sizes,
-            BLOCK_V=block,
-            STAGES=stages_of(q.device),
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
-        _chunk_gradients_kernel[(batch * heads, chunks)](
-            *strided,
-            v,
-            v.stride(0),
-            do,
-            do.stride(0),
-            total,
-            beta,
-            ids,
-            inverse,
-            new,
-            dnew,
-            states,
-            dstates,
-            dq,
-            dk,
-            dv,
-            dg,
-            dbeta,
-            tokens,
-            heads,
-            scale,
-            **sizes,
-            BLOCK_V=min(BLOCK, sizes["DIM_V"]),
-            num_warps=GRADIENT_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    inverse, (w, dnew), new, states = compute_states(q, k, v, do, total, beta, ids, tokens, scale)
+    dstates = torch.empty_like(states)
+    block = min(STATE_BLOCK, sizes["DIM_V"])
+    strided = (q, q.stride(0), k, k.stride(0))
+    launch(
+        _state_gradients_kernel,
+        (batch * heads, sizes["DIM_V"] // block),
+        *strided,
+        do,
+        do.stride(0),
+        w,
+        dnew,
+        dstates,
+        total,
+        ids,
+        tokens,
+        heads,
+        chunks,
+        scale,
+        **sizes,
+        BLOCK_V=block,
+        STAGES=stages_of(q.device),
+        num_warps=WARPS,
+    )
+    launch(
+        _chunk_gradients_kernel,
+        (batch * heads, chunks),
+        *strided,
+        v,
+        v.stride(0),
+        do,
+        do.stride(0),
+        total,
+        beta,
+        ids,
+        inverse,
+        new,
+        dnew,
+        states,
+        dstates,
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        tokens,
+        heads,
+        scale,
+        **sizes,
+        BLOCK_V=min(BLOCK, sizes["DIM_V"]),
+        num_warps=GRADIENT_WARPS,
+    )

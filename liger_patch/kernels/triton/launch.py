@@ -3,8 +3,8 @@
 ``kernel[grid](...)`` binds and specializes every argument anew, in Python: on the host of an H200
 that took twice as long as the launch itself, and a layer with adapters has some 45 launches in a
 step. ``launch`` keeps each compiled kernel under what Triton specializes it for, and calls it as
-Triton's own tutorials call a compiled kernel. Where it does not know what that is, it leaves all to
-Triton: on AMD, in the interpreter, and in versions that it was not tested with.
+Triton's own tutorials call a compiled kernel. On AMD, in the interpreter, and in versions whose
+rules were not tested, Triton launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-TESTED = (3, 6), (3, 9)  # the first and the last version of Triton whose specialization is known
+TESTED = (3, 6), (3, 7)  # the first and the last version of Triton whose specialization is known
 LARGEST = 2**31 - 1  # of an argument that is no 64-bit one
 _compiled: dict[int, dict[tuple, tuple[Any, tuple]]] = {}  # by the kernel's id and its key
 
