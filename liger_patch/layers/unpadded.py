@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.segments import may_serve_flash_attention
-from liger_patch.layers.checks import layers_of
+from liger_patch.layers.checks import has_hooks, layers_of
 from liger_patch.layers.deferred_mask import NEED_MASKS
 from liger_patch.layers.masked_attention import UsedTokens
-from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carrying_layers, packed_rows
+from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carries_state, packed_rows
 
 LEAST_PADDING = 1 / 16  # of a batch: leaving out less saves less than gathering rows takes
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
@@ -34,6 +34,7 @@ MOST_FEATURES = 256  # of a head, with which flash attention serves
 SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales queries
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
 GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed."  # whose hooks take any shape
 
 
@@ -62,10 +63,8 @@ def without_padding(
     places = _places(mask, used)
     if places is None or not may_defer():
         return None
-    if carrying_layers(backbone) or _has_own_hooks(backbone):
-        return None
-    recurrent = [each for each in backbone.modules() if "recurrent" in layers_of(each)]
-    if backbone._is_stateful and not recurrent:
+    recurrent = _recurrent_layers(backbone)
+    if recurrent is None or (backbone._is_stateful and not recurrent):
         return None
     rows, tokens = ids.shape
     starts = (places // tokens).diff(prepend=places.new_full((1,), -1)) > 0
@@ -131,11 +130,14 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if not _takes_positions(type(backbone)):
         return False
+    embedding = backbone.get_input_embeddings()
+    if getattr(embedding, "neftune_noise_alpha", None):  # whose noise depends on a row's length
+        return False
     if config._attn_implementation != "sdpa":
         return True
     if max(_head_sizes(config)) > MOST_FEATURES or len({*_head_sizes(config)}) > 1:
         return False
-    dtype = autocast_dtype(ids.device.type) or backbone.get_input_embeddings().weight.dtype
+    dtype = autocast_dtype(ids.device.type) or embedding.weight.dtype
     return may_serve_flash_attention(ids.device, dtype)
 
 
@@ -165,13 +167,23 @@ def _takes_positions(cls: Any) -> Any:
     return "position_ids" in inspect.signature(cls.forward).parameters
 
 
-def _has_own_hooks(backbone: nn.Module) -> bool:
-    """Return whether hooks within a backbone would see one row in the place of the batch."""
+def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
+    """Return the recurrent layers that take packed rows. None where others would mix the rows, and
+    where hooks or forwards of a user within the backbone would see one row in place of the batch.
+    """
+    if has_hooks():  # of all modules
+        return None
+    found = []
     for module in backbone.modules():
-        if module is backbone or not (module._forward_hooks or module._forward_pre_hooks):
-            continue
-        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-        names = [getattr(each, "__module__", None) or "" for each in hooks]
-        if not all(name.startswith(LIBRARIES) for name in names):
-            return True
-    return False
+        if "recurrent" in layers_of(module):
+            found.append(module)
+        elif carries_state(module):
+            return None
+        own = module.__dict__
+        hooks = [hook for name in HOOKS if own[name] for hook in own[name].values()]
+        hooks += [own["forward"]] if "forward" in own else []
+        if hooks and module is not backbone:
+            names = [getattr(each, "__module__", None) or "" for each in hooks]
+            if not all(name.startswith(LIBRARIES) for name in names):
+                return None
+    return found

@@ -53,13 +53,12 @@ def make_batch(lengths: list[tuple[int, int]] = LENGTHS, tokens: int = 40) -> di
 def rows_of(model: nn.Module) -> list[torch.Size]:
     """The shapes of what the layers of a backbone are given, as calls append them."""
     shapes: list[torch.Size] = []
-    own = model.model.layers[0].input_layernorm.forward
 
-    def forward(x: Tensor) -> Tensor:
-        shapes.append(x.shape[:2])
-        return own(x)
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        shapes.append(inputs[0].shape[:2])
 
-    model.model.layers[0].input_layernorm.forward = forward
+    hook.__module__ = "torch.nn"  # a library's hook keeps no padding in the batch
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
     return shapes
 
 
@@ -95,8 +94,12 @@ def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
     tokens: list[int] = []
     apply_patch(model, layers=["attention"])
     gate = model.model.layers[0].mlp.gate
-    forward = gate.forward
-    gate.forward = lambda x: (tokens.append(len(x)), forward(x))[1]
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        tokens.append(len(inputs[0]))
+
+    hook.__module__ = "torch.nn"
+    gate.register_forward_pre_hook(hook)
     assert_right(step(model, batch), own, truth)
     assert tokens == [9 + 22 + 40 + 1]
 
@@ -145,7 +148,22 @@ def _of_scaled_queries(model: Any, batch: dict[str, Any]) -> None:
     model.config.rope_parameters |= {"llama_4_scaling_beta": 0.1}
 
 
+def _noise(model: Any, batch: dict[str, Any]) -> None:
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+def _forward(model: Any, batch: dict[str, Any]) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x)
+
+
 KEPT = {
+    "noise of NEFTune": _noise,
+    "a forward of a user": _forward,
+    "a backward hook of a user": lambda model, batch: model.model.layers[
+        0
+    ].register_full_backward_hook(lambda *_: None),
     "padding between tokens": _hole,
     "a hook of a user": _hook,
     "positions of the caller": _own_positions,
