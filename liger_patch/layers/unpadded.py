@@ -135,8 +135,6 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if config._attn_implementation != "sdpa":
         return True
-    if max(_head_sizes(config)) > MOST_FEATURES or len({*_head_sizes(config)}) > 1:
-        return False
     dtype = autocast_dtype(ids.device.type) or embedding.weight.dtype
     return may_serve_flash_attention(ids.device, dtype)
 
@@ -153,23 +151,15 @@ def _has_relative_positions(backbone: nn.Module) -> bool:
     return rotary is not None and not OF_LENGTH & {*types}
 
 
-def _head_sizes(config: Any) -> tuple[int, ...]:
-    """Return the features of the heads of all attentions: queries', and where they differ, values'
-    or those of other layers.
-    """
-    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    names = "v_head_dim", "qk_head_dim", "global_head_dim"
-    return own, *(size for size in (getattr(config, n, None) for n in names) if size)
-
-
 @functools.cache
 def _takes_positions(cls: Any) -> Any:
     return "position_ids" in inspect.signature(cls.forward).parameters
 
 
 def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
-    """Return the recurrent layers that take packed rows. None where others would mix the rows, and
-    where hooks or forwards of a user within the backbone would see one row in place of the batch.
+    """Return the recurrent layers that take packed rows. None where others would mix the rows,
+    where flash attention does not serve the heads of an attention, and where hooks or forwards of a
+    user within the backbone would see one row in place of the batch.
     """
     if has_hooks():  # of all modules
         return None
@@ -180,6 +170,9 @@ def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
         elif carries_state(module):
             return None
         own = module.__dict__
+        size = own.get("qk_head_dim", own.get("head_dim")) or 0
+        if size > MOST_FEATURES or own.get("v_head_dim", size) != size:
+            return None
         hooks = [hook for name in HOOKS if own[name] for hook in own[name].values()]
         hooks += [own["forward"]] if "forward" in own else []
         if hooks and module is not backbone:

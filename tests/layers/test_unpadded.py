@@ -172,7 +172,9 @@ KEPT = {
     "positions of a length": _positions_of_a_length,
     "queries scaled by position": _of_scaled_queries,
     "a cache by the configuration": lambda model, batch: setattr(model.config, "use_cache", True),
-    "heads of 512": lambda model, batch: setattr(model.config, "global_head_dim", 512),
+    "values of another size": lambda model, batch: setattr(
+        model.model.layers[0].self_attn, "v_head_dim", 4
+    ),
     "a compiled layer": lambda model, batch: model.model.layers[0].compile(backend="eager"),
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
