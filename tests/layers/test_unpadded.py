@@ -107,6 +107,8 @@ def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "bamba"])
 def test_recurrent_layers_get_the_sequences_of_the_row(model_type: str, calls: Calls) -> None:
     """Padding on the left is left out too."""
+    if model_type not in ROWS:
+        pytest.skip("not in this version of Transformers")
     model = widened(tiny_model(ROWS[model_type]))
     model.config.use_cache = False
     tokens = tiny_batch(model)["input_ids"].shape[1]
