@@ -35,7 +35,8 @@ SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales q
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
 GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed."  # whose hooks take any shape
+# their hooks take any shape
+LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed.", "peft.", "trl."
 
 
 def without_padding(

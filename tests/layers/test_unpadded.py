@@ -237,6 +237,18 @@ def test_flash_attention_2_parts_the_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert_right(step(model, batch), own, truth)
 
 
+def test_hooks_of_peft_take_any_shape(calls: Calls) -> None:
+    """As that which it sets on the embedding, for gradient checkpointing."""
+    peft = pytest.importorskip("peft")
+    model = make_model("llama")
+    model.is_loaded_in_4bit = True  # else PEFT sets none
+    how = {"use_reentrant": False}
+    peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=how)
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])(**make_batch()).loss.backward()
+    assert {*shapes} == {(1, 9 + 22 + 40 + 1)}
+
+
 def test_a_tuple_has_the_batchs_shape(calls: Calls) -> None:
     model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch()
     (loss, logits, *_), outputs = model(**batch, return_dict=False), model(**batch)
