@@ -136,7 +136,9 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if config._attn_implementation != "sdpa":
         return True
-    dtype = autocast_dtype(ids.device.type) or embedding.weight.dtype
+    # not the embedding's weight: under ZeRO-3, reading it gathers it
+    own = next((p.dtype for p in backbone.parameters() if p.is_floating_point()), None)
+    dtype = autocast_dtype(ids.device.type) or own
     return may_serve_flash_attention(ids.device, dtype)
 
 

@@ -58,14 +58,14 @@ def test_estimates_are_those_of_the_contenders_step():
     """Ours take the host memory that they may; Unsloth is not estimated."""
     config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 8})
 
-    def longest(contender: str, host_gib: float | None = None, every: int = 1) -> int:
-        (tokens,) = estimated_longest(config, contender, LORA, [0.5], host_gib, every).values()
+    def longest(contender: str, host_gib: float | None = None) -> int:
+        (tokens,) = estimated_longest(config, contender, LORA, [0.5], host_gib).values()
         return tokens
 
     eager, ours, offloaded = map(longest, ("eager", "liger_patch", OFFLOADED))
-    assert eager < ours < longest(OFFLOADED, 0.1) < longest(OFFLOADED, 0.1, 4) < offloaded
-    assert longest("liger_patch", 0.1, 4) == ours
-    assert estimated_longest(config, "Unsloth", LORA, [2.0], None, 1) == {}
+    assert eager < ours < longest(OFFLOADED, 0.1) < offloaded
+    assert longest("liger_patch", 0.1) == ours
+    assert estimated_longest(config, "Unsloth", LORA, [2.0], None) == {}
 
 
 @pytest.mark.slow
