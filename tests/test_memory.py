@@ -100,7 +100,10 @@ def test_options_are_read_where_they_are() -> None:
     assert longest_row(model, gib=16, autocast=False, reserve_gib=2) < tokens * 3
 
 
-@pytest.mark.skipif(transformers.__version__.startswith("5.0."), reason="reads experts' tokens")
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.0."),
+    reason="it asks which experts have tokens: none have values here",
+)
 @pytest.mark.parametrize("quant_type", [None, "nf4", "mxfp4"])
 def test_adapters_on_experts(quant_type: str | None) -> None:
     peft = pytest.importorskip("peft")

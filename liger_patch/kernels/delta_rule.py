@@ -225,6 +225,9 @@ def _delta_rule_results(
     return v.new_empty(v.shape, dtype=q.dtype)
 
 
+# ``others`` below: g, beta, the ids of sequences or None, and the scale
+
+
 @operator(_delta_rule_results)
 def _gated_delta_rule(
     q: Tensor,
@@ -241,27 +244,22 @@ def _gated_delta_rule(
     return compute(q, k, v, g, beta, sequence_ids, scale)
 
 
-def _on_triton(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None, scale: float
-) -> Tensor:
+def _on_triton(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     from liger_patch.kernels.triton import delta_rule as delta_rule_triton
 
-    results = _delta_rule_results(q, k, v, g, beta, ids, scale)
-    total, beta, ids = _in_chunks(g, beta, ids)
+    results = _delta_rule_results(q, k, v, *others)
     rows = _rows(q), _rows(k), _rows(v)
-    delta_rule_triton.gated_delta_rule(*rows, total, beta, ids, scale, results)
+    delta_rule_triton.gated_delta_rule(*rows, *_in_chunks(*others[:3]), others[3], results)
     return results
 
 
-def _with_pytorch(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None, scale: float
-) -> Tensor:
-    results = _delta_rule_results(q, k, v, g, beta, ids, scale)
+def _with_pytorch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    results = _delta_rule_results(q, k, v, *others)
     with without_autocast(q.device.type):
-        chunks = _chunks(q, k, v, g, beta, ids)
+        chunks = _chunks(q, k, v, *others[:3])
         states, new, _ = _states(chunks)
         o = (chunks.start * chunks.q) @ states + (chunks.q @ chunks.k.mT * chunks.decay) @ new
-    return results.copy_(_tokens(o.mul_(scale), results))
+    return results.copy_(_tokens(o.mul_(others[3]), results))
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

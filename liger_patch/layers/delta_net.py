@@ -50,7 +50,9 @@ def is_delta_net(module: Any) -> bool:
 
 
 def delta_net_configuration(module: nn.Module) -> Hashable:
-    """Return the key under which gated delta nets share one class on kernels."""
+    """Return the key under which recurrent layers share one class: of gated delta nets, it has the
+    functions that are not a library's.
+    """
     return type(module), tuple(_own_functions(module))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from liger_patch.layers.checks import has_hooks, layers_of
 from liger_patch.layers.delta_net import (
     CACHES,
-    delta_net_configuration,
     delta_net_forward,
     is_delta_net,
 )
@@ -173,11 +172,6 @@ def recurrent_class(module: Any, names: Collection[str]) -> Any:
     if "delta_net" in found:
         replacement.forward.look_up()  # once: compiled calls do not look up globals
     return replacement
-
-
-def recurrent_configuration(module: nn.Module) -> Hashable:
-    """Return the key under which recurrent layers share one class."""
-    return delta_net_configuration(module)
 
 
 def takes_packed_rows(module: Any) -> bool:

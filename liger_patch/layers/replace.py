@@ -27,6 +27,7 @@ from liger_patch.layers.attention import (
     attention_on_kernels,
 )
 from liger_patch.layers.checks import EVERYWHERE, LAYER_NAMES, layers_of
+from liger_patch.layers.delta_net import delta_net_configuration
 from liger_patch.layers.experts import (
     experts_class,
     experts_configuration,
@@ -40,7 +41,6 @@ from liger_patch.layers.norm import norm_class, norm_configuration
 from liger_patch.layers.recurrent import (
     carries_state,
     recurrent_class,
-    recurrent_configuration,
     recurrent_on_kernels,
 )
 from liger_patch.subclass import ORIGINAL, is_transformers
@@ -64,8 +64,8 @@ CONFIGURATIONS: dict[tuple[str, ...], Callable[[Any], Hashable]] = {
     ATTENTION: attention_configuration,
     MLP: mlp_configuration,
     EXPERTS: experts_configuration,
-    RECURRENT: recurrent_configuration,
-    DELTA_NET: recurrent_configuration,
+    RECURRENT: delta_net_configuration,
+    DELTA_NET: delta_net_configuration,
     LORA: type,
 }
 ENDINGS = {  # of the classes' names

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 TESTED = (3, 6), (3, 7)  # the first and the last version of Triton whose specialization is known
 LARGEST = 2**31 - 1  # of an argument that is no 64-bit one
-_compiled: dict[int, dict[tuple, tuple[Any, tuple]]] = {}  # by the kernel's id and its key
+COMPILED = "_liger_patch_compiled"  # attribute of a kernel: what is compiled of it, by keys
 
 
 def _knows_triton() -> bool:
@@ -46,7 +46,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **constants: Any
         return
     index = like.get_device()
     key = index, *constants, *constants.values(), *specialization(arguments)
-    compiled = _compiled.setdefault(id(kernel), {})
+    compiled: dict[tuple, tuple[Any, tuple]] = vars(kernel).setdefault(COMPILED, {})
     found = compiled.get(key)
     if found is None:
         with torch.cuda.device(index):
