@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ class LossSettings:
         reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
             given.
         loss_average: "token", or "sequence" for the mean (or sum) of each sequence's own mean.
+        changed: those that change the loss, with their values, for messages; "" for none.
 
     Raises:
         ValueError: names the option, its value and what was expected.
@@ -39,6 +39,7 @@ class LossSettings:
     chunk_mib: float | None = None
     reduction: str = "mean"
     loss_average: str = "token"
+    changed: str = field(init=False)
 
     def __post_init__(self) -> None:
         LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
@@ -56,12 +57,9 @@ class LossSettings:
         ):  # a Fraction has no format before 3.12
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
-
-    @functools.cached_property
-    def changed(self) -> str:
-        """Return the options that change the loss, for messages; "" for none."""
         values = ((name, getattr(self, name)) for name in CHANGE_LOSS)
-        return ", ".join(f"{n}={v!r}" for n, v in values if v != getattr(LossSettings, n))
+        changed = ", ".join(f"{n}={v!r}" for n, v in values if v != getattr(LossSettings, n))
+        object.__setattr__(self, "changed", changed)
 
 
 class FusedHeadCall(Protocol):

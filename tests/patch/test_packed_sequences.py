@@ -174,6 +174,7 @@ def test_a_sum_of_sequences_means() -> None:
 @pytest.mark.parametrize("row", every_row(), ids=model_type)
 @pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
 @pytest.mark.filterwarnings("ignore:liger_patch packed .* recurrent layers:UserWarning")
+@pytest.mark.filterwarnings("ignore:liger_patch packed sequences see one another:UserWarning")
 def test_no_model_predicts_across_a_boundary(row: registry.Architecture) -> None:
     """Models that compute their own loss are among them."""
     model, samples = tiny_model(row).eval(), make_samples(9, 4, prompts=False)
