@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_patch.kernels.causal_conv import causal_conv
 
-SHAPES = {  # of x; 64 and 128 tokens are a program's in the Triton form, 512 its channels
+SHAPES = {  # of x; 32 and 128 tokens are a program's in the Triton form, 256 its channels
     "one token": (1, 1, 16),
     "less than the width": (2, 3, 24),
     "several programs": (1, 131, 40),
