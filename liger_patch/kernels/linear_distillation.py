@@ -66,6 +66,7 @@ class DistillationConfig:
         teacher_options: softcap and scale of the teacher's logits.
         teacher_dtype: of the teacher's products; None where its likeliest classes are given.
         tail: whether all other classes are one more class then.
+        entropy_out: (N,) takes the student's entropies, or None.
     """
 
     chunks: ChunkConfig
@@ -74,6 +75,7 @@ class DistillationConfig:
     teacher_options: LossOptions
     teacher_dtype: torch.dtype | None
     tail: bool
+    entropy_out: Tensor | None
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -87,7 +89,7 @@ class _LinearDistillation(torch.autograd.Function):
         in_forward = config.chunks.has_gradients_in_forward(same_for_all=True)
         wanted = config.chunks.wanted if in_forward else Wanted()
         losses, gradients = _run_chunks(config, inputs, factors, wanted)
-        ctx.config, ctx.factors = config, factors
+        ctx.config, ctx.factors = replace(config, entropy_out=None), factors
         ctx.gradients = gradients if in_forward else None
         save_inputs(ctx, inputs, config.chunks.options)
         return (losses * factors[: len(losses)]).sum()
@@ -110,7 +112,7 @@ def _run_chunks(
     config: DistillationConfig, inputs: Any, row_scale: Tensor, wanted: Wanted
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the losses of the supervised tokens (n,), unscaled, and the gradients of the sum of
-    ``row_scale * losses``.
+    ``row_scale * losses``. Write the entropies that are asked for.
     """
     student, others = HeadInputs(*inputs[:HEAD]), inputs[HEAD:]
     chunks, common = config.chunks, config.vocab_size
@@ -121,6 +123,7 @@ def _run_chunks(
     bounds, sum_dtype = bounds_of(chunks, student.weight, classes, wanted, n, row_bytes)
     most = bounds[0][1] if bounds else 0
     losses = [row_scale.new_empty(0)]
+    entropies = None if config.entropy_out is None else row_scale.new_empty(n)
     with without_autocast(student.hidden_states.device.type):
         operands = [student.to(chunks.dtype)]
         if config.teacher_dtype is not None:
@@ -148,12 +151,15 @@ def _run_chunks(
                         config.teacher_options,
                         config.divergence,
                         scale,
+                        None if entropies is None else entropies[chunk],
                     )
                 )
             if any(wanted):
                 logits[0][:, common:].zero_()
                 gradients.add(of_chunk[0], logits[0], chunk)
         memory = logits = None  # freed before a float32 dweight is rounded
+        if config.entropy_out is not None and entropies is not None:
+            config.entropy_out.copy_(labels.scatter(entropies))
         return torch.cat(losses), gradients.finish()
 
 
@@ -185,6 +191,7 @@ def linear_distillation(
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
+    entropy_out: Tensor | None = None,  # (N,)
 ) -> Tensor:
     """Compute the divergence of two heads' distributions, and its gradients for the student's.
 
@@ -224,6 +231,8 @@ def linear_distillation(
             counts as 1.
         chunk_mib: MiB of the student's logits held at once, as in ``linear_cross_entropy``; the
             teacher's of the same tokens come on top.
+        entropy_out: takes the entropies of the student's distributions at this temperature, in
+            nats, without gradient; 0 where a token does not count. Not with ``teacher_log_probs``.
 
     Returns:
         () float32, float64 for float64 inputs; 0 where no token counts.
@@ -257,8 +266,12 @@ def linear_distillation(
     assert labels is not None
     common, teacher_dtype = inputs.weight.shape[0], None
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low_rank
+    if entropy_out is not None and entropy_out.shape != labels.shape:
+        shape = tuple(entropy_out.shape)
+        raise ValueError(f"entropy_out must have shape {tuple(labels.shape)}, got {shape}")
     if teacher_log_probs is not None or teacher_indices is not None:
-        others = _checked_top_k(teacher_log_probs, teacher_indices, inputs, teacher, what)
+        given = teacher_log_probs, teacher_indices
+        others = _checked_top_k(*given, inputs, teacher, what, entropy_out)
     else:
         others = _checked_teacher(teacher, labels)
         with _named("teacher_"):
@@ -271,7 +284,9 @@ def linear_distillation(
         dtype,
         checked_chunk_bytes(chunk_mib, trains_weight=wanted.weight),
     )
-    config = DistillationConfig(chunks, what, common, teacher_options, teacher_dtype, tail)
+    config = DistillationConfig(
+        chunks, what, common, teacher_options, teacher_dtype, tail, entropy_out
+    )
     factors = loss_factors(chunks, labels, **how)
     return _LinearDistillation.apply(config, factors, *inputs, *others)
 
@@ -302,6 +317,7 @@ def _checked_top_k(
     student: HeadInputs,
     teacher: tuple[Any, ...],
     divergence: Divergence,
+    entropy_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the teacher's likeliest classes without gradients."""
     check_plain_tensors(teacher_log_probs=log_probs, teacher_indices=indices)
@@ -309,10 +325,10 @@ def _checked_top_k(
         raise ValueError(
             "teacher_log_probs take the place of teacher_hidden and its head: got both"
         )
-    if divergence.kind != "forward_kl" or divergence.ce_weight:
+    if divergence.kind != "forward_kl" or divergence.ce_weight or entropy_out is not None:
         raise ValueError(
-            "teacher_log_probs are for divergence='forward_kl' and ce_weight=0, got "
-            f"{divergence.kind!r} and {divergence.ce_weight}"
+            "teacher_log_probs are for divergence='forward_kl', ce_weight=0 and entropy_out=None, "
+            f"got {divergence.kind!r}, {divergence.ce_weight} and a {type(entropy_out).__name__}"
         )
     tokens, vocab_size = len(student.hidden_states), student.weight.shape[0]
     shape, device = tuple(log_probs.shape), student.hidden_states.device

@@ -59,6 +59,7 @@ def divergence(target: GPUTarget) -> Cases:
         student, teacher = pair
         given = arguments("*i64", "labels_ptr", if_=has_labels)
         given |= arguments("*fp32", "row_scale_ptr", if_=gradient) | {"loss_ptr": "*fp32"}
+        given |= arguments("*fp32", "entropy_ptr", if_=teacher_softcap)
         given |= arguments("fp32", "softcap", if_=softcap)
         given |= arguments("fp32", "teacher_softcap", if_=teacher_softcap)
         given |= arguments("fp32", "logit_scale teacher_logit_scale sharpness beta ce_weight")

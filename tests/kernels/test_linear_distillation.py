@@ -188,6 +188,27 @@ def test_logits_of_minus_infinity_in_both_have_no_part(cpu_form):
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("name", ["plain", "temperature", "softcap"])
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_entropies_of_the_student(divergence, name, trains, device):
+    student, teacher, labels = heads(torch.float32, device, 9, bias=True)
+    student["student_hidden"].requires_grad_(trains)
+    ours = torch.full((9,), torch.nan, device=device)
+    how = {**divergence, **OPTIONS[name], "chunk_mib": chunk_mib(5, 131, torch.float32)}
+    linear_distillation(**student, **teacher, labels=labels, **how, entropy_out=ours)
+    cap, temperature = OPTIONS[name].get("softcap"), OPTIONS[name].get("temperature", 1.0)
+
+    def entropies(dtype: torch.dtype) -> Tensor:
+        z = linear(*(each.detach().to(dtype) for each in student.values()))
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        s = (z / temperature).log_softmax(-1)
+        return -(s.exp() * s).sum(-1).masked_fill(labels == -100, 0)
+
+    eager, truth = ({"entropies": entropies(d)} for d in (torch.float32, torch.float64))
+    assert_no_worse({"entropies": ours}, eager, truth, torch.float32, eps=4)
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 @pytest.mark.parametrize("of", ["student_hidden", "teacher_hidden"])
 def test_nan_reaches_the_loss(divergence, of, cpu_form):
@@ -403,6 +424,7 @@ def test_reference_is_torch_kl_div():
         ({"labels": torch.ones(12)}, "labels must be an integer tensor, got torch.float32"),
         ({"token_weight": torch.ones(3)}, r"token_weight must have shape \(12,\), got \(3,\)"),
         ({"num_items_in_batch": -1}, "num_items_in_batch must be a finite number >= 0, got -1"),
+        ({"entropy_out": torch.ones(3)}, r"entropy_out must have shape \(12,\), got \(3,\)"),
         ({"chunk_mib": 0}, "chunk_mib must be a finite number of MiB > 0 or None, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

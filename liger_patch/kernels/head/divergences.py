@@ -84,20 +84,23 @@ def divergence_rows_(
     teacher_options: LossOptions,
     divergence: Divergence,
     row_scale: Tensor | None,  # (C,)
+    entropies: Tensor | None,  # (C,)
 ) -> Tensor:
-    """Return the losses (C,) of raw logits. With ``row_scale``, overwrite the student's with the
-    gradient of ``row_scale * losses``.
+    """Return the losses (C,) of raw logits, and write the entropies of the student. With
+    ``row_scale``, overwrite the student's logits with the gradient of ``row_scale * losses``.
     """
     how = options, teacher_options, divergence
     if serves_triton(student, teacher):
         from liger_patch.kernels.triton.distillation import divergence_rows_ as on_triton
 
-        return on_triton(student, teacher, labels, *how, row_scale)
+        return on_triton(student, teacher, labels, *how, row_scale, entropies)
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     losses = student.new_empty(len(student), dtype=dtype)
     for part in blocks_of_rows(student, COPIES):
         x, y = student[part].to(dtype), teacher[part].to(dtype)
-        losses[part], gradient = _block(x, y, labels[part, None], *how)
+        losses[part], gradient, entropy = _block(x, y, labels[part, None], *how)
+        if entropies is not None:
+            entropies[part] = entropy
         if row_scale is not None:
             student[part] = gradient.mul_(row_scale[part, None] * options.logit_scale)
     return losses
@@ -110,13 +113,14 @@ def _block(
     options: LossOptions,
     teacher_options: LossOptions,
     divergence: Divergence,
-) -> tuple[Tensor, Tensor]:
-    """Return the losses (C,), and their gradient over the logit scale (C, V)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses (C,), their gradient over the logit scale (C, V), and entropies (C,)."""
     z, slope = z_and_slope(x, options)
     s = (z / divergence.temperature).log_softmax(1).clamp_(min=LOWEST)
     t, _ = z_and_slope(y, teacher_options)
     t = t.div_(divergence.temperature).log_softmax(1).clamp_(min=LOWEST)
     values, gradient = _terms(s, t, divergence)
+    entropy = -(s.exp() * s).sum(1)
     losses, gradient = values.sum(1), gradient.div_(divergence.temperature)
     if divergence.ce_weight:
         log_probs = z.log_softmax(1)
@@ -124,7 +128,7 @@ def _block(
         losses = losses - divergence.ce_weight * log_probs.gather(1, labels)[:, 0]
         others = probs.scatter_(1, labels, 0.0).sum(1, keepdim=True)  # p - 1 would cancel
         gradient.add_(probs.scatter_(1, labels, -others), alpha=divergence.ce_weight)
-    return losses, gradient if slope is None else gradient.mul_(slope)
+    return losses, gradient if slope is None else gradient.mul_(slope), entropy
 
 
 def _terms(s: Tensor, t: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,7 @@ def _divergence_kernel(
     labels_ptr,  # (C,); None without cross entropy
     row_scale_ptr,  # (C,) factor on each row's gradient; None without gradient
     loss_ptr,  # (C,)
+    entropy_ptr,  # (C,) of the student; None where nobody asks for it
     vocab_size,
     softcap,  # or None
     logit_scale,
@@ -152,6 +153,7 @@ def _divergence_kernel(
         loss += ce_weight * (tl.log(ce_sum) - label_distance)
 
     mean_slope = 0.0
+    entropy = 0.0
     q_sum = 0.0  # 1 up to rounding, which the mean must not have: where q is near 1, it cancels
     if DIVERGENCE != FORWARD_KL or row_scale_ptr is None:
         for start in range(0, vocab_size, BLOCK_V):
@@ -166,6 +168,8 @@ def _divergence_kernel(
             )
             values, slopes, q = _terms(s, t, beta, DIVERGENCE)  # pyright: ignore
             loss += tl.sum(values, axis=0)
+            if entropy_ptr is not None:
+                entropy -= tl.sum(q * s, axis=0)
             if DIVERGENCE != FORWARD_KL:
                 mean_slope += tl.sum(q * slopes, axis=0)
                 q_sum += tl.sum(q, axis=0)
@@ -187,6 +191,8 @@ def _divergence_kernel(
             gradient = slopes
             if DIVERGENCE == FORWARD_KL:
                 loss += tl.sum(values, axis=0)
+                if entropy_ptr is not None:
+                    entropy -= tl.sum(q * s, axis=0)
             else:
                 gradient = q * (slopes - mean_slope / q_sum)
             gradient *= sharpness
@@ -197,6 +203,8 @@ def _divergence_kernel(
                 gradient *= tanh_derivative(x * logit_scale / softcap)
             tl.store(student_ptr + start + columns, gradient * scale, mask=mask)
     tl.store(loss_ptr + row, loss)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, entropy)
 
 
 def block_and_warps(vocab_size: int, warp_size: int = 32) -> tuple[int, int]:
@@ -213,9 +221,10 @@ def divergence_rows_(
     teacher_options: LossOptions,
     divergence: Divergence,
     row_scale: Tensor | None,  # (C,) float32
+    entropies: Tensor | None,  # (C,) float32
 ) -> Tensor:
-    """Return the losses (C,) in float32. With ``row_scale``, overwrite the student's logits with
-    the gradient of ``row_scale * losses``.
+    """Return the losses (C,) in float32, and write the entropies. With ``row_scale``, overwrite the
+    student's logits with the gradient of ``row_scale * losses``.
     """
     rows, vocab_size = student.shape
     losses = torch.empty(rows, dtype=torch.float32, device=student.device)
@@ -232,6 +241,7 @@ def divergence_rows_(
         labels.contiguous() if divergence.ce_weight else None,
         None if row_scale is None else row_scale.contiguous(),
         losses,
+        entropies,
         vocab_size,
         options.softcap,
         options.logit_scale,
