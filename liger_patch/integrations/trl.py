@@ -15,9 +15,10 @@ trainer's losses and metrics, stay TRL's.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import trl
 from torch import nn
@@ -34,6 +35,7 @@ from liger_patch.integrations.trl_head import (
 from liger_patch.patch.forward import record_of
 
 Model = TypeVar("Model", bound=nn.Module)
+MODELS = ("model", "ref_model", "teacher_model")  # of a trainer
 
 
 @dataclass
@@ -43,26 +45,53 @@ class SFTConfig(Flag, trl.SFTConfig):  # pyright: ignore[reportPrivateImportUsag
     """
 
 
-class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
-    """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on the kernels of liger_patch.
-
-    Without the flag it behaves as ``trl.SFTTrainer``, whose arguments it takes.
+class OnKernels:
+    """What the trainers of this package do with the flag. Without it they behave as TRL's, whose
+    arguments they take.
 
     Raises:
-        ValueError: the flag is set, and ``apply_patch`` gave the model options that TRL's loss does
+        ValueError: the flag is set, and ``apply_patch`` gave a model options that TRL's losses do
             not have; or, with LIGER_PATCH_STRICT=1, its architecture has no row in the registry.
     """
 
-    def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
-        on_kernels = is_flagged(args)
-        kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
-        with patched_on_error((model, kept)):
-            super().__init__(model, args, *others, **named)
-        if on_kernels:
-            patched: Any = self.model
-            # nll weighs all tokens of a batch the same, dft does not
-            same_gradient = args.loss_type == "nll"
-            apply_trl_patch(patched, same_gradient=same_gradient, **kept)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        construct: Any = super().__init__
+        given = inspect.signature(construct).bind(*arguments, **named).arguments
+        self._options: dict[str, dict[str, Any]] | None = None
+        if not is_flagged(given.get("args")):
+            construct(*arguments, **named)
+            return
+        self._options = {
+            name: revert_for_trl(given[name])
+            for name in MODELS
+            if given.get(name) is not None and not isinstance(given[name], str)
+        }
+        reverted = [(given[name], options) for name, options in self._options.items()]
+        with patched_on_error(*reverted):
+            construct(*arguments, **named)
+        self._patch()
+
+    def _patch(self) -> None:
+        options, trainer = self._options, cast(Any, self)
+        if options is None:
+            return
+        for name in MODELS:
+            model = getattr(trainer, name, None)
+            if model is not None:  # TRL may have made it itself
+                model = trainer.accelerator.unwrap_model(model)
+                self._patch_model(name, model, **options.get(name, options.get("model", {})))
+
+    def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
+        """Patch one of MODELS, to which TRL has added its head."""
+        apply_trl_patch(model, **options)
+
+
+class SFTTrainer(OnKernels, trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
+    """``trl.SFTTrainer``; with ``SFTConfig(use_liger_patch=True)``, on kernels."""
+
+    def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
+        args: Any = self.args  # nll weighs all tokens of a batch the same, dft does not
+        apply_trl_patch(model, same_gradient=args.loss_type == "nll", **options)
 
 
 def apply_trl_patch(

@@ -17,13 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_patch.integrations.trl import (
-    patch_for_log_probs,
-    patched_on_error,
-    revert_for_trl,
-)
+from liger_patch.integrations.trl import OnKernels, patch_for_log_probs
 from liger_patch.integrations.trl_head import Flag, is_flagged
 from liger_patch.patch import flags
 from liger_patch.patch.packing import IGNORE_INDEX
@@ -48,20 +44,14 @@ class CPOConfig(Flag, cpo.CPOConfig):
     """TRL's ``CPOConfig`` with ``use_liger_patch``, for ``CPOTrainer`` of this module."""
 
 
-class _WithoutLogits(ABC, TransformersTrainer):
+class _WithoutLogits(OnKernels, ABC, TransformersTrainer):
     """What both trainers do with the flag. Without it they are TRL's to the last call."""
 
     is_encoder_decoder: bool
 
-    def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
-        on_kernels = is_flagged(args)
-        kept = revert_for_trl(model) if on_kernels and not isinstance(model, str) else {}
-        trls: Any = super()
-        with patched_on_error((model, kept)):
-            trls.__init__(model, args, *others, **named)
-        if on_kernels and not self.is_encoder_decoder:
-            patched: Any = self.model
-            patch_for_log_probs(patched, ("log_probs", "mean_logits"), **kept)
+    def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
+        if not self.is_encoder_decoder:
+            patch_for_log_probs(model, ("log_probs", "mean_logits"), **options)
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
         """Return TRL's numbers of the chosen and the rejected answers."""
