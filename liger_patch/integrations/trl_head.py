@@ -37,6 +37,7 @@ from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 
 SUPPORTED = "trl 1.15 and 1.16"
+LEFT_TO_TRL = "leaves the head to TRL"  # what a warning says of a head that is not fused
 FLAG_READ = "_liger_patch_read"  # attribute of a configuration that a trainer here was given
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
 
@@ -68,8 +69,8 @@ class Flag:
         if self.use_liger_patch and not vars(self).get(FLAG_READ):
             message = (
                 f"{type(self).__name__}(use_liger_patch=True) was given to a trainer that does not "
-                "know the flag: take that of liger_patch.integrations.trl, trl_trainers or "
-                "trl_preferences"
+                "know the flag: take that of liger_patch.integrations.trl, trl_trainers, "
+                "trl_preferences or trl_distillation"
             )
             if flags.return_logits() is False:
                 raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss: {message}")
@@ -158,7 +159,7 @@ class LogProbsCall:
 
     @property
     def fallback_text(self) -> str:
-        return "leaves the head to TRL"
+        return LEFT_TO_TRL
 
     def handles(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))

@@ -13,7 +13,13 @@ import torch
 import transformers
 from documents import table_of
 from tiny_models import tiny_batch, tiny_model
-from tiny_text import judgements, preferences, prompts_and_completions, tiny_tokenizer
+from tiny_text import (
+    conversations,
+    judgements,
+    preferences,
+    prompts_and_completions,
+    tiny_tokenizer,
+)
 from torch import nn
 from trainers import QUIET
 from training_step import widened
@@ -131,11 +137,18 @@ def of_trl(kind: str, data: Callable[[], Any], **options: Any) -> Callable[..., 
         module: Any = sft if kind == "SFT" else others
         if kind in ("ORPO", "CPO"):
             from liger_patch.integrations import trl_preferences as module
+        elif kind in ("Distillation", "GKD"):
+            from liger_patch.integrations import trl_distillation as module
         samples, named, how = data(), {}, {**OPTIONS, **options, "use_liger_patch": True}
         if kind in ("GRPO", "RLOO"):
             samples = samples.select_columns(["prompt"])
             named["reward_funcs"] = _reward
             how |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+        elif kind == "Distillation":
+            samples = samples.select_columns(["prompt"])
+            how["max_completion_length"] = 4
+        if kind in ("Distillation", "GKD"):
+            named["teacher_model"] = reference()
         elif kind in ("DPO", "KTO") and not hasattr(model, "peft_config"):
             named["ref_model"] = reference()
         return getattr(module, f"{kind}Trainer")(
@@ -161,13 +174,17 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     "TRL, KTO": of_trl("KTO", judgements),
     "TRL, GRPO": of_trl("GRPO", prompts_and_completions),
     "TRL, RLOO": of_trl("RLOO", prompts_and_completions),
+    "TRL, distillation": of_trl("Distillation", prompts_and_completions),
+    "TRL, GKD": of_trl("GKD", conversations, max_length=32, lmbda=0.0),
     "TRL, ORPO": of_trl("ORPO", preferences, max_length=32),
     "TRL, CPO and SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
 }
 
 
 # their head reads `lm_head.weight`: they raise where an adapter is on it
-OF_TRLS_HEAD = ("TRL, SFT", "TRL, DPO", "TRL, KTO", "TRL, GRPO", "TRL, RLOO")
+OF_TRLS_HEAD = [
+    f"TRL, {kind}" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "distillation", "GKD")
+]
 
 
 def outcome(trainer: str, head: Head) -> str:

@@ -35,7 +35,7 @@ if find_spec("trl") is None:  # its trainers take seconds to import: not before 
 MARKS = [
     pytest.mark.filterwarnings(
         # Transformers 5.23 has renamed what TRL and PEFT call.
-        "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",
+        "ignore:.gradient_checkpointing_(en|dis)able. is deprecated:FutureWarning",
         "ignore:.(compute_loss_func|label_smoothing_factor). is deprecated:FutureWarning",
     ),
 ]

@@ -1,0 +1,182 @@
+"""TRL's DistillationTrainer and GKDTrainer: TRL's own numbers and weights, without logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_text import conversations, prompts_and_completions, tiny_tokenizer
+from torch import Tensor
+from training_step import widened
+from trl_models import (
+    DEFAULTS,
+    LEFT_TO_TRL,
+    MARKS,
+    assert_bitwise,
+    assert_fused,
+    assert_same,
+    lora,
+    make_model,
+    train,
+)
+
+from liger_patch import apply_patch, patch_status
+
+pytestmark = MARKS
+ON_POLICY = {"max_completion_length": 6}
+
+
+def make_trainer(
+    kind: str,
+    model_type: str,
+    folder: Path,
+    flag: bool | None,
+    *,
+    teacher: Any = None,
+    adapters: Any = None,
+    subclass: dict[str, Any] | None = None,
+    **how: Any,
+) -> Any:
+    """Of TRL, with its configuration, for None; else of this package, with the flag on or off."""
+    import trl
+    from trl.experimental import gkd
+
+    from liger_patch.integrations import trl_distillation as ours
+
+    trls: Any = {"Distillation": trl, "GKD": gkd}[kind]
+    module = trls if flag is None else ours
+    how = {**DEFAULTS, **how} | ({} if flag is None else {"use_liger_patch": flag})
+    if kind == "GKD":
+        samples = conversations()
+        how = {"lmbda": 0.0, "max_new_tokens": 4, "max_length": 32, **how}
+    else:
+        samples = prompts_and_completions().select_columns(["prompt"])
+        how = {**ON_POLICY, **how}
+    cls = getattr(module, f"{kind}Trainer")
+    trainer = type(f"{kind}Trainer", (cls,), subclass) if subclass else cls
+    made = trainer(
+        model=widened(make_model(model_type)),
+        teacher_model=teacher or widened(make_model("qwen3", seed=1)),
+        args=getattr(module, f"{kind}Config")(str(folder), **how),
+        train_dataset=samples,
+        eval_dataset=samples,
+        processing_class=tiny_tokenizer(),
+        **({} if adapters is None else lora(**adapters)),
+    )
+    torch.manual_seed(0)  # of samples
+    return made
+
+
+@pytest.fixture
+def trls_losses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of the functions that compute TRL's losses."""
+    from trl.experimental.gkd import GKDTrainer
+    from trl.trainer import distillation_trainer
+
+    calls: list[Any] = []
+    for owner, name in (
+        (distillation_trainer, "_chunked_divergence_loss"),
+        (GKDTrainer, "generalized_jsd_loss"),
+    ):
+        function = getattr(owner, name)
+
+        def counted(*given: Any, function: Any = function, **named: Any) -> Any:
+            calls.append(named)
+            return function(*given, **named)
+
+        kept = staticmethod(counted) if isinstance(owner, type) else counted
+        monkeypatch.setattr(owner, name, kept)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "how"),
+    [
+        pytest.param("Distillation", "llama", {}, id="reverse"),
+        pytest.param("Distillation", "gemma2", {"beta": 0.3, "temperature": 0.7}, id="jsd"),
+        pytest.param("Distillation", "granite", {"beta": 0.0}, id="forward, scale"),
+        pytest.param("Distillation", "llama", {"adapters": {}}, id="lora"),
+        pytest.param(
+            "Distillation",
+            "llama",
+            {"beta": 0.5, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+            id="accumulation",
+        ),
+        pytest.param("GKD", "llama", {}, id="gkd"),
+        pytest.param("GKD", "gemma2", {"beta": 1.0}, id="gkd, reverse"),
+        pytest.param("GKD", "granite", {"beta": 0.0, "seq_kd": True}, id="gkd, teacher's text"),
+        pytest.param("GKD", "llama", {"lmbda": 1.0, "adapters": {}}, id="gkd, on policy, lora"),
+    ],
+)
+def test_students_are_trained_with_trls_numbers(
+    kind: str,
+    model_type: str,
+    how: dict[str, Any],
+    reads: list[Any],
+    trls_losses: list[Any],
+    tmp_path: Path,
+) -> None:
+    trls = train(make_trainer(kind, model_type, tmp_path, None, **how))
+    assert trls_losses
+    trls_losses.clear()
+    trainer = make_trainer(kind, model_type, tmp_path, True, **how)
+    ours = train(trainer)
+    assert (reads, trls_losses) == ([], [])
+    assert_fused(trainer.model)
+    assert patch_status(trainer.teacher_model).patched
+    assert_same(ours, trls)
+    assert {"3 loss", "3 eval_loss"} <= ours.keys()
+    assert kind == "GKD" or {"3 entropy", "3 eval_entropy"} <= ours.keys()
+
+
+@pytest.mark.parametrize("kind", ["Distillation", "GKD"])
+def test_without_the_flag_or_with_logits_it_is_trls(
+    kind: str, trls_losses: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trls = train(make_trainer(kind, "llama", tmp_path, None))
+    trainer = make_trainer(kind, "llama", tmp_path, False)
+    assert_bitwise(train(trainer), trls)
+    assert not patch_status(trainer.model).patched
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    trls_losses.clear()
+    assert_same(train(make_trainer(kind, "llama", tmp_path, True)), trls)
+    assert trls_losses
+
+
+def test_options_of_both_models_are_kept(tmp_path: Path) -> None:
+    from liger_patch.patch.forward import record_of
+
+    teacher = apply_patch(widened(make_model("qwen3", seed=1)), layers=False, chunk_mib=3)
+    trainer = make_trainer("Distillation", "llama", tmp_path, True, teacher=teacher)
+    records = [record_of(each) for each in (trainer.model, trainer.teacher_model)]
+    assert [(r.layers, r.chunk_mib) for r in records if r] == [(True, None), (False, 3.0)]
+
+
+def test_loss_of_a_subclass_gets_logits(
+    reads: list[Any], trls_losses: list[Any], tmp_path: Path
+) -> None:
+    def halved(student_logits: Tensor, teacher_logits: Tensor, **named: Any) -> Tensor:
+        return (student_logits - teacher_logits).square().mean() / 2
+
+    own = {"generalized_jsd_loss": staticmethod(halved)}
+    trls, ours = (
+        train(make_trainer("GKD", "llama", tmp_path, flag, subclass=own)) for flag in (None, True)
+    )
+    assert_same(ours, trls)
+    assert (reads, trls_losses) == ([], [])  # real logits all along
+
+
+def test_head_of_another_kind_is_left_to_trl(tmp_path: Path) -> None:
+    class Another(torch.nn.Parameter):
+        pass
+
+    trainers = [make_trainer("Distillation", "llama", tmp_path, flag) for flag in (None, True)]
+    for trainer in trainers:
+        trainer.teacher_model.lm_head.weight = Another(trainer.teacher_model.lm_head.weight.data)
+    trls = train(trainers[0])
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}: the head's weight is a Another"):
+        assert_same(train(trainers[1]), trls)
+    assert patch_status(trainers[1].model).fused is False
