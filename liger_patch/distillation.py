@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_patch.deferred.fuse import HeadProduct, operator_arguments, read_record
-from liger_patch.deferred.gradients import prepare_backward
+from liger_patch.deferred.gradients import ancestry, is_foreign, prepare_backward
 from liger_patch.deferred.record import real
 from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import accumulation_dtype, autocast_to
 from liger_patch.kernels.linear_distillation import linear_distillation
@@ -31,6 +32,7 @@ from liger_patch.patch.forward import WHY_REAL
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 
+INSTEAD = "computes the distillation loss from real logits"
 NOT_DEFERRED = (
     "they are real logits: call models that apply_patch has patched, in deferred_logits()"
 )
@@ -86,12 +88,7 @@ def distillation_loss(
     options |= {"labels": labels, "ignore_index": ignore_index, "token_weight": token_weight}
     products = _products(student, teacher)
     if isinstance(products, str):
-        if flags.return_logits() is False:
-            raise RuntimeError(
-                f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {products}"
-            )
-        if flags.return_logits() is None:
-            _warn_once(products)
+        _note(student, products)
         return _of_real_logits(real(student), real(teacher), **options)
     return _fused(cast(DeferredLogits, student), *products, **options)
 
@@ -130,10 +127,24 @@ def _product(logits: Tensor) -> HeadProduct | str:
     record = cast(ForwardPass, logits.head_call.owner).record
     if not record.tested and record.compared is None:
         return f"{record.architecture} is not tested: call it with labels once, which compares it"
+    if any(map(is_foreign, ancestry(logits))):
+        return "another autograd function has returned them, as DeepSpeed's ZeRO-3 does"
     product = read_record(logits)
     if product is None:
         return "they were read, or the model does more to them than a fused loss can follow"
+    if is_dtensor(product.weight):
+        return "the vocabulary is distributed over ranks"
     return product
+
+
+def _note(student: Tensor, reason: str) -> None:
+    """Say why the logits are computed: to the student's record, where there is one."""
+    if isinstance(student, DeferredLogits):
+        cast(ForwardPass, student.head_call.owner).record.note(reason, INSTEAD)
+    elif flags.return_logits() is False:
+        raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
+    elif flags.return_logits() is None:
+        _warn_once(reason)
 
 
 def _fused(
@@ -180,6 +191,4 @@ def _of_real_logits(
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"liger_patch computes the distillation loss from real logits: {reason}", stacklevel=3
-    )
+    warnings.warn(f"liger_patch {INSTEAD}: {reason}", stacklevel=4)

@@ -24,7 +24,7 @@ from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist
 
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch, deferred_logits, distillation_loss, patch_status
 from liger_patch.deferred.head_call import HeadCall
 from liger_patch.layers import mlp
 from liger_patch.layers.checks import layers_of
@@ -138,11 +138,16 @@ def model_of(arguments: argparse.Namespace) -> Any:
     return make_model(device(), model_type=arguments.model, **how)
 
 
-def make_engine(arguments: argparse.Namespace, *, patch: bool) -> Engine:
+def make_engine(arguments: argparse.Namespace, *, patch: bool, is_teacher: bool = False) -> Engine:
     model = model_of(arguments)
+    if is_teacher:
+        for values in model.parameters():
+            values.data.mul_(-0.5)
     if patch:
         apply_patch(model, layers=arguments.layers)
     engine = ENGINES[arguments.engine](model)
+    if arguments.distil and not is_teacher:
+        engine.teacher = make_engine(arguments, patch=patch, is_teacher=True)
     if arguments.compiled:
         engine.module = torch.compile(engine.module, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
     return engine
@@ -207,7 +212,7 @@ def train(
         for i in range(ACCUMULATED):
             if arguments.no_sync:
                 engine.synchronize(i + 1 == ACCUMULATED)
-            outputs = engine.module(**batch_of(engine, step * ACCUMULATED + i, arguments))
+            outputs = forward(engine, batch_of(engine, step * ACCUMULATED + i, arguments))
             if arguments.metric and reads_logits(engine):
                 results[f"logits {step} {i}"] = outputs.logits.detach().cpu()
             engine.backward(outputs.loss)
@@ -233,6 +238,20 @@ def train(
     return results | engine.weights()
 
 
+def forward(engine: Engine, batch: dict[str, Any]) -> Any:
+    """Return what a model does of a batch with labels; the loss may be that of distillation."""
+    if engine.teacher is None:
+        return engine.module(**batch)
+    labels, num_items = batch.pop("labels"), batch.pop("num_items_in_batch", None)
+    with deferred_logits():
+        outputs = engine.module(**batch)
+        with torch.no_grad():
+            others = engine.teacher.module(**batch)
+    how: dict[str, Any] = {"divergence": "jsd", "num_items_in_batch": num_items}
+    outputs.loss = distillation_loss(outputs, others, labels, **how)
+    return outputs
+
+
 def reads_logits(engine: Engine) -> bool:
     """Return whether this rank reads them: one, or all where reading is a collective."""
     return dist.get_rank() == 0 or engine.ranks_per_batch > 1
@@ -244,7 +263,7 @@ def evaluate(
     """Loss and logits without gradients."""
     before = len(computed)
     with torch.no_grad():
-        outputs = engine.module(**batch_of(engine, 50 + step, arguments))
+        outputs = forward(engine, batch_of(engine, 50 + step, arguments))
     assert len(computed) == before, "real logits were computed for the loss of an evaluation"
     results = {f"evaluation loss {step}": outputs.loss.detach().cpu()}
     if reads_logits(engine):
@@ -337,6 +356,7 @@ if __name__ == "__main__":
     parser.add_argument("--no-sync", action="store_true", help="between steps")
     parser.add_argument("--metric", action="store_true", help="reads logits before backward")
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--distil", action="store_true", help="from another such model")
     parser.add_argument("--alone", action="store_true", help="compares with one process")
     parser.add_argument("--leftover", action="store_true", help="a forward without a backward pass")
     parser.add_argument("--distrusted", action="store_true", help="on one rank, the model is")

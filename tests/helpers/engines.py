@@ -30,6 +30,7 @@ class Engine:
         ranks_per_batch: how many ranks in a row are given the same batch.
         loss_scale: the factor on the loss of each forward pass.
         accelerator: accelerate's, where that has made it.
+        teacher: the engine of a model to distil from, or None.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, ranks_per_batch: int = 1) -> None:
@@ -38,6 +39,7 @@ class Engine:
         self.optimizer = torch.optim.SGD(trained, RATE, foreach=False)
         self.loss_scale = 1.0
         self.accelerator: Any = None
+        self.teacher: Any = None
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -78,6 +78,20 @@ RUNS = {
         ),
         ("fully_shard", "peft"),
     ),
+    "distillation": Run(
+        STEP,
+        (
+            "ddp --distil",
+            "fsdp2 --distil",
+            "fsdp2_head --distil --layers --evaluate",
+            "fsdp1_head --distil",
+            'tensor_parallel --distil --fallback "the vocabulary is distributed over ranks"',
+        ),
+        ("fully_shard",),
+    ),
+    "distillation, ZeRO-3": Run(
+        STEP, ("""zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",), ("deepspeed",)
+    ),
     "FSDP2, compiled": Run(
         STEP, ('fsdp2_head --compiled --fallback "torch.compile traces"',), ("fully_shard",), slow
     ),
@@ -140,7 +154,10 @@ RUNS = {
     ),
     "Trainer, ZeRO-3": Run(DEEPSPEED, ("transformers 3",), ("deepspeed",)),
     "trainers, ZeRO": Run(
-        DEEPSPEED, ("transformers 1", "transformers 2", "trl 3"), ("deepspeed", "trl"), slow
+        DEEPSPEED,
+        ("transformers 1", "transformers 2", "trl 3", "distillation 3"),
+        ("deepspeed", "trl"),
+        slow,
     ),
     # of both kinds of checkpoints, with and without adapters
     "feed-forward layers in slices": Run(

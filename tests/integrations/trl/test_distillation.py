@@ -17,6 +17,7 @@ from trl_models import (
     assert_bitwise,
     assert_fused,
     assert_same,
+    in_float64,
     lora,
     make_model,
     train,
@@ -166,6 +167,45 @@ def test_loss_of_a_subclass_gets_logits(
     )
     assert_same(ours, trls)
     assert (reads, trls_losses) == ([], [])  # real logits all along
+
+
+def test_heads_that_fsdp_shards_are_gathered(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from trl.trainer import distillation_trainer
+
+    from liger_patch.integrations.trl_distillation import _divergence
+    from liger_patch.patch.forward import record_of
+
+    given = torch.randn(2, 5, 8), torch.randn(2, 5, 12), torch.randn(37, 8), torch.randn(37, 12)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+    how: dict[str, Any] = {"temperature": 0.7, "num_items_in_batch": torch.tensor(6.0)}
+    for each in ("student", "teacher"):
+        how |= {f"{each}_lm_head_bias": None, f"{each}_logit_scale": 1.0}
+        how[f"{each}_final_logit_softcapping"] = None
+    record = record_of(apply_patch(make_model()))
+    assert record is not None
+
+    def numbers(function: Any, *first: Any) -> dict[str, Tensor | None]:
+        x, y, *heads = (each.double() for each in given)
+        shards = [distribute_tensor(each, mesh, [Shard(0)]) for each in heads]
+        leaves = [x.requires_grad_(), shards[0].requires_grad_()]
+        with in_float64():
+            result = function(*first, x, y, *shards, mask, 0.5, **how)
+            gradients = torch.autograd.grad(result[0], leaves)
+        names = ("loss", "entropy", "count", "hidden", "weight")
+        whole: Any = gradients[1]
+        return dict(zip(names, [*result, gradients[0], whole.full_tensor()], strict=True))
+
+    file = f"file://{tmp_path}/group"
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        trls = numbers(distillation_trainer._chunked_divergence_loss)
+        assert_same(numbers(_divergence, record), trls)
+        assert record.fused
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_head_of_another_kind_is_left_to_trl(tmp_path: Path) -> None:
