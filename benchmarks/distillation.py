@@ -3,18 +3,19 @@
     python -m benchmarks distillation
 
 The student's head trains; the bound is the four matrix products alone. All contenders run in this
-one process, interleaved. Before anything is timed, each one's gradients are compared with float64
-on a part of the tokens: one that is wrong is not timed.
+one process, interleaved; one that is not installed or fails says why. Before anything is timed,
+each one's gradients are compared with float64 on a part of the tokens: one that is wrong is not
+timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from liger_patch import linear_distillation
 from .benchmark import Benchmark, Rows
 from .heads import Head, batch
 from .measure import (
+    MIB,
     Failure,
     Measurement,
     attempt,
@@ -33,7 +35,7 @@ from .measure import (
     relative_error,
     release_memory,
 )
-from .names import EAGER, LOWER_BOUND, OURS
+from .names import EAGER, LOWER_BOUND, OURS, UNSLOTH
 from .terminal import terminal_table
 
 TOKENS = 1000  # that are compared with float64
@@ -62,9 +64,12 @@ class Case:
         return f"{self.head.name}, {f'JSD {self.beta:g}' if self.beta else 'forward KL'}"
 
 
-LLAMA = Head("Llama-3.2-1B from 8B", 2048, 128256, 8192)
-QWEN = Head("Qwen3-0.6B from 8B", 1024, 151936, 16384)
-CASES = tuple(Case(head, 4096, beta) for head in (LLAMA, QWEN) for beta in (0.5, 0.0))
+HEADS = (  # and the teacher's hidden size
+    (Head("Llama-3.2-1B from 8B", 2048, 128256, 8192), 4096),
+    (Head("Qwen3-0.6B from 8B", 1024, 151936, 16384), 4096),
+    (Head("Llama-3.1-8B from 70B", 4096, 128256, 8192), 8192),
+)
+CASES = tuple(Case(*head, beta) for head in HEADS for beta in (0.5, 0.0))
 
 
 def contenders(case: Case, *, compiled: bool = True) -> dict[str, Loss]:
@@ -73,9 +78,8 @@ def contenders(case: Case, *, compiled: bool = True) -> dict[str, Loss]:
     if compiled:
         torch.compiler.reset()  # of each case a graph of its own, with static shapes
         losses["torch.compile"] = torch.compile(eager(case), dynamic=False)
-    if find_spec("liger_kernel"):
-        losses["Liger-Kernel"] = _liger(case)
-    return {**losses, OURS: _ours(case)}
+    peers = {"Liger-Kernel": _liger(case), "TRL": _trl(case), UNSLOTH: _unsloth(case)}
+    return {**losses, **peers, OURS: _ours(case)}
 
 
 def eager(case: Case) -> Loss:
@@ -105,6 +109,28 @@ def _liger(case: Case) -> Loss:
     def loss(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
         module = import_module("liger_kernel.transformers")
         return module.LigerFusedLinearJSD(jsd_beta=case.beta)(x, weight, teacher, teacher_weight)
+
+    return loss
+
+
+def _trl(case: Case) -> Loss:
+    """Return what DistillationTrainer computes, the student's entropies included."""
+
+    def loss(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+        function = import_module("trl.trainer.distillation_trainer")._chunked_divergence_loss
+        given = x[None], teacher[None], weight, teacher_weight, x.new_ones(1, len(x))
+        return function(*given, case.beta)[0]
+
+    return loss
+
+
+def _unsloth(case: Case) -> Loss:
+    """Return the loss of its GKD, without ``import unsloth``: see ``head_contenders``."""
+
+    def loss(*inputs: Tensor) -> Tensor:
+        os.environ.setdefault("UNSLOTH_IS_PRESENT", "1")
+        function = import_module("unsloth_zoo.fused_losses.fused_linear").fused_linear_jsd
+        return function(*inputs, beta=case.beta)
 
     return loss
 
@@ -202,7 +228,10 @@ def _matmuls(
 
 
 def _key(case: Case, contender: str) -> dict:
-    return {"case": case.name, "tokens": case.head.tokens, "contender": contender}
+    head = case.head
+    gradients = (head.tokens + head.vocab_size) * head.hidden_size * 2 / MIB
+    sizes = {"tokens": head.tokens, "gradients_mib": round(gradients)}
+    return {"case": case.name, **sizes, "contender": contender}
 
 
 def _cases(options: argparse.Namespace) -> dict:
@@ -210,15 +239,22 @@ def _cases(options: argparse.Namespace) -> dict:
         losses = contenders(case, compiled=not options.no_compile)
         return run_case(case, losses, rounds=options.rounds)
 
-    return {"distillation": [partial(measured, case) for case in CASES]}
+    wanted = options.model or [""]
+    chosen = [case for case in CASES if any(part in case.name for part in wanted)]
+    return {"distillation": [partial(measured, case) for case in chosen]}
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", action="append", help="only the cases whose name contains this, or another"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
 
 
 BENCHMARK = Benchmark(
-    packages=("liger-kernel",),
+    packages=("liger-kernel", "trl", "unsloth_zoo"),
     cases=_cases,
     table=terminal_table,
     rounds=10,
-    add_options=lambda parser: parser.add_argument(
-        "--no-compile", action="store_true", help="leave torch.compile out"
-    ),
+    add_options=_add_options,
 )
