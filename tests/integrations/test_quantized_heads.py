@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from training_step import joined
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch, deferred_logits, distillation_loss, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels import products
 from liger_patch.readers import quantized_weights
@@ -81,6 +82,32 @@ def test_a_quantized_head_is_fused(
     assert any("lm_head" in name for name in ours) == ("head" in trained)
     truth = results(dequantized(eager_model), batch)
     truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:liger_patch computes the distillation:UserWarning")
+def test_adapters_on_a_4_bit_head_are_distilled_from_it_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SLICE_BYTES", 16 * 2 * checkpoint.model.config.hidden_size)
+    batch = tiny_batch(checkpoint.model)
+    labels = batch.pop("labels")
+
+    def distilled(model: Any) -> dict[str, Any]:
+        with deferred_logits():
+            outputs = model(**batch)
+            with torch.no_grad(), model.disable_adapter():
+                others = model(**batch)
+        loss = distillation_loss(outputs, others, labels, divergence="jsd")
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        return {"loss": loss.detach(), **gradients}
+
+    models = [with_lora(with_quantized_head(checkpoint.model), ["lm_head"]) for _ in range(2)]
+    eager, ours = distilled(models[0]), distilled(apply_patch(models[1], layers=False))
+    assert patch_status(models[1]).fused
+    models[0].zero_grad()
+    truth, eager, ours = joined(distilled(dequantized(models[0])), eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
