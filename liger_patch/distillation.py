@@ -86,11 +86,39 @@ def distillation_loss(
     if token_weight is not None:
         token_weight = pad(token_weight[:, 1:], (0, 1)).reshape(-1).to(student.device)
     options |= {"labels": labels, "ignore_index": ignore_index, "token_weight": token_weight}
+    returned, student, teacher = student, _before_ddp(student), _before_ddp(teacher)
     products = _products(student, teacher)
     if isinstance(products, str):
         _note(student, products)
-        return _of_real_logits(real(student), real(teacher), **options)
-    return _fused(cast(DeferredLogits, student), *products, **options)
+        return _of_real_logits(real(returned), real(teacher), **options)
+    loss = _fused(cast(DeferredLogits, student), *products, **options)
+    return loss if returned is student else _Beside.apply(loss, returned)
+
+
+class _Beside(torch.autograd.Function):
+    """The loss, whose backward pass also runs the node of these logits, without a gradient."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, logits: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None
+
+
+def _before_ddp(logits: Tensor) -> Tensor:
+    """Return the logits that DistributedDataParallel has copied.
+
+    With parameters that may be unused, or in its first step with a static graph, it returns outputs
+    from a function of its own, whose backward pass starts a reduction and passes gradients on.
+    """
+    if isinstance(logits, DeferredLogits) and is_foreign(logits):
+        with torch._C.DisableTorchFunctionSubclass():
+            name = type(logits.grad_fn).__name__
+        if name == "_DDPSinkBackward" and isinstance(logits.parent, DeferredLogits):
+            return logits.parent
+    return logits
 
 
 def _logits_of(name: str, outputs: Any) -> Tensor:

@@ -82,6 +82,8 @@ RUNS = {
         STEP,
         (
             "ddp --distil",
+            "ddp_unused --distil --evaluate",
+            "ddp_static --distil",
             "fsdp2 --distil",
             "fsdp2_head --distil --layers --evaluate",
             "fsdp1_head --distil",
