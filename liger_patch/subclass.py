@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+LIBRARIES = "transformers.", "torch.", "builtins"
+DESCRIPTORS = property, classmethod, staticmethod
 ORIGINAL = "_liger_patch_original"  # attribute of such a class: the class before
 Derive = TypeVar("Derive", bound=Callable)
 _ONE_AT_A_TIME = threading.RLock()
@@ -69,6 +71,18 @@ def is_transformers(function: Any) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
+
+
+def overrides_methods(cls: type) -> bool:
+    """Return whether a class that is neither Transformers' nor PyTorch's has methods of its own,
+    which the code that it inherits may call; ``__init__`` and ``forward`` are not counted.
+    """
+    others = (each for each in cls.__mro__ if not each.__module__.startswith(LIBRARIES))
+    return any(
+        name not in ("__init__", "forward") and (callable(value) or isinstance(value, DESCRIPTORS))
+        for each in others
+        for name, value in vars(each).items()
+    )
 
 
 def _new_instance(original: Any, derive: Callable[[Any], Any]) -> Any:

@@ -46,11 +46,13 @@ ACTIVATIONS = {
 def mlp_class(module: Any) -> Any:
     """Return the class that puts a feed-forward layer on a kernel, or None.
 
-    It is None where the layer has another form, computes something else than GATES says, has an
-    activation without a kernel, and where its code is not Transformers' own.
+    It is None where the layer has another form or parameters of its own, computes something else
+    than GATES says, has an activation without a kernel, and where its code is not Transformers'.
     """
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
+        return None
+    if any(p is not None for p in module._parameters.values()):
         return None
     activation = _activation(getattr(module, gate.activation))
     if activation is None or not _agree(module, gate, activation):

@@ -122,9 +122,11 @@ GATED_NORMS = {
 def norm_class(module: Any) -> Any:
     """Return the class that puts a norm on a kernel, or None.
 
-    It is None where the norm works on groups of features, where it computes something else than
-    NORMS says, and where its code is not Transformers' own.
+    It is None where the norm works on groups of features or has parameters beside its weight, where
+    it computes something else than NORMS says, and where its code is not Transformers' own.
     """
+    if any(p is not None for name, p in module._parameters.items() if name != "weight"):
+        return None  # which may be zeros, as a probe then sees no difference
     if own_name(type(module)) in GATED_NORMS:
         return gated_norm_class(module)
     norms_groups = getattr(module, "group_size", None) is not None

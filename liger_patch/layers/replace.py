@@ -43,7 +43,7 @@ from liger_patch.layers.recurrent import (
     recurrent_class,
     recurrent_on_kernels,
 )
-from liger_patch.subclass import ORIGINAL, is_transformers
+from liger_patch.subclass import ORIGINAL, is_transformers, overrides_methods
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
 EXPERTS, RECURRENT, DELTA_NET = ("experts",), ("recurrent",), recurrent.NAMES
@@ -120,8 +120,11 @@ def replace_layers(
         if keeps_class(module):
             continue
         # decide anew: somebody may have replaced its class's forward
-        _change_class(module, _original_class(module))
+        original = _original_class(module)
+        _change_class(module, original)
         vars(module).pop(EVERYWHERE, None)
+        if layers != LORA and not is_wrapper(module) and overrides_methods(original):
+            continue
         key = wanted, CONFIGURATIONS[layers](module)
         if key not in replacements:
             replacements[key] = CLASSES[layers](module, wanted)

@@ -142,18 +142,48 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(step(model, batch), eager)
 
 
-def test_a_subclass_with_the_same_name_is_left_alone() -> None:
+@pytest.mark.parametrize("method", ["forward", "_norm"])
+def test_a_subclass_with_the_same_name_is_left_alone(method: str) -> None:
+    from transformers.models.gemma3 import modeling_gemma3 as gemma3
+
+    class Gemma3RMSNorm(gemma3.Gemma3RMSNorm):
+        """A probe finds no difference: the factor begins as 1."""
+
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.log_scale = torch.nn.Parameter(torch.zeros(()))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return getattr(gemma3.Gemma3RMSNorm, method)(self, x) * self.log_scale.exp()
+
+    setattr(Gemma3RMSNorm, method, scaled)
+    model = make_model()
+    model.model.norm = Gemma3RMSNorm(model.config.hidden_size)
+    apply_patch(model, layers=True)
+    assert type(model.model.norm) is Gemma3RMSNorm
+    assert count_layers(model)["rms_norm"] == 4
+    model(**tiny_batch(model)).loss.backward()
+    assert model.model.norm.log_scale.grad is not None
+
+
+def test_layers_of_transformers_with_more_parameters_are_left_alone() -> None:
+    """A version to come may add one that begins as zero, which a probe cannot see."""
+    model = make_model()
+    model.model.norm.register_parameter("log_scale", torch.nn.Parameter(torch.zeros(())))
+    model.model.layers[0].mlp.register_parameter("shift", torch.nn.Parameter(torch.zeros(())))
+    counts = count_layers(apply_patch(model, layers=True))
+    assert (counts["rms_norm"], counts["gated"]) == (4, 1)
+
+
+def test_a_subclass_that_changes_nothing_is_on_kernels() -> None:
     from transformers.models.llama import modeling_llama as llama
 
     class LlamaRMSNorm(llama.LlamaRMSNorm):
-        def forward(self, hidden_states):
-            return 2 * super().forward(hidden_states)
+        """Only another name for it."""
 
     model = make_model()
     model.model.norm.__class__ = LlamaRMSNorm
-    apply_patch(model, layers=True)
-    assert type(model.model.norm) is LlamaRMSNorm
-    assert count_layers(model)["rms_norm"] == 4
+    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 5
 
 
 def test_a_forward_that_is_no_function_is_left_alone() -> None:
