@@ -194,7 +194,7 @@ def distillation(
 def segment_mask(
     segments: Segments, rows: int, tokens: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return (rows, T, T) bool, True where a query sees a key."""
+    """Return (rows, T, T) bool, True where a query sees a key, also one of its prefix."""
     place = torch.arange(rows * tokens, device=device)
     ends = torch.arange(0, rows * tokens + 1, tokens, device=device)
     if segments.cu_seqlens is not None:
@@ -202,7 +202,16 @@ def segment_mask(
     sequence = torch.searchsorted(ends.to(place.dtype), place, right=True).view(rows, tokens)
     behind = place[:tokens, None] - place[:tokens]
     window = tokens if segments.window is None else segments.window
-    return (sequence[:, :, None] == sequence[:, None]) & (behind >= 0) & (behind < window)
+    mask = (sequence[:, :, None] == sequence[:, None]) & (behind >= 0) & (behind < window)
+    if segments.prefixes is None:
+        return mask
+    many, continued, ends, _ = segments.prefixes
+    group, prefix = (
+        torch.searchsorted(of.to(place.dtype), place[:count], right=True)
+        for of, count in zip(ends, (continued, many), strict=True)
+    )
+    mask[:, many : many + continued, :many] = group[:, None] == prefix
+    return mask
 
 
 def segment_attention(

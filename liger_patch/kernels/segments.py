@@ -19,14 +19,35 @@ B: rows, T: tokens of a row, S: sequences in all rows, D: features of an attenti
 attention: Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK_BYTES = 256 * 2**20  # bounds the temporary tensors of reading a mask
 MOST_NUMBERS = 2**31  # of queries: with more, PyTorch 2.11's flash attention gave wrong gradients
+
+
+class Prefixes(NamedTuple):
+    """The prefixes of a row (1, T) whose sequences may continue one: groups of sequences do, which
+    see all of their prefix. The row holds
+
+        all prefixes, each a sequence    the sequences that continue them, by group    others
+
+    Attributes:
+        tokens: how many all prefixes have.
+        continued: how many all sequences have that continue one.
+        cu_seqlens: (groups + 1,) int32, 0 and where each group ends, counted behind the prefixes;
+            the same of prefixes.
+        lengths: the tokens of the longest group, and of the longest prefix.
+    """
+
+    tokens: int
+    continued: int
+    cu_seqlens: tuple[Tensor, Tensor]
+    lengths: tuple[int, int]
 
 
 class Segments(NamedTuple):
@@ -38,12 +59,14 @@ class Segments(NamedTuple):
         max_seqlen: the tokens of the longest sequence.
         window: how many keys a query sees at most; None for all of its sequence up to itself.
         has_padding: whether these keys are others than those that the mask shows to its padding.
+        prefixes: those that sequences continue; None where no sequence does.
     """
 
     cu_seqlens: Tensor | None
     max_seqlen: int
     window: int | None
     has_padding: bool = False
+    prefixes: Prefixes | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -188,6 +211,17 @@ def may_serve_flash_attention(device: torch.device, dtype: torch.dtype | None) -
     return dtype in (torch.bfloat16, torch.float16)
 
 
+@functools.cache
+def has_lse_of_tokens() -> bool:
+    """Return whether flash attention's log-sum-exp of several sequences is of their tokens,
+    (num_heads, T). torch 2.6 pads each sequence.
+    """
+    states = torch.empty(2, 1, 8, device="meta")
+    ends = torch.empty(2, device="meta", dtype=torch.int32)
+    how = flash_options(Segments(ends, 2, None), None)
+    return flash_forward(states, states, states, how)[1].dim() == 2
+
+
 def serves_flash_attention(
     query: Tensor,  # (B, num_heads, T, D)
     key: Tensor,  # (B, num_key_value_heads, T, D)
@@ -215,41 +249,73 @@ def segment_attention(
     segments: Segments,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment.
+    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment, without
+    those of a prefix.
 
     Args:
         scale: factor on the products of queries and keys; None for 1 / sqrt(D).
     """
+    states, shape = flash_states(query, key, value, segments)
+    return flash_forward(*states, flash_options(segments, scale))[0].view(shape)
+
+
+def flash_states(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments
+) -> tuple[tuple[Tensor, Tensor, Tensor], torch.Size]:
+    """Return states (B, heads, T, D) as flash attention takes them, and the shape of its result."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     shape = query.shape
     if segments.cu_seqlens is not None:
         query, key, value = (each.flatten(0, 1) for each in (query, key, value))
-    y = _flash_attention(query, key, value, segments, scale)
-    return y.view(shape)
+    return (query, key, value), shape
 
 
-def _flash_attention(
+def flash_options(segments: Segments, scale: float | None) -> dict[str, Any]:
+    """Return the arguments of flash attention within segments, by what they say."""
+    cu_seqlens, max_seqlen, window, *_ = segments
+    return {
+        "cu_seqlens": (cu_seqlens, cu_seqlens),  # of queries, of keys
+        "lengths": (max_seqlen, max_seqlen),
+        "is_causal": window is None,
+        "window": {
+            "scale": scale,
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": None if window is None else 0,
+        },
+    }
+
+
+def flash_forward(
     query: Tensor,  # (B, T, num_heads, D); with several sequences (B T, num_heads, D)
     key: Tensor,
     value: Tensor,
-    segments: Segments,
-    scale: float | None,
-) -> Tensor:
+    how: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Return the result, the log-sum-exp of scores (B, num_heads, T) or (num_heads, B T), seed and
+    offset.
+    """
     # the public varlen_attn came with torch 2.10, and takes more of the host's time
-    cu_seqlens, max_seqlen, window, _ = segments
-    y, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        0.0,
-        window is None,
-        False,
-        scale=scale,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
-    )
-    return y
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, *how["cu_seqlens"], *how["lengths"], 0.0, how["is_causal"], False,
+        **how["window"],
+    )[:4]  # fmt: skip
+
+
+def flash_backward(
+    dy: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    how: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, of attention over these keys and others where
+    y and lse are those of all.
+    """
+    return torch.ops.aten._flash_attention_backward(
+        dy, query, key, value, y, lse, *how["cu_seqlens"], *how["lengths"], 0.0,
+        how["is_causal"], seed, offset, **how["window"],
+    )  # fmt: skip

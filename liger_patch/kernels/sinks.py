@@ -14,13 +14,17 @@ H: heads, T: tokens, D: features of a head. Kept for the backward pass: queries,
 and lse', as flash attention keeps them. No tensor of (T, T) is made.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward
-from liger_patch.kernels.segments import Segments
+from liger_patch.kernels.segments import (
+    Segments,
+    flash_backward,
+    flash_forward,
+    flash_options,
+    flash_states,
+)
 
 
 def add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,11 +57,8 @@ class _SinkAttention(torch.autograd.Function):
         segments: Segments,
         scale: float | None,
     ) -> Tensor:
-        how = _options(segments, scale)
-        y, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *how["cu_seqlens"], *how["lengths"], 0.0, how["is_causal"], False,
-            **how["window"],
-        )  # fmt: skip
+        how = flash_options(segments, scale)
+        y, lse, seed, offset = flash_forward(query, key, value, how)
         y, lse_of_tokens = add_sinks(y, lse.transpose(-1, -2), sinks)
         lse = lse_of_tokens.transpose(-1, -2).contiguous()  # (B, H, T), or (H, B T)
         ctx.how = how
@@ -68,31 +69,12 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         check_backward("sink_attention", dy, advice=LAYER_ADVICE)
         query, key, value, sinks, y, lse, seed, offset = ctx.saved_tensors
-        how: dict[str, Any] = ctx.how
         dy = dy.contiguous()
         dsinks = None
         if ctx.needs_input_grad[3]:
             dsinks = gradient_of_sinks(dy, y, lse.transpose(-1, -2), sinks)
-        gradients = torch.ops.aten._flash_attention_backward(
-            dy, query, key, value, y, lse, *how["cu_seqlens"], *how["lengths"], 0.0,
-            how["is_causal"], seed, offset, **how["window"],
-        )  # fmt: skip
+        gradients = flash_backward(dy, query, key, value, y, lse, seed, offset, ctx.how)
         return *gradients, dsinks, None, None
-
-
-def _options(segments: Segments, scale: float | None) -> dict[str, Any]:
-    """Return the arguments of flash attention, by what they say."""
-    cu_seqlens, max_seqlen, window, _ = segments
-    return {
-        "cu_seqlens": (cu_seqlens, cu_seqlens),
-        "lengths": (max_seqlen, max_seqlen),
-        "is_causal": window is None,
-        "window": {
-            "scale": scale,
-            "window_size_left": None if window is None else window - 1,
-            "window_size_right": None if window is None else 0,
-        },
-    }
 
 
 def sink_attention(
@@ -109,8 +91,5 @@ def sink_attention(
     Args:
         scale: factor on the products of queries and keys; None for 1 / sqrt(D).
     """
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    shape = query.shape
-    if segments.cu_seqlens is not None:
-        query, key, value = (each.flatten(0, 1) for each in (query, key, value))
-    return _SinkAttention.apply(query, key, value, sinks, segments, scale).view(shape)
+    states, shape = flash_states(query, key, value, segments)
+    return _SinkAttention.apply(*states, sinks, segments, scale).view(shape)
