@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from liger_patch.deferred.ops import METADATA
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode
+from liger_patch.kernels.reference import segment_mask
 from liger_patch.kernels.segments import (
     Segments,
     may_serve_flash_attention,
@@ -56,8 +57,9 @@ class DeferredMask(Tensor):
     versions: dict[str, int]  # of these tensors, when the mask was deferred
     padding: Tensor  # (B, 1, T, T), True where a key is none of padding: T numbers a row
     indices: tuple[Tensor, ...]  # of rows (B, 1), heads (1, 1), queries (T,) and keys (T,)
-    value: Tensor | None
+    value: Tensor | None = None
     version: int  # of the value, when it was made
+    described: Segments | None = None  # what it is made of instead, where that is known before
 
     @classmethod
     def of_call(
@@ -67,14 +69,27 @@ class DeferredMask(Tensor):
         padding: Tensor,
         indices: tuple[Tensor, ...],
     ) -> DeferredMask:
-        mask: Any = Tensor._make_wrapper_subclass(
-            cls, padding.shape, dtype=torch.bool, device=padding.device
-        )
-        mask.options, mask.padding, mask.value = options, padding, None
-        mask.tensors = tensors
+        mask = cls._of_padding(padding)
+        mask.options, mask.tensors = options, tensors
         mask.versions = {name: each._version for name, each in tensors.items()}
         rows, heads, queries, keys = indices
         mask.indices = rows.view(-1, 1), heads.view(1, 1), queries.flatten(), keys.flatten()
+        return mask
+
+    @classmethod
+    def of_segments(cls, segments: Segments, tokens: int, device: torch.device) -> DeferredMask:
+        """Return the mask (1, 1, T, T) that segments of one row describe."""
+        is_real = torch.ones((), dtype=torch.bool, device=device)
+        mask = cls._of_padding(is_real.expand(1, 1, tokens, tokens))
+        mask.described, mask.tensors = segments, {}
+        return mask
+
+    @classmethod
+    def _of_padding(cls, padding: Tensor) -> Any:
+        mask: Any = Tensor._make_wrapper_subclass(
+            cls, padding.shape, dtype=torch.bool, device=padding.device
+        )
+        mask.padding = padding
         return mask
 
     def segments(self, rows: int, used: Tensor | None) -> Segments | None:
@@ -105,14 +120,19 @@ class DeferredMask(Tensor):
         """
         if self.value is None:
             self._check_unchanged()
-            options = {**self.options, "allow_is_causal_skip": False}
             # selective checkpointing must not see the operations: it counts them
             unseen = _disable_current_modes() if in_tracing_mode() else nullcontext()
             with torch.inference_mode(False), unseen:
-                value = sdpa_mask(**options)
-            assert value is not None
+                value = self._make()
             self.value, self.version = value, value._version
         return self.value
+
+    def _make(self) -> Tensor:
+        if self.described is not None:
+            return segment_mask(self.described, 1, self.shape[-1], self.device)[:, None]
+        value = sdpa_mask(**{**self.options, "allow_is_causal_skip": False})
+        assert value is not None
+        return value
 
     def _check_unchanged(self) -> None:
         for name, tensor in self.tensors.items():

@@ -28,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
+from liger_patch.kernels.prefixes import prefix_attention
 from liger_patch.kernels.segments import (
     MOST_NUMBERS,
     Segments,
@@ -150,7 +151,8 @@ def attention(
         if serves_flash_attention(*states):
             segments = _segments_of_call(attention_mask, len(query))
         if segments is not None and not segments.is_causal:
-            return segment_attention(*states, segments, scaling), None
+            compute = segment_attention if segments.prefixes is None else prefix_attention
+            return compute(*states, segments, scaling), None
     if segments is not None:  # whole rows: PyTorch may have a faster kernel
         attention_mask, is_causal = None, True
     elif deferred is not None:
@@ -279,6 +281,8 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
     used = used_tokens_of_call()
     read_for, read_of, segments = _read.get(mask, (None, None, None))
     deferred = mask if isinstance(mask, DeferredMask) else None
+    if deferred is not None and deferred.described is not None and not deferred.writes():
+        return deferred.described
     of = rows, mask._version if deferred is None else deferred.writes()
     runs_again = torch._C._current_graph_task_id() != -1
     is_same = read_for is used and read_of == of

@@ -7,6 +7,9 @@ rotary embeddings only distances matter. The last hidden states go back to their
 between them. So the head, the loss and whoever reads the logits see the batch as it was given.
 Recurrent layers get the sequences of the row, see ``recurrent``.
 
+Where rows begin with the same tokens, as pairs and groups of completions do with their prompt,
+these are in the row once (see ``prefixes``), and the mask of the call says who sees them.
+
 B: rows, T: tokens of a row, N: real tokens, H: hidden size. Extra memory: (B, T, H).
 """
 
@@ -22,16 +25,26 @@ import transformers
 from torch import Tensor, nn
 
 from liger_patch.kernels.backend import autocast_dtype
-from liger_patch.kernels.segments import may_serve_flash_attention
-from liger_patch.layers.checks import has_hooks, layers_of
-from liger_patch.layers.deferred_mask import NEED_MASKS
-from liger_patch.layers.masked_attention import UsedTokens
+from liger_patch.kernels.segments import has_lse_of_tokens, may_serve_flash_attention
+from liger_patch.layers.checks import has_hooks, layers_of, names_of
+from liger_patch.layers.deferred_mask import NEED_MASKS, DeferredMask
+from liger_patch.layers.masked_attention import TABLE, UsedTokens
+from liger_patch.layers.prefixes import (
+    MOST_ROWS,
+    Group,
+    PutBack,
+    compare_rows,
+    groups_of,
+    in_one_row,
+)
 from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carries_state, packed_rows
 
-LEAST_PADDING = 1 / 16  # of a batch: leaving out less saves less than gathering rows takes
+LEAST_SAVED = 1 / 16  # of tokens: leaving out less saves less than gathering rows takes
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
 MOST_FEATURES = 256  # of a head, with which flash attention serves
 SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales queries
+NO_STATE = "full_attention", "sliding_attention"  # layers whose tokens see just what masks show
+NOISE = "drop", "jitter"  # parts of names in configurations
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
 GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -61,23 +74,25 @@ def without_padding(
         return None
     if mask.dim() != 2 or mask.shape != ids.shape or not _takes_one_row(backbone, options, ids):
         return None
-    places = _places(mask, used)
-    if places is None or not may_defer():
+    found = _rows_of(ids, mask, used, functools.partial(_may_share, backbone))
+    if found is None or not may_defer():
         return None
     recurrent = _recurrent_layers(backbone)
     if recurrent is None or (backbone._is_stateful and not recurrent):
         return None
+    starts, lengths, groups = found
     rows, tokens = ids.shape
-    starts = (places // tokens).diff(prepend=places.new_full((1,), -1)) > 0
-    place = torch.arange(len(places), device=places.device)
+    one = in_one_row(starts, lengths, tokens, groups, ids.device)
     row: dict[str, Any] = {
-        "input_ids": ids.flatten()[places][None],
+        "input_ids": ids.flatten()[one.places][None],
         "attention_mask": None,
-        "position_ids": (place - place.where(starts, 0).cummax(0).values)[None],
+        "position_ids": one.positions[None],
         "use_cache": False,  # with a cache, Transformers looks for no restarts
     }
+    if groups:
+        row["attention_mask"] = DeferredMask.of_segments(one.segments, len(one.places), ids.device)
     if recurrent:
-        row[PACKED] = packed_rows(starts[None], torch.ones_like(starts)[None])
+        row[PACKED] = packed_rows(row["position_ids"] == 0, torch.ones_like(row["input_ids"]))
     outputs = function(backbone, **{**options, **row})
     if recurrent and row[PACKED].reached < len(recurrent):
         raise RuntimeError(
@@ -86,27 +101,68 @@ def without_padding(
             'apply_patch with layers that lack "attention"'
         )
     used.without_padding = True
-    (hidden,) = outputs.last_hidden_state
-    padded = hidden.new_zeros(rows * tokens, hidden.shape[-1]).index_copy(0, places, hidden)
+    padded: Any = PutBack.apply(outputs.last_hidden_state[0], one, rows * tokens)
     outputs.last_hidden_state = padded.view(rows, tokens, -1)
     return outputs
 
 
-def _places(mask: Tensor, used: UsedTokens) -> Tensor | None:
-    """Return (N,), where the real tokens are among (B T,), in their order. None where a result of
-    padding is used, where a row has padding between its tokens, and where there is little padding.
-    The host waits for these numbers.
+def _rows_of(
+    ids: Tensor, mask: Tensor, used: UsedTokens, may_share: Callable[[int], bool]
+) -> tuple[list[int], list[int], list[Group]] | None:
+    """Return where the real tokens of each row start and how many they are, and the groups of rows
+    that share a prefix. None where a result of padding is used, where a row has padding between its
+    tokens, and where there is little to leave out. The host waits for these numbers.
+
+    Args:
+        may_share: whether rows of at most so many tokens may share prefixes.
     """
-    tokens_used = used.of_batch(len(mask), mask)
+    rows = len(mask)
+    tokens_used = used.of_batch(rows, mask)
     if tokens_used is None or not mask.numel():
         return None
     real = mask.bool()
-    starts = torch.cat([real[:, :1], real[:, 1:] & ~real[:, :-1]], 1)
-    fits = (starts.sum(1) <= 1).all() & (real | ~tokens_used).all()
-    fits, count = torch.stack([fits.long(), real.sum()]).tolist()
-    if not fits or not 0 < count <= (1 - LEAST_PADDING) * mask.numel():
+    begins = torch.cat([real[:, :1], real[:, 1:] & ~real[:, :-1]], 1)
+    fits = (begins.sum(1) <= 1).all() & (real | ~tokens_used).all()
+    begin, length = real.to(torch.uint8).argmax(1), real.sum(1)
+    numbers = [fits.long()[None], begin, length]
+    if rows <= MOST_ROWS:
+        numbers.append(compare_rows(ids, begin, length).flatten())
+    fits, *read = torch.cat(numbers).tolist()
+    if not fits:
         return None
-    return real.flatten().logical_not().to(torch.uint8).argsort(stable=True)[:count]
+    starts, lengths, *alike = (read[place : place + rows] for place in range(0, len(read), rows))
+    groups = groups_of(alike, list(range(rows))) if alike else []
+    count, saved = sum(lengths), sum(group.saved for group in groups)
+    if saved < LEAST_SAVED * count or not may_share(max(lengths)):
+        groups, saved = [], 0
+    if not 0 < count - saved <= (1 - LEAST_SAVED) * mask.numel():
+        return None
+    return starts, lengths, groups
+
+
+def _may_share(backbone: Any, longest: int) -> bool:
+    """Return whether rows of at most so many tokens may share prefixes: all attentions take that
+    for a mask, no window hides a token, and no result of a token is drawn at random.
+    """
+    config = backbone.config
+    layer_types = {*(getattr(config, "layer_types", None) or ())}
+    if config._attn_implementation != "sdpa" or layer_types - {*NO_STATE}:
+        return False
+    if longest > (getattr(config, "sliding_window", None) or longest):
+        return False
+    draws = backbone.training and any(
+        value and any(part in name for part in NOISE) for name, value in vars(config).items()
+    )
+    if draws or not has_lse_of_tokens():
+        return False
+    for module in backbone.modules():
+        if carries_state(module):
+            return False
+        if TABLE in names_of(type(module)) and "attention" not in layers_of(module):
+            return False
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and module.training:
+            return False
+    return True
 
 
 def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import plain_flash
 import pytest
 import torch
 from exactness import assert_no_worse
-from torch import Tensor
+from torch import Tensor, nn
 from training_step import Step, joined
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from liger_patch.kernels import reference, segments
+from liger_patch.kernels import prefixes, reference, segments
 from liger_patch.layers import deferred_mask, masked_attention, unpadded
 from liger_patch.layers.deferred_mask import DeferredMask
 
@@ -147,9 +148,24 @@ class Calls:
         monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
+            monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: True)
+            for name in ("flash_forward", "flash_backward"):
+                monkeypatch.setattr(prefixes, name, getattr(plain_flash, name))
             for module in (deferred_mask, unpadded):
                 monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
             monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", 1)
+
+
+def rows_of(model: nn.Module) -> list[torch.Size]:
+    """The shapes of what the layers of a backbone are given, as calls append them."""
+    shapes: list[torch.Size] = []
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        shapes.append(inputs[0].shape[:2])
+
+    hook.__module__ = "torch.nn"  # a library's hook keeps no padding in the batch
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
+    return shapes
 
 
 def assert_right(ours: Step, own: Step, truth: Step) -> None:

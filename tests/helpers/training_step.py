@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -48,6 +49,32 @@ class Float64(TorchFunctionMode):
             args = [torch.float64 if each is torch.float32 else each for each in args]
             kwargs = {n: torch.float64 if v is torch.float32 else v for n, v in kwargs.items()}
         return func(*args, **kwargs)
+
+
+class FastFloat64(Float64):
+    """Looks for dtypes only where Trainer and tiny models have them: 20 steps are many calls."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.float or any(each is torch.float32 for each in (*args, *kwargs.values())):
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """The backward pass, too, where TRL's kernel and recomputed layers cast to float32."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_in_float64(*args: Any, **kwargs: Any) -> Any:
+        with FastFloat64():
+            return run_backward(*args, **kwargs)
+
+    with (
+        FastFloat64(),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward_in_float64),
+    ):
+        yield
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,9 +22,9 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
-from torch import Tensor, nn
+from torch import nn
 from trainers import QUIET
-from training_step import Float64, Step
+from training_step import Step, in_float64
 from transformers import PreTrainedModel
 
 from liger_patch import patch_status, registry
@@ -126,32 +126,6 @@ def lora(**options: Any) -> dict[str, Any]:
 
     options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **options}
     return {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **options)}
-
-
-class FastFloat64(Float64):
-    """Looks for dtypes only where Trainer and tiny models have them: 20 steps are many calls."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.float or any(each is torch.float32 for each in (*args, *kwargs.values())):
-            return super().__torch_function__(func, types, args, kwargs)
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """The backward pass, too, where TRL's kernel and recomputed layers cast to float32."""
-    run_backward = torch.autograd._engine_run_backward
-
-    def run_backward_in_float64(*args: Any, **kwargs: Any) -> Any:
-        with FastFloat64():
-            return run_backward(*args, **kwargs)
-
-    with (
-        FastFloat64(),
-        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward_in_float64),
-    ):
-        yield
 
 
 def train(trainer: Any) -> Step:

@@ -15,6 +15,7 @@ from attention_models import (
     Calls,
     assert_right,
     make_model,
+    rows_of,
 )
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -48,18 +49,6 @@ def make_batch(lengths: list[tuple[int, int]] = LENGTHS, tokens: int = 40) -> di
     for row, (start, _) in enumerate(lengths):
         labels[row, start] = -100  # a token of padding would predict it
     return {"input_ids": ids * mask, "labels": labels, "attention_mask": mask.long()}
-
-
-def rows_of(model: nn.Module) -> list[torch.Size]:
-    """The shapes of what the layers of a backbone are given, as calls append them."""
-    shapes: list[torch.Size] = []
-
-    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        shapes.append(inputs[0].shape[:2])
-
-    hook.__module__ = "torch.nn"  # a library's hook keeps no padding in the batch
-    model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
-    return shapes
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
@@ -181,7 +170,7 @@ KEPT = {
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
     "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
-    "no padding": lambda model, batch: batch["attention_mask"].fill_(1),
+    "no padding": lambda model, batch: batch.update(make_batch([(0, 40)] * 3)),
     "no mask": lambda model, batch: batch.update(attention_mask=None),
     "embeddings": lambda model, batch: batch.update(
         inputs_embeds=model.model.embed_tokens(batch.pop("input_ids")).detach()

@@ -1,0 +1,131 @@
+"""DPO and GRPO with each prompt once: TRL's own numbers and weights, of padded batches."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_models import Calls
+from slow_cases import slow_but
+from tiny_text import Writer, tiny_tokenizer
+from training_step import widened
+from trl_models import (
+    DEFAULTS,
+    MARKS,
+    apply_trl_patch,
+    assert_fused,
+    lora,
+    make_model,
+    train,
+)
+
+from liger_patch.layers import unpadded
+from liger_patch.layers.prefixes import OneRow, in_one_row
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_(kwargs|disable). is deprecated"),
+]
+GROUP = 4
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, each)) % 7) for each in completions]
+
+
+def samples() -> Any:
+    """Prompts of many lengths, of which one continues another; two answers that are alike, and one
+    that is empty.
+    """
+    from datasets import Dataset
+
+    writer, rows = Writer(), []
+    for index in range(12):
+        prompt = writer.words(6, 12)
+        if index % 4 == 3:
+            prompt = f"{rows[-1]['prompt']} {prompt}"
+        chosen, rejected = writer.answer(), writer.answer()
+        if index % 4 == 1:
+            rejected = chosen
+        if index % 4 == 2:
+            rejected = ""
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return Dataset.from_list(rows)
+
+
+def make_trainer(kind: str, folder: Path, adapters: bool, **arguments: Any) -> Any:
+    import trl
+
+    options: dict[str, Any] = lora() if adapters else {}
+    data = samples()
+    if kind == "DPO":
+        if not adapters:
+            options["ref_model"] = widened(make_model("llama", seed=1))
+    else:
+        options["reward_funcs"] = reward
+        data = data.select_columns(["prompt"])
+        arguments = {
+            "num_generations": GROUP,
+            "max_completion_length": 6,
+            "per_device_train_batch_size": 2 * GROUP,
+            "beta": 0.04 if adapters else 0.0,
+            **arguments,
+        }
+    return getattr(trl, f"{kind}Trainer")(
+        model=widened(make_model("llama")),
+        args=getattr(trl, f"{kind}Config")(str(folder), **{**DEFAULTS, **arguments}),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tiny_tokenizer(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "checkpointing"),
+    slow_but(
+        [("DPO", False, True), ("DPO", True, None), ("GRPO", True, False)],
+        [*itertools.product(["DPO", "GRPO", "RLOO"], [False, True], [None, True, False])],
+    ),
+)
+def test_each_prompt_runs_once_with_trls_numbers(
+    kind: str,
+    adapters: bool,
+    checkpointing: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Calls(monkeypatch, served=True)
+    trls = train(make_trainer(kind, tmp_path, adapters))
+    how: dict[str, Any] = {}
+    if checkpointing is not None:
+        how["gradient_checkpointing"] = True
+        how["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpointing}
+    trainer = make_trainer(kind, tmp_path, adapters, **how)
+    models = [trainer.model, getattr(trainer, "ref_model", None)]
+    for model in models:
+        if model is not None:
+            apply_trl_patch(model)
+    seen: list[tuple[int, int]] = []  # real tokens of a batch, tokens that the backbone is given
+
+    def counted(starts: list[int], lengths: list[int], *others: Any) -> OneRow:
+        row = in_one_row(starts, lengths, *others)
+        seen.append((sum(lengths), len(row.places)))
+        return row
+
+    monkeypatch.setattr(unpadded, "in_one_row", counted)
+    ours = train(trainer)
+    assert_fused(trainer.model)
+    for name in ("1", "2", "3"):  # of equal answers, whose rewards differ by rounding
+        for each in (ours, trls):
+            each.pop(f"{name} rewards/accuracies", None)
+    torch.testing.assert_close(ours, trls, rtol=1e-9, atol=1e-12)
+    passes = 2 if kind == "DPO" or adapters else 1  # the reference's too
+    assert len(seen) >= 3 * passes
+    assert all(computed < real for real, computed in seen)
+    logged = {"DPO": {"rewards/margins", "logps/chosen"}, "GRPO": {"reward_std", "entropy"}}
+    logged["RLOO"] = logged["GRPO"]
+    assert {f"3 {name}" for name in logged[kind]} <= ours.keys()

@@ -1,0 +1,266 @@
+"""Rows that begin alike share that prefix: losses and gradients are those of the padded batch, and
+the backbone sees each prefix once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_models import SIZES, WARNINGS, Calls, make_model, rows_of
+from exactness import assert_no_worse
+from rows import every_row
+from rows import model_type as row_name
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from training_step import call, gradients, in_float64, joined, step, widened
+
+from liger_patch import apply_patch, registry
+from liger_patch.layers import masked_attention, unpadded
+from liger_patch.layers.prefixes import Group, PutBack, compare_rows, groups_of, in_one_row
+
+pytestmark = WARNINGS
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
+# rows: a prompt of a token a letter, and how many tokens follow; the tokens that the backbone sees
+BATCHES: dict[str, tuple[list[tuple[str, int]], int]] = {
+    "pairs": ([("aaaaaa", 4), ("bbbbbbbbb", 7), ("aaaaaa", 5), ("bbbbbbbbb", 2)], 33),
+    "groups": ([("aaaaaaa", 4), ("aaaaaaa", 1), ("aaaaaaa", 9), ("bbb", 2), ("bbb", 6)], 32),
+    "scattered": ([("aaaaaaa", 4), ("bbb", 2), ("aaaaaaa", 1), ("bbb", 6), ("cc", 3)], 28),
+    "a prompt that another one continues": (
+        [("aaaaaaaa", 3), ("aaaaaaaabbbb", 4), ("aaaaaaaa", 2), ("aaaaaaaabbbb", 1)],
+        26,
+    ),
+    "a system prompt": ([("ssaaaaaa", 3), ("ssaaaaaa", 4), ("ssbbbbb", 2), ("ssbbbbb", 5)], 29),
+    "an empty completion": ([("aaaaaaa", 0), ("aaaaaaa", 5), ("bbb", 2), ("bbb", 0)], 19),
+    "one alone": ([("aaaaaaa", 3), ("aaaaaaa", 5), ("cccc", 6), ("d", 1)], 27),
+}
+
+
+def make_batch(
+    rows: list[tuple[str, int]], *, left: bool = False, alike: bool = False, all_used: bool = False
+) -> dict[str, Tensor]:
+    """Return a padded batch of such rows; with ``alike``, tokens of completions are alike too.
+    Labels are those of completions, or of all tokens.
+    """
+    generator = torch.Generator().manual_seed(3)
+    most = max(len(prompt) + completion for prompt, completion in rows) + 2
+    found: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    completions = torch.randint(40, SIZES["vocab_size"], (len(rows), most), generator=generator)
+    for row, (prompt, completion) in enumerate(rows):
+        own = completions[0 if alike else row, :completion]
+        ids = torch.cat([torch.tensor([ord(each) - 90 + i for i, each in enumerate(prompt)]), own])
+        labels = ids.clone()
+        labels[: 1 if all_used else len(prompt)] = -100
+        padding = most - len(ids)
+        sides = (padding, 0) if left else (0, padding)
+        for name, value, fill in (
+            ("input_ids", ids, 0),
+            ("attention_mask", torch.ones_like(ids), 0),
+            ("labels", labels, -100),
+        ):
+            found[name].append(nn.functional.pad(value, sides, value=fill))
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, served=True)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
+@pytest.mark.parametrize("all_used", [False, True], ids=["completions", "all used"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_step_is_exact_in_float64(
+    kind: str, left: bool, all_used: bool, checkpointing: bool | None, calls: Calls
+) -> None:
+    rows, tokens = BATCHES[kind]
+    batch = make_batch(rows, left=left, all_used=all_used)
+    model = widened(make_model("llama"))
+    own = step(model, batch)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    assert own["model.embed_tokens.weight"] is not None
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])
+    calls.own.clear()
+    calls.flash.clear()
+    with in_float64():
+        ours = step(model, batch)
+    assert {*shapes} == {(1, tokens)}
+    assert calls.own == calls.flash == []
+    torch.testing.assert_close(ours, own, **EXACT)
+    with torch.no_grad():
+        logits = torch.as_tensor(call(model.eval(), batch).logits)
+    assert logits.shape == (*batch["input_ids"].shape, SIZES["vocab_size"])
+
+
+def test_equal_rows_share_all_but_one_token(calls: Calls) -> None:
+    batch = make_batch([("aaaaaa", 4), ("aaaaaa", 4), ("bb", 3), ("bb", 9)], alike=True)
+    model = widened(make_model("llama"))
+    own = step(model, batch)
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])
+    torch.testing.assert_close(step(model, batch), own, **EXACT)
+    assert shapes == [(1, 36 - 9 - 4)]  # of the second pair, one token of the shorter row is left
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "mistral"])
+def test_autocast_to_16_bits_is_no_worse(model_type: str, calls: Calls) -> None:
+    model, batch = make_model(model_type), make_batch([("aaa", 4), ("aaa", 9), ("bbbb", 5)] * 2)
+    batch["input_ids"][3:] = batch["input_ids"][:3]  # six rows share two prompts
+
+    def on_16_bits() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        return {"loss": loss.detach(), **gradients(model, loss)}
+
+    truth, own = step(widened(model), batch), on_16_bits()
+    model.config.sliding_window = SIZES["vocab_size"]
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])
+    truth, own, ours = joined(truth, own, on_16_bits())
+    assert shapes[0][1] < int(batch["attention_mask"].sum())
+    assert_no_worse(ours, own, truth, torch.bfloat16)
+
+
+def _windows(model: Any) -> None:
+    model.config.sliding_window = 12
+    model.config.layer_types = ["sliding_attention"] * 2
+
+
+def _dropout(model: Any) -> None:
+    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+
+
+ALONE = {
+    "dropout": _dropout,
+    "dropout by the configuration": lambda model: setattr(model.config, "resid_pdrop", 0.1),
+    "noise of a router": lambda model: setattr(model.config, "router_jitter_noise", 0.1),
+    "a window that hides tokens": _windows,
+    "layers of another kind": lambda model: setattr(model.config, "layer_types", ["linear"] * 2),
+    "an attention without kernels": lambda model: setattr(
+        model.model.layers[0].self_attn,
+        "__class__",
+        type(make_model("llama").model.layers[0].self_attn),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_other_calls_compute_each_row(kind: str, calls: Calls) -> None:
+    """Without padding still; in evaluation, nothing is drawn, and prefixes are shared."""
+    model = apply_patch(make_model("llama"), layers=["attention"])
+    batch = make_batch([("aaaaaaa", 3), ("aaaaaaa", 9), ("bbb", 1)])
+    ALONE[kind](model)
+    shapes = rows_of(model)
+    model(**batch)
+    model.eval()
+    model(**batch)
+    draws = any(word in kind for word in ("dropout", "noise"))
+    assert shapes == [(1, 30), (1, 23 if draws else 30)]
+
+
+def test_attention_without_flash_attention_gets_the_mask(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: False)
+    model, batch = widened(make_model("llama")), make_batch(BATCHES["scattered"][0])
+    own = step(model, batch)
+    shapes = rows_of(model)
+    apply_patch(model, layers=["attention"])
+    calls.own.clear()
+    torch.testing.assert_close(step(model, batch), own, **EXACT)
+    assert shapes == [(1, BATCHES["scattered"][1])]
+    assert calls.own == [True, True]
+
+
+def test_a_padded_log_sum_exp_is_not_merged(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 has it."""
+    monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: False)
+    model = apply_patch(make_model("llama"), layers=["attention"])
+    batch = make_batch(BATCHES["pairs"][0])
+    shapes = rows_of(model)
+    model(**batch)
+    assert shapes == [(1, 48)]
+
+
+def test_little_in_common_is_not_shared(calls: Calls) -> None:
+    model = apply_patch(make_model("llama"), layers=["attention"])
+    batch = make_batch([("a", 30), ("a", 20), ("b", 9)])
+    shapes = rows_of(model)
+    model(**batch)
+    assert shapes == [(1, 62)]
+
+
+SHARE = "gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe"  # of those that every test runs on
+
+
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
+def test_every_architecture_shares_or_computes_each_row(
+    row: registry.Architecture, calls: Calls
+) -> None:
+    model = widened(tiny_model(row)).eval()  # some have dropout
+    if model.config.is_encoder_decoder or model.config._attn_implementation != "sdpa":
+        pytest.skip("it shares nothing")
+    model.config.get_text_config().use_cache = False
+    batch = tiny_batch(model, batch=4)
+    batch["input_ids"][1, :5] = batch["input_ids"][0, :5]
+    batch["input_ids"][2, :7] = batch["input_ids"][3, :7]
+    own = step(model, batch)
+    shapes = rows_of(model) if row.model_type in SHARE else []
+    torch.testing.assert_close(step(apply_patch(model), batch), own, rtol=1e-9, atol=1e-9)
+    assert all(tokens < batch["attention_mask"].sum() for _, tokens in shapes)
+
+
+def test_groups_are_those_that_save_most() -> None:
+    ids = torch.tensor(
+        [
+            [1, 2, 3, 4, 5, 6],  # of 3, 4 and 5 tokens
+            [1, 2, 3, 4, 7, 7],
+            [1, 2, 8, 8, 8, 8],
+            [9, 9, 9, 9, 9, 9],
+            [9, 9, 9, 9, 9, 9],
+            [1, 2, 3, 4, 5, 7],
+        ]
+    )
+    starts, lengths = torch.tensor([0, 0, 0, 1, 0, 0]), torch.tensor([6, 6, 6, 3, 5, 6])
+    alike = compare_rows(ids, starts, lengths)
+    assert alike.tolist() == [
+        [0, 4, 2, 0, 0, 5],
+        [4, 0, 2, 0, 0, 4],
+        [2, 2, 0, 0, 0, 2],
+        [0, 0, 0, 0, 2, 0],
+        [0, 0, 0, 2, 0, 0],
+        [5, 4, 2, 0, 0, 0],
+    ]
+    groups = groups_of(alike.tolist(), list(range(6)))
+    assert sorted(groups) == [Group(2, [3, 4]), Group(4, [0, 1, 5])]
+    assert groups_of(alike.tolist(), [0, 3]) == groups_of([[0]], [0]) == []
+
+
+def test_gradients_of_all_places_are_added_in_one_order() -> None:
+    groups = [Group(2, [0, 3]), Group(3, [1, 2, 5])]
+    starts, lengths = [1, 0, 0, 2, 4, 0], [4, 5, 4, 3, 0, 6]
+    row = in_one_row(starts, lengths, 6, groups, torch.device("cpu"))
+    hidden = torch.randn(len(row.places), 4, dtype=torch.float64, requires_grad=True)
+    source = torch.full((36,), -1)
+    for places in (row.places, *row.again):
+        assert (source[places] == -1).all()
+        source[places] = torch.arange(len(places))
+    real = torch.zeros(6, 6, dtype=torch.bool)
+    for each, start, length in zip(real, starts, lengths, strict=True):
+        each[start : start + length] = True
+    assert torch.equal(source.view(6, 6) >= 0, real)
+    assert torch.equal(row.positions[source[6:11]], torch.arange(5))
+    expected = hidden[source] * (source >= 0)[:, None]
+    found: Any = PutBack.apply(hidden, row, 36)
+    assert torch.equal(found, expected)
+    upstream = torch.randn_like(found)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, hidden, upstream) for y in (found, expected)), **EXACT
+    )
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(PutBack.apply(hidden, row, 36).sum(), hidden, create_graph=True)
