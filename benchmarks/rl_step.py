@@ -6,8 +6,10 @@
 Loss and metrics are TRL's; a DPO update computes its reference too, the model without adapters.
 Rows are padded as TRL pads them: DPO's to the longest of the batch, GRPO's prompts on the left and
 completions to the longest. Lengths are log-normal. "padded" is our flag with the padding left in
-the batch. Measured and checked as ``training_step.py`` does it: forward and backward of LoRA
-adapters on all layers, no optimizer, no generation.
+the batch, "prompts repeated" without it, but with the prompt of a pair or group before each of its
+completions. Tokens are those that the model's layers compute in one pass. Measured and checked as
+``training_step.py`` does it: forward and backward of LoRA adapters on all layers, no optimizer, no
+generation.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +74,14 @@ class Update(Model):
         prompt = (places < 0) & (places >= -many[:, None])
         completion = (places >= 0) & (places < completions[:, None])
         ids = torch.randint(self.config.vocab_size, prompt.shape, generator=generator)
+        shared = ids[: len(prompts), :left]
+        ids[:, :left] = shared.repeat(2, 1) if sharing == 2 else shared.repeat_interleave(GROUP, 0)
         if self.trainer == "DPO":  # padded on the right, behind prompt and completion
             order = (prompt | completion).int().argsort(dim=1, descending=True, stable=True)
             longest = int((many + completions).max())
-            prompt, completion = (of.gather(1, order)[:, :longest] for of in (prompt, completion))
-            ids = ids[:, :longest]
+            ids, prompt, completion = (
+                of.gather(1, order)[:, :longest] for of in (ids, prompt, completion)
+            )
         mask = prompt | completion
         found = {
             "input_ids": ids * mask,
@@ -91,38 +97,69 @@ class Update(Model):
         return (drawn.exp() * mean).clamp(8, 4 * mean).long()
 
 
-def contenders(model: nn.Module, *, update: Update, **_: Any) -> dict[str, Callable[[], Loss]]:
-    """Return functions that make the contenders, by name. All share the weights of ``model``."""
-    make = partial(_loss, model, update)
+def contenders(
+    model: nn.Module, *, update: Update, tokens: dict[str, int], **_: Any
+) -> dict[str, Callable[[], Loss]]:
+    """Return functions that make the contenders, by name. All share the weights of ``model``.
+
+    Args:
+        tokens: gets what each contender's layers compute in one pass, by name.
+    """
+    names: dict[str, dict[str, float]] = {  # our constants that leave tokens out
+        "TRL": {},
+        "liger_patch, padded": {"LEAST_SAVED": 1.0},
+        "liger_patch, prompts repeated": {"MOST_ROWS": 0},
+        "liger_patch": {},
+    }
     return {
-        "TRL": partial(make, on_kernels=False),
-        "liger_patch, padded": partial(make, on_kernels=True, keeps_padding=True),
-        "liger_patch": partial(make, on_kernels=True),
+        name: partial(_loss, model, update, name, constants, tokens)
+        for name, constants in names.items()
     }
 
 
 def _loss(
-    model: nn.Module, update: Update, *, on_kernels: bool, keeps_padding: bool = False
+    model: nn.Module,
+    update: Update,
+    name: str,
+    constants: dict[str, float],
+    tokens: dict[str, int],
 ) -> Loss:
-    trainer = _trainer(shared_copy(model), update, on_kernels)
+    trainer = _trainer(shared_copy(model), update, on_kernels=name != "TRL")
     compute = _dpo_loss if update.trainer == "DPO" else partial(_grpo_loss, prompt=update)
 
     def loss(batch: Mapping[str, Tensor]) -> Tensor:
-        with _padding_kept() if keeps_padding else torch.enable_grad():
+        with _changed(constants), _counted(trainer.model, name, tokens):
             return compute(trainer, batch)
 
     return loss
 
 
 @contextmanager
-def _padding_kept() -> Iterator[None]:
+def _changed(constants: dict[str, float]) -> Iterator[None]:
     from liger_patch.layers import unpadded
 
-    before, unpadded.LEAST_PADDING = unpadded.LEAST_PADDING, 1.0
+    with ExitStack() as stack:
+        for name, value in constants.items():
+            stack.enter_context(mock.patch.object(unpadded, name, value))
+        yield
+
+
+@contextmanager
+def _counted(model: Any, name: str, tokens: dict[str, int]) -> Iterator[None]:
+    """Count the tokens of a contender's first call: later ones are timed."""
+    if name in tokens:
+        yield
+        return
+
+    def count(_: nn.Module, arguments: tuple[Tensor]) -> None:
+        tokens[name] = arguments[0].numel()
+
+    count.__module__ = "torch.nn"  # a hook of a user's keeps the padding
+    hook = model.get_input_embeddings().register_forward_pre_hook(count)
     try:
         yield
     finally:
-        unpadded.LEAST_PADDING = before
+        hook.remove()
 
 
 def _trainer(model: Any, update: Update, on_kernels: bool) -> Any:
@@ -202,17 +239,22 @@ UPDATES = (
     _update(LLAMA, "GRPO of 16, 3000 + 300", 16, **CONTEXT, checkpointing=True),
     _update(QWEN_CUT, "DPO of 8 pairs, 120 + 250", 16, **DPO, checkpointing=True),
     _update(QWEN_CUT, "GRPO of 16, 150 + 300", 16, **MATH, checkpointing=True),
+    _update(QWEN_CUT, "GRPO of 16, 150 + 2500", 16, **REASONING, checkpointing=True),
+    _update(QWEN_CUT, "GRPO of 16, 3000 + 300", 16, **CONTEXT, checkpointing=True),
 )
+
+
+def _rows(update: Update, rounds: int, device: str = "cuda") -> list[dict]:
+    tokens: dict[str, int] = {}
+    of = partial(contenders, update=update, tokens=tokens)
+    rows = run_model(update, rounds=rounds, device=device, of=of)
+    found = ((row, tokens.get(row["contender"])) for row in rows)
+    return [row if count is None else {**row, "tokens": count} for row, count in found]
 
 
 def _cases(options: argparse.Namespace) -> Any:
     chosen = [each for each in UPDATES if any(part in each.name for part in options.model or [""])]
-    return {
-        "rl_steps": [
-            partial(run_model, each, rounds=options.rounds, of=partial(contenders, update=each))
-            for each in chosen
-        ]
-    }
+    return {"rl_steps": [partial(_rows, each, options.rounds) for each in chosen]}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

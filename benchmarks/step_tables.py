@@ -11,7 +11,7 @@ from .longest_report import (
     runs_note,
 )
 from .lora_report import RATIO, first_steps, ratios
-from .markdown import cells_of, document, model_of, versions_of
+from .markdown import Row, cells_of, document, model_of, time_and_memory, versions_of
 from .names import LOWER_BOUND, by_default
 
 
@@ -41,7 +41,16 @@ def rl_steps_table(report: dict) -> str:
         "adapters of rank 16 on all linear layers but the head, log-normal lengths around these "
         "numbers of tokens; memory over the weights. padded: our flag, with the padding left in."
     )
-    return document(report, cells_of("update, ms / GiB", report["rl_steps"], model_of), note)
+    rows, heading = report["rl_steps"], "update, ms / GiB"
+    if any("tokens" in row for row in rows):
+        heading += " / tokens"
+        note += " prompts repeated: without the padding, but with a prompt for each completion."
+    return document(report, cells_of(heading, rows, model_of, _with_tokens), note)
+
+
+def _with_tokens(row: Row) -> str:
+    cell = time_and_memory(row)
+    return f"{cell} / {row['tokens']:,}" if "tokens" in row and "ms" in row else cell
 
 
 def lora_steps_table(report: dict) -> str:

@@ -22,17 +22,21 @@ def terminal_table(rows: list[Row]) -> str:
 
 
 def terminal_steps_table(rows: list[Row]) -> str:
-    """Format one model: time, memory over the weights, loss and norm of the gradient."""
+    """Format one model: time, memory over the weights, loss and norm of the gradient; the tokens
+    where they were counted.
+    """
 
     def line(row: Row) -> str:
         if "failure" in row:
             return f"  {row['failure']}"
         numbers = f"{row['loss']:10.4f}{row['gradient_norm']:12.4g}" if "loss" in row else ""
+        numbers += f"{row['tokens']:10,d}" if "tokens" in row else ""
         if "ms" not in row:
             return f"  {'wrong':25s}{numbers}"
         return f"{row['ms']:8.1f}{row['host_ms']:9.1f}{row['peak_mib'] / 1024:10.1f}{numbers}"
 
     columns = f"{'ms':>8s}{'host ms':>9s}{'peak GiB':>10s}{'loss':>10s}{'gradient':>12s}"
+    columns += f"{'tokens':>10s}" if any("tokens" in row for row in rows) else ""
     return _terminal(rows[0]["model"], columns, rows, line)
 
 
