@@ -17,7 +17,7 @@ from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.operations import CHUNK
 from liger_patch.estimate.step import progress, trace_step
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
-from liger_patch.kernels.chunk_sizes import longest_at_once
+from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
 from liger_patch.kernels.segments import MOST_NUMBERS
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
@@ -245,6 +245,14 @@ def longest_unsliced(config: Any, step: TrainingStep, contender: Contender) -> i
     model = without_adapters(config, step)
     downs: list[Any] = [getattr(each, "down_proj", None) for each in model.modules()]
     shapes = [tuple(each.weight.shape) for each in downs if hasattr(each, "weight")]
+    for each in downs:
+        if isinstance(each, Tensor):  # of experts
+            text = config.get_text_config()
+            # where a configuration has another name: as if longer rows ran at once, in more memory
+            slots = getattr(text, "num_experts_per_tok", 1)
+            hidden = text.hidden_size
+            size = size_of_experts(hidden, each[0].numel() // hidden, slots)
+            shapes.append((hidden, size))
     if not shapes or _has_table(model, most_positions(config)):
         return None
     hidden_size, size = (min(each) for each in zip(*shapes, strict=True))

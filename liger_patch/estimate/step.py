@@ -27,6 +27,7 @@ from liger_patch.estimate.operations import (
     first_slices,
 )
 from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
+from liger_patch.kernels import experts as kernels_of_experts
 from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.lora import mlp as lora_mlp
 from liger_patch.layers import deferred_mask, experts, masked_attention, mlp
@@ -100,12 +101,13 @@ def trace_step(
         _note_places(inner, head, memory)
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
-        stack.enter_context(_stood_in(mlp, "tokens_of_slice", operations.tokens_of_slice))
         weight_4bit = functools.partial(_weight_4bit, step)
         stack.enter_context(_stood_in(mlp, "_weight_4bit", weight_4bit))
         for module in (mlp, experts):
-            stack.enter_context(_stood_in(module, "autocast_dtype", operations.autocast_dtype))
-        stack.enter_context(_stood_in(gated_mlp, "slices_of", first_slices))
+            for name in ("tokens_of_slice", "autocast_dtype"):
+                stack.enter_context(_stood_in(module, name, getattr(operations, name)))
+        for module in (gated_mlp, kernels_of_experts):
+            stack.enter_context(_stood_in(module, "slices_of", first_slices))
         stack.enter_context(_stood_in(lora_mlp, "activate", activate))
         stack.enter_context(_stood_in(lora_mlp, "activate_backward", activate_backward))
         # the only masks are those of sliding windows: rows are whole

@@ -108,6 +108,17 @@ def longest_at_once(size: int, itemsize: int) -> int:
     return LONG_BYTES // (GATED_TENSORS * max(1, size) * itemsize)
 
 
+def size_of_experts(hidden_size: int, size: int, slots: int) -> int:
+    """Return the intermediate size of a feed-forward layer that takes as much for a token as these
+    experts do: in a backward pass, gate, up, their gradients, dh and an upstream row of each slot.
+
+    Args:
+        size: the intermediate size of an expert.
+        slots: the experts of a token.
+    """
+    return slots * (size + hidden_size // GATED_TENSORS)
+
+
 def check_slice_tokens(slice_tokens: int | None) -> None:
     """Raise ValueError unless it is a number of tokens or None."""
     is_number = isinstance(slice_tokens, int) and not isinstance(slice_tokens, bool)

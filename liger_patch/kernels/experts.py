@@ -20,11 +20,13 @@ backward pass, in bytes a token in 16 bits: x, 2 H, and K times gate and up, 4 I
 D, 2 R each. Extra memory of the backward pass: 4 H + 6 I a slot.
 
 As with ``gated_mlp``, two functions share the work: gradient checkpointing computes the first one
-again, which ends before the product with W2.
+again, which ends before the product with W2. Long rows under gradient checkpointing run in slices
+of tokens: then x, the routing and nothing else are kept, the backward pass computes each slice
+again, and gradients of parameters are summed in float32.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,141 +36,117 @@ from liger_patch.kernels.backend import (
     accumulation_dtype,
     autocast_dtype,
     check_backward,
-    serves_triton,
     without_autocast,
 )
-from liger_patch.kernels.gated import ACTIVATIONS, act
+from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
+from liger_patch.kernels.expert_parameters import FIELDS, Given, Layer
+from liger_patch.kernels.expert_steps import (
+    Activation,
+    ExpertProjection,
+    add_thin_,
+    gated,
+    gated_backward_,
+    gathered,
+    sum_slots_,
+)
+from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.gated_mlp import Result
 from liger_patch.kernels.grouped import (
     ALIGNMENT,
     Order,
     grouped_outer,
     grouped_product,
-    has_values,
+    order_from,
     order_of,
 )
-
-LEAST_RANK = 16  # what the tensor cores multiply
-
-
-class Activation(NamedTuple):
-    """What experts compute of gate and up.
-
-    Attributes:
-        name: "silu", "gelu_tanh", "gelu", or "clamped": ``gate sigmoid(alpha gate) (up + shift)``
-            of gate <= limit and -limit <= up <= limit (gpt-oss, DeepSeek-V4).
-        is_interleaved: whether gate and up take turns in the features of the first product. They
-            are its halves otherwise.
-    """
-
-    name: str = "silu"
-    alpha: float = 1.0
-    limit: float = float("inf")
-    shift: float = 0.0
-    is_interleaved: bool = False
-
 
 SWIGLU = Activation()
 
 
-class DequantizedExperts(Protocol):
-    """A weight (E, in, out) without a gradient that is dequantized where a product needs it.
-
-    Attributes:
-        shape, device: of the dequantized weight.
-    """
-
-    shape: torch.Size
-    device: torch.device
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (E, in, out), in new memory."""
-        ...
+def _first_products(
+    x: Tensor, first: ExpertProjection, last: ExpertProjection, order: Order, layer: Layer
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """Return h, gate and up without bias and adapter, S, and D."""
+    rows, thin = gathered(x, order, first.a)
+    gate_up = grouped_product(rows, first.dense(layer.dtype), order.offsets)
+    del rows
+    h, down_thin = gated(gate_up, first, thin, last, order, layer.how)
+    return h, gate_up, thin, down_thin
 
 
-class ExpertProjection(NamedTuple):
-    """A linear layer of each expert.
-
-    Attributes:
-        weight: (E, in, out), a view of any strides; or one that is dequantized at each use.
-        bias: (E, out), or None.
-        a, b: (E, R, in) and (E, out, R) of the adapter; None for no adapter.
-        scaling: factor on what the adapter adds.
-    """
-
-    weight: Any
-    bias: Tensor | None = None
-    a: Any = None
-    b: Any = None
-    scaling: float = 1.0
-
-
-def _serves(x: Tensor) -> bool:
-    """Return whether Triton's kernels serve grouped rows: they multiply by the tensor cores."""
-    # Triton's interpreter multiplies the bits of bf16 as whole numbers
-    served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
-    return x.dtype in served and serves_triton(x) and len(x) > 0
-
-
-def _add_thin_(y: Tensor, thin: Tensor, b: Tensor, offsets: Tensor) -> None:
-    """Add ``thin b'`` of each expert, b (E, out, R), to y (S, out)."""
-    if _serves(y):
-        from liger_patch.kernels.triton import experts as experts_triton
-
-        experts_triton.add_thin_(y, thin, b, offsets)
-        return
-    if has_values(y):
-        y += grouped_product(thin, b.transpose(1, 2), offsets)
-
-
-def _sum_slots(
-    y: Tensor, order: Order, weights: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+def _result_(
+    y: Tensor, h: Tensor, thin: Any, last: ExpertProjection, weights: Tensor, order: Order
 ) -> Tensor:
-    """Return the sum of each token's slots (N, H), each times its weight."""
-    out = y.new_empty(len(order.places), y.shape[1], dtype=dtype)
-    if serves_triton(y, weights, bias):
-        from liger_patch.kernels.triton import experts as experts_triton
+    """Write the experts' result (N, H), and return it."""
+    slots = grouped_product(h, last.dense(h.dtype), order.offsets)
+    if thin is not None:
+        add_thin_(slots, thin, last.b, order)
+    return sum_slots_(y, slots, order, weights, last.bias)
 
-        experts_triton.sum_slots(y, order.places, weights, bias, order.index, out)
-        return out
-    if not has_values(y):
-        return out
-    slots = y[order.places].to(accumulation_dtype(y.dtype))  # (N, K, H)
+
+def _gradients(
+    dy: Tensor,  # (N, H)
+    x: Tensor,
+    weights: Tensor,
+    order: Order,
+    first: ExpertProjection,
+    last: ExpertProjection,
+    kept: list[Any],  # gate and up, S and D; emptied, to free them
+    layer: Layer,
+    wanted: Sequence[bool],  # of the weights, and of both projections' parameters
+    dx: Tensor | None,  # to be written
+) -> tuple[Tensor | None, list[Any]]:
+    """Return the gradient of the weights (N, K), and those of the parameters, of padded ranks and
+    without scaling.
+    """
+    (gate_up, thin, down_thin), offsets, dtype = kept, order.offsets, layer.dtype
+    kept.clear()
+    wants_weights, *wanted = wanted
+    found: list[Any] = [None] * len(wanted)
+    adapter = None if last.b is None else last.b.transpose(1, 2)
+    upstream, ddown_thin = gathered(dy.to(dtype), order, adapter)  # (S, H)
+    dh = grouped_product(upstream, last.dense(dtype).transpose(1, 2), offsets)
+    bias = last.bias if wants_weights else None
+    of_weights = weights.dtype if bias is None else accumulation_dtype(dtype)
+    dgate_up, dthin, dweights, weighted = gated_backward_(
+        dh, gate_up, first, thin, last, down_thin, ddown_thin, weights, order, layer.how, of_weights
+    )
+    h = dh  # times the weights
+    del dh, gate_up
+    if wanted[4]:
+        found[4] = _weight_gradient(h, upstream, last.weight, offsets)
+    if wanted[5]:
+        sorted_weights = weights.view(-1)[order.slots][:, None]
+        found[5] = _sums((upstream * sorted_weights).to(dtype), offsets)
+    if wanted[6]:
+        found[6] = grouped_outer(ddown_thin, h, offsets)
+    if wanted[7]:
+        found[7] = grouped_outer(upstream, weighted, offsets)
     if bias is not None:
-        slots += bias[order.index]
-    if weights is not None:
-        slots *= weights[..., None]
-    return out.copy_(slots.sum(1))
+        of_bias = dy.to(of_weights) @ bias.to(of_weights).t()  # (N, E)
+        dweights = dweights + of_bias.gather(1, order.index)
+    del h, upstream, ddown_thin
+    if wanted[0] or wanted[2]:
+        rows, _ = gathered(x, order, None)
+        if wanted[0]:
+            found[0] = _weight_gradient(rows, dgate_up, first.weight, offsets)
+        if wanted[2]:
+            found[2] = grouped_outer(dthin, rows, offsets)
+        del rows
+    if wanted[1]:
+        found[1] = _sums(dgate_up, offsets)
+    if wanted[3]:
+        found[3] = grouped_outer(dgate_up, thin, offsets)
+    if dx is not None:
+        drows = grouped_product(dgate_up, first.dense(dtype).transpose(1, 2), offsets)
+        del dgate_up
+        if dthin is not None:
+            add_thin_(drows, dthin, first.a.transpose(1, 2), order)
+        sum_slots_(dx, drows, order, None, None)
+    return dweights.to(weights.dtype) if wants_weights else None, found
 
 
-def _halves(gate_up: Tensor, is_interleaved: bool) -> tuple[Tensor, Tensor]:
-    if is_interleaved:
-        return gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = gate_up.chunk(2, -1)
-    return gate, up
-
-
-def _h(gate_up: Tensor, how: Activation) -> Tensor:
-    """Return act(gate) * up, with PyTorch's operations."""
-    gate, up = _halves(gate_up, how.is_interleaved)
-    if how.name != "clamped":
-        return act(gate, how.name) * up
-    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
-    return gate * torch.sigmoid(gate * how.alpha) * (up + how.shift)
-
-
-def _full_gate_up(gate_up: Tensor, first: ExpertProjection, thin: Any, order: Order) -> Tensor:
-    """Return gate and up with bias and adapter, in the dtype of sums."""
-    full = gate_up.to(accumulation_dtype(gate_up.dtype))
-    if first.bias is not None:
-        full = full + first.bias[order.index.reshape(-1)[order.slots]]
-    if first.b is not None:
-        b = first.b.transpose(1, 2).to(full.dtype)
-        full = full + grouped_product(thin.to(full.dtype), b, order.offsets)
-    return full
-
-
-class _FirstProducts(torch.autograd.Function):
+class _AtOnce(torch.autograd.Function):
     """x to link, h and D: keeps what the backward pass needs, and computes every gradient."""
 
     @staticmethod
@@ -177,161 +155,98 @@ class _FirstProducts(torch.autograd.Function):
         x: Tensor,  # (N, H)
         weights: Tensor,  # (N, K)
         order: Order,
-        how: Activation,
-        scalings: tuple[float, float],
-        dtype: torch.dtype,
-        held: list[DequantizedExperts | None],  # in the place of weights
+        layer: Layer,
+        adapters: Tensor | None,
+        projections: list[ExpertProjection],  # of the next arguments
         *parameters: Tensor | None,
     ):
-        first, last = _cast(parameters, scalings, dtype)
-        rows = x[order.tokens]
-        thin = None if first.a is None else _thin(rows, first.a, order)
-        gate_up = grouped_product(rows, _dense(first, held[0], dtype), order.offsets)
-        del rows
-        h = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        if _serves(gate_up):
-            from liger_patch.kernels.triton import experts as experts_triton
-
-            tensors = gate_up, first.bias, thin, first.b, h
-            experts_triton.gated(*tensors, order.offsets, *how)
-        elif has_values(h):
-            h.copy_(_h(_full_gate_up(gate_up, first, thin, order), how))
-        last_thin = None if last.a is None else _thin(h, last.a, order)
-        ctx.how, ctx.scalings, ctx.held = how, scalings, held
-        ctx.given = [None if each is None else (each.shape, each.dtype) for each in parameters]
-        made = x, weights, gate_up, thin, last_thin, *order
-        ctx.save_for_backward(first.weight, last.weight, *made, *first[1:4], *last[1:4])
+        ctx.layer, ctx.given = layer, [Given.like(each) for each in parameters]
+        first, last = projections
+        h, *kept = _first_products(x, first, last, order, layer)
+        index = None if first.bias is None and last.bias is None else order.index
+        made = x, weights, order.numbers, index, *kept, adapters
+        ctx.save_for_backward(*made, *parameters[:2], *parameters[FIELDS : FIELDS + 2])
         ctx.set_materialize_grads(False)
-        results = h, last_thin, last.b
-        ctx.mark_non_differentiable(*(each for each in results if each is not None))
-        return x.new_empty(()).expand(x.shape), *results
+        ctx.mark_non_differentiable(*(each for each in (h, kept[-1]) if each is not None))
+        return x.new_empty(()).expand(x.shape), h, kept[-1]
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, *_: None):
         check_backward("experts", dy, advice=LAYER_ADVICE)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        first_weight, last_weight, *saved = ctx.saved_tensors
+        *saved, first_weight, first_bias, last_weight, last_bias = ctx.saved_tensors
         # hooks may give them back in other strides
-        saved: list[Any] = [each if each is None else each.contiguous() for each in saved]
-        x, weights, gate_up, thin, last_thin, *saved = saved
-        order, offsets = Order(*saved[:5]), saved[4]
-        first = ExpertProjection(first_weight, *saved[5:8])
-        last = ExpertProjection(last_weight, *saved[8:])
-        del saved
-        wants_x, wants_weights, _, _, _, _, _, *wanted = ctx.needs_input_grad
+        made: list[Any] = [each if each is None else each.contiguous() for each in saved]
+        x, weights, numbers, index, *kept, adapters = made
+        del saved, made
+        layer, given = ctx.layer, ctx.given
+        wants_x, wants_weights, _, _, _, _, *wanted = ctx.needs_input_grad
         with without_autocast(dy.device.type):
-            found: list[Tensor | None] = [None] * len(wanted)
-            upstream = dy.to(gate_up.dtype)[order.tokens]  # (S, H)
-            weight = _dense(last, ctx.held[1], gate_up.dtype)
-            dh = grouped_product(upstream, weight.transpose(1, 2), offsets)
-            del weight
-            dlast_thin: Any = None if last.b is None else grouped_product(upstream, last.b, offsets)
-            sorted_weights = weights.reshape(-1)[order.slots]
-            h, dgate_up, dweights = _gated_backward_(
-                dh, gate_up, first, thin, last, dlast_thin, sorted_weights, order, ctx.how
+            parameters = first_weight, first_bias, None, None, last_weight, last_bias, None, None
+            first, last = layer.projections(parameters, adapters, given)
+            dx = torch.empty_like(x) if wants_x else None
+            order = order_from(numbers, weights.shape, index)
+            dw, found = _gradients(
+                dy, x, weights, order, first, last, kept, layer, (wants_weights, *wanted), dx
             )
-            del dh, gate_up
-            if wanted[4]:
-                found[4] = _weight_gradient(h, upstream, last.weight, offsets)
-            if wanted[5]:
-                found[5] = _sums((upstream * sorted_weights[:, None]).to(upstream.dtype), offsets)
-            if last.b is not None:
-                if wanted[6]:
-                    found[6] = grouped_outer(dlast_thin, h, offsets)
-                if wanted[7]:
-                    weighted = (last_thin * sorted_weights[:, None]).to(last_thin.dtype)
-                    found[7] = grouped_outer(upstream, weighted, offsets)
-            if last.bias is not None and wants_weights:
-                of_bias = dy.to(dweights.dtype) @ last.bias.to(dweights.dtype).t()  # (N, E)
-                dweights = dweights + of_bias.gather(1, order.index).view(-1)[order.slots]
-            dw = dweights[order.places].to(weights.dtype) if wants_weights else None
-            del h, upstream, dlast_thin
-            dthin: Any = None
-            if first.b is not None:
-                dthin = grouped_product(dgate_up, first.b, offsets)
-            if any(wanted[:3]):
-                rows = x[order.tokens]
-                if wanted[0]:
-                    found[0] = _weight_gradient(rows, dgate_up, first.weight, offsets)
-                if wanted[2]:
-                    found[2] = grouped_outer(dthin, rows, offsets)
-                del rows
-            if wanted[1]:
-                found[1] = _sums(dgate_up, offsets)
-            if wanted[3]:
-                found[3] = grouped_outer(dgate_up, thin, offsets)
-            dx = None
-            if wants_x:
-                weight = _dense(first, ctx.held[0], dgate_up.dtype)
-                drows = grouped_product(dgate_up, weight.transpose(1, 2), offsets)
-                del dgate_up, weight
-                if dthin is not None:
-                    _add_thin_(drows, dthin, first.a.transpose(1, 2), offsets)
-                dx = _sum_slots(drows, order, None, None, x.dtype)
-            factors = [1.0, 1.0, 1.0, ctx.scalings[0], 1.0, 1.0, 1.0, ctx.scalings[1]]
             for i, each in enumerate(found):
                 if each is not None:
-                    shape, dtype = ctx.given[i]
-                    found[i] = _as_given(each, shape, dtype, factors[i])
-        return dx, dw, None, None, None, None, None, *found
+                    found[i] = given[i].times(each, layer.factor(i))
+        return dx, dw, None, None, None, None, *found
 
 
-def _dense(
-    projection: ExpertProjection, held: DequantizedExperts | None, dtype: torch.dtype
-) -> Tensor:
-    return projection.weight.to(dtype) if held is None else held.dequantized(dtype)
+class _InSlices(torch.autograd.Function):
+    """x to link: keeps x and its routing."""
 
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # (N, H)
+        weights: Tensor,  # (N, K)
+        index: Tensor,  # (N, K)
+        layer: Layer,
+        slices: list[tuple[int, int]],
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.slices = layer, slices
+        ctx.save_for_backward(x, weights, index, *parameters)
+        return x.new_empty(()).expand(x.shape)
 
-def _as_given(gradient: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float) -> Tensor:
-    """Return a gradient without what a padded rank added, times a factor."""
-    if gradient.shape != shape:
-        gradient = gradient[:, : shape[1], : shape[2]]
-    if factor == 1.0:
-        return gradient.to(dtype)
-    return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
-
-
-def _thin(x: Tensor, a: Tensor, order: Order) -> Tensor:
-    return grouped_product(x, a.transpose(1, 2), order.offsets)
-
-
-def _gated_backward_(
-    dh: Tensor,
-    gate_up: Tensor,
-    first: ExpertProjection,
-    thin: Tensor | None,
-    last: ExpertProjection,
-    dlast_thin: Tensor | None,
-    weights: Tensor,  # (S,)
-    order: Order,
-    how: Activation,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight h, which takes the place of dh, the gradient of gate and up, and dweight."""
-    dweights = weights.new_empty(weights.shape, dtype=accumulation_dtype(dh.dtype))
-    if not has_values(dh):
-        return dh, torch.empty_like(gate_up), dweights
-    if _serves(dh):
-        from liger_patch.kernels.triton import experts as experts_triton
-
-        dgate_up = torch.empty_like(gate_up)
-        tensors = gate_up, dgate_up, first.bias, thin, first.b, dlast_thin, last.a, weights
-        experts_triton.gated_backward_(dh, *tensors, dweights, order.offsets, *how)
-        return dh, dgate_up, dweights
-    full = _full_gate_up(gate_up, first, thin, order)
-    wide = dh.to(full.dtype)
-    if dlast_thin is not None and last.a is not None:
-        _add_thin_(
-            wide, dlast_thin.to(full.dtype), last.a.to(full.dtype).transpose(1, 2),
-            order.offsets,
-        )  # fmt: skip
-    with torch.enable_grad():
-        leaf = full.detach().requires_grad_()
-        h = _h(leaf, how)
-    dweights.copy_((wide * h.detach()).sum(1))
-    (dgate_up,) = torch.autograd.grad(h, leaf, wide * weights[:, None])
-    dh.copy_(h.detach() * weights[:, None])
-    return dh, dgate_up.to(gate_up.dtype), dweights
+    @staticmethod
+    def backward(ctx, dy: Tensor | None):
+        check_backward("experts", dy, advice=LAYER_ADVICE)
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        x, weights, index, *parameters = ctx.saved_tensors
+        layer, x = ctx.layer, x.contiguous()
+        wants_x, wants_weights, _, _, _, *wanted = ctx.needs_input_grad
+        given: list[Any] = [Given.like(each) for each in parameters]
+        totals: list[Any] = [None] * len(given)
+        dx = torch.empty_like(x) if wants_x else None
+        dw: Any = torch.empty_like(weights) if wants_weights else None
+        with without_autocast(x.device.type):
+            first, last = layer.prepared(parameters)
+            for start, stop in ctx.slices:
+                order = order_of(index[start:stop], first.weight.shape[0])
+                rows, own_weights = x[start:stop], weights[start:stop].contiguous()
+                kept = [*_first_products(rows, first, last, order, layer)[1:]]
+                own_dw, found = _gradients(
+                    dy[start:stop], rows, own_weights, order, first, last, kept, layer,
+                    (wants_weights, *wanted), None if dx is None else dx[start:stop],
+                )  # fmt: skip
+                if dw is not None:
+                    dw[start:stop] = own_dw
+                for i, like in enumerate(given):
+                    own, found[i] = found[i], None  # freed before the next slice
+                    if own is not None:
+                        totals[i] = like.added(totals[i], own, layer.factor(i))
+                    del own
+        for i, each in enumerate(totals):
+            if each is not None:
+                totals[i] = each.to(given[i].dtype)
+        return dx, dw, None, None, None, *totals
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -355,6 +270,7 @@ def experts(
     last: ExpertProjection,
     *,
     activation: Activation = SWIGLU,
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Compute the weighted sum of K gated feed-forward layers for each token.
 
@@ -367,6 +283,7 @@ def experts(
         first: H features to gate and up, 2 I.
         last: I features to H.
         activation: what is computed between the two.
+        slice_tokens: the tokens of a slice, as of ``gated_mlp``; None for all tokens at once.
 
     Returns:
         (N, H) in the dtype of x.
@@ -376,8 +293,9 @@ def experts(
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
     _check(x, index, weights, first, last, activation)
+    check_slice_tokens(slice_tokens)
     dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
-    return run_experts(x, index, weights, first, last, activation, dtype)
+    return run_experts(x, index, weights, first, last, activation, dtype, slice_tokens)
 
 
 def run_experts(
@@ -388,51 +306,41 @@ def run_experts(
     last: ExpertProjection,
     activation: Activation,
     dtype: torch.dtype,
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
-    order = order_of(index, first.weight.shape[0])
-    scalings = first.scaling, last.scaling
     held = [None if isinstance(p.weight, Tensor) else p.weight for p in (first, last)]
-    first, last = (
-        p if each is None else p._replace(weight=None)
-        for p, each in zip((first, last), held, strict=True)
-    )
+    layer = Layer(activation, (first.scaling, last.scaling), dtype, held)
+    parameters = [*first[:FIELDS], *last[:FIELDS]]
+    for i, each in zip((0, FIELDS), held, strict=True):
+        parameters[i] = parameters[i] if each is None else None
+    count, y_dtype = first.weight.shape[0], x.dtype
     with without_autocast(x.device.type):
-        weights = weights.contiguous()
-        how = order, activation, scalings, dtype, held
-        link, h, thin, b = _FirstProducts.apply(x.to(dtype), weights, *how, *first[:4], *last[:4])
+        x, weights = x.to(dtype), weights.contiguous()
+        if slice_tokens is not None and len(x) > slice_tokens:
+            slices = slices_of(x, slice_tokens)
+            link = _InSlices.apply(x, weights, index, layer, slices, *parameters)
 
-        def result() -> Tensor:
-            y = grouped_product(h, _dense(last, held[1], dtype), order.offsets)
-            if thin is not None:
-                _add_thin_(y, thin, b, order.offsets)
-            bias = None if last.bias is None else last.bias.to(dtype).contiguous()
-            return _sum_slots(y, order, weights, bias, dtype)
+            def result() -> Tensor:
+                y, (first, last) = torch.empty_like(x), layer.prepared(parameters)
+                for start, stop in slices:
+                    order = order_of(index[start:stop], count)
+                    h, _, _, thin = _first_products(x[start:stop], first, last, order, layer)
+                    _result_(y[start:stop], h, thin, last, weights[start:stop], order)
+                return y
 
-        return Result.apply(link, result).to(x.dtype)
+        else:
+            order = order_of(index, count)
+            with torch.no_grad():
+                adapters = layer.cast_adapters(parameters)
+                parts = layer.projections(parameters, adapters)
+            how = order, layer, adapters, parts
+            link, h, thin = _AtOnce.apply(x, weights, *how, *parameters)
 
+            def result() -> Tensor:
+                return _result_(torch.empty_like(x), h, thin, parts[1], weights, order)
 
-def _cast(
-    parameters: Sequence[Any], scalings: tuple[float, float], dtype: torch.dtype
-) -> list[ExpertProjection]:
-    """Return both projections in a dtype, all but weights contiguous: A and B of a padded rank, B
-    times its scaling.
-    """
-    found = []
-    for i, scaling in enumerate(scalings):
-        weight, bias, a, b = parameters[4 * i : 4 * i + 4]
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype).contiguous()
-        if a is not None:
-            rank = a.shape[1]
-            padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
-            make = a.new_empty if rank == padded else a.new_zeros
-            a, own_a = make(len(a), padded, a.shape[2], dtype=dtype), a
-            b, own_b = make(len(b), b.shape[1], padded, dtype=dtype), b
-            a[:, :rank].copy_(own_a)
-            torch.mul(own_b, scaling, out=b[:, :, :rank])
-        found.append(ExpertProjection(weight, bias, a, b))
-    return found
+        return Result.apply(link, result).to(y_dtype)
 
 
 def _check(

@@ -5,12 +5,16 @@ in bf16 from compute capability 9 on, and the host reads no counts. Elsewhere it
 multiplies group by group.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from liger_patch.kernels.backend import serves_triton_device
 
 GROUPED_MM: Any = getattr(functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
 GROUPED_DTYPES = (torch.bfloat16,)  # others PyTorch multiplies in a loop of its own
@@ -21,38 +25,47 @@ class Order(NamedTuple):
     """The order of slots by expert.
 
     Attributes:
-        index: (N, K), the experts of each token.
-        slots: (S,), the place of each sorted slot in ``index``.
-        tokens: (S,), the token of each sorted slot.
-        places: (N, K), the place of each slot among the sorted ones.
+        index: (N, K), the experts of each token, which biases need alone.
         offsets: (E,) int32, where the slots of each expert end.
+        slots: (S,) int32, the place of each sorted slot in ``index``.
+        places: (N, K) int32, the place of each slot among the sorted ones.
+        numbers: (E + 2 S,), of which these three are parts.
     """
 
-    index: Tensor
-    slots: Tensor
-    tokens: Tensor
-    places: Tensor
+    index: Any
     offsets: Tensor
+    slots: Tensor
+    places: Tensor
+    numbers: Tensor
+
+    def tokens(self) -> Tensor:
+        """Return the token of each sorted slot (S,)."""
+        return torch.div(self.slots, self.places.shape[1], rounding_mode="floor")
+
+
+def order_from(numbers: Tensor, shape: Sequence[int], index: Tensor | None) -> Order:
+    """Return the order that ``numbers`` hold, of slots (N, K)."""
+    count = math.prod(shape)
+    offsets, slots, places = numbers.split((len(numbers) - 2 * count, count, count))
+    return Order(index, offsets, slots, places.view(shape), numbers)
 
 
 def order_of(index: Tensor, experts: int) -> Order:
     """Return the order of slots by the experts of each token, index (N, K)."""
-    index = index.long().contiguous()
-    flat = index.view(-1)
-    if experts < torch.iinfo(torch.int16).max:
-        flat = flat.to(torch.int16)  # half as many passes as int32 takes
-    by_expert, slots = torch.sort(flat, stable=True)
-    each = torch.arange(experts, device=flat.device, dtype=flat.dtype)
-    offsets = torch.searchsorted(by_expert, each, right=True, out_int32=True)
-    places = torch.empty_like(slots)
-    places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
-    return Order(
-        index,
-        slots,
-        torch.div(slots, index.shape[1], rounding_mode="floor"),
-        places.view(index.shape),
-        offsets,
-    )
+    index, count = index.long().contiguous(), index.numel()
+    numbers = torch.empty(experts + 2 * count, dtype=torch.int32, device=index.device)
+    order = order_from(numbers, index.shape, index)
+    if count and serves_triton_device(index):
+        from liger_patch.kernels.triton import expert_rows
+
+        expert_rows.order_slots(index, order.offsets, order.slots, order.places)
+    elif has_values(index):
+        by_expert, slots = torch.sort(index.view(-1), stable=True)
+        each = torch.arange(experts, device=index.device)
+        order.offsets.copy_(torch.searchsorted(by_expert, each, right=True))
+        order.slots.copy_(slots)
+        order.places.view(-1)[slots] = torch.arange(count, device=index.device).int()
+    return order
 
 
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -90,9 +103,13 @@ def _is_grouped(x: Tensor, y: Tensor) -> bool:
     """Return whether PyTorch has a kernel for the product, or needs none: on the meta device."""
     if GROUPED_MM is None or x.dtype not in GROUPED_DTYPES or x.device.type == "cpu":
         return False
-    is_served = x.device.type == "meta" or torch.cuda.get_device_capability(x.device) >= (9, 0)
     sizes = (x.shape[1], *y.shape[-2:]) if y.dim() == 3 else (x.shape[1], y.shape[1])
-    return is_served and not any(size % ALIGNMENT for size in sizes)
+    return _has_kernel(x.device) and not any(size % ALIGNMENT for size in sizes)
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "meta" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_values(x: Tensor) -> bool:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from liger_patch.kernels.backend import PLAIN_TENSORS, autocast_dtype
-from liger_patch.kernels.experts import Activation, ExpertProjection, run_experts
+from liger_patch.kernels.chunk_sizes import size_of_experts
+from liger_patch.kernels.expert_steps import Activation, ExpertProjection
+from liger_patch.kernels.experts import run_experts
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
     EVERYWHERE,
@@ -27,6 +29,7 @@ from liger_patch.layers.checks import (
     layers_of,
     needs_own_code,
 )
+from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.mlp import ACTIVATIONS
 from liger_patch.layers.probing import configuration, probe_of, results_match
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
@@ -152,7 +155,10 @@ def result(layer: Any, x: Tensor, routing: tuple, adapters: dict[str, Any]) -> T
     dense = [each for each in (first.weight, last.weight) if isinstance(each, Tensor)]
     if dtype is None and any(each.dtype != x.dtype for each in dense):
         return None
-    return run_experts(x, index, weights, first, last, how, dtype or x.dtype)
+    dtype = dtype or x.dtype
+    size = size_of_experts(x.shape[1], last.weight.shape[1], index.shape[1])
+    tokens = tokens_of_slice(x, size, dtype)
+    return run_experts(x, index, weights, first, last, how, dtype, tokens)
 
 
 def _has_own_way(layer: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from estimated_models import HIDDEN, OFFLOADED, SIZE, STEP, TINY
 from slow_cases import slow_but
 from transformers import LlamaConfig
@@ -115,6 +116,32 @@ def test_growth_in_slices_is_the_trace_at_any_length(
     longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
     assert longer is not None
     assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * SIZE
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning",
+    "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
+)
+def test_growth_of_experts_in_slices(slices: int) -> None:
+    """As much of a slot as of a feed-forward layer's token: so half as many tokens run at once."""
+    pytest.importorskip("peft")
+    if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
+        pytest.skip("not estimated with Transformers 5.0")
+    size = SIZE - HIDDEN // 5
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
+    config = transformers.Qwen3MoeConfig(**TINY, **sizes, head_dim=16)
+    step = replace(STEP, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"])
+    at_once = estimates.longest_unsliced(config, step, OURS)
+    assert at_once == 1024  # by norms, whose results are kept so long
+    growth = estimates.Growth.of(config, step, OURS, at_once + 1)
+    longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
+    assert growth is not None
+    assert longer is not None
+    for length in (1025, 8192, 40000):
+        trace, _ = trace_step(config, replace(step, length=length), OURS)
+        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+    assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * 8 * size
+    assert slices == 256
 
 
 @pytest.mark.usefixtures("slices")

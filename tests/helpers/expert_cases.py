@@ -131,9 +131,10 @@ def _activated(gate_up: Tensor, how: Activation) -> Tensor:
     return gate * torch.sigmoid(gate * how.alpha) * (up + how.shift)
 
 
-def calls(activation: Activation = SWIGLU) -> tuple[Any, Any]:
+def calls(activation: Activation = SWIGLU, slice_tokens: int | None = None) -> tuple[Any, Any]:
     """The operator and eager, as functions of tensors by name."""
-    return tuple(of_projections(each, activation) for each in (experts, eager_experts))  # type: ignore[return-value]
+    ours = partial(experts, slice_tokens=slice_tokens)
+    return tuple(of_projections(each, activation) for each in (ours, eager_experts))  # type: ignore[return-value]
 
 
 def check(
@@ -141,12 +142,13 @@ def check(
     activation: Activation = SWIGLU,
     *,
     autocast: str = "",
+    slice_tokens: int | None = None,
     **how: Any,
 ) -> None:
     """Hold the operator to the rule; ``autocast``: the device's type, ``how`` as of
     ``results_and_gradients``.
     """
-    ours, eager = calls(activation)
+    ours, eager = calls(activation, slice_tokens)
     if autocast:
         ours, eager = (partial(_under_autocast, each, autocast) for each in (ours, eager))
     frozen = {"index", *how.pop("frozen", ())}

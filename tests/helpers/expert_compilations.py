@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from compile_targets import Cases, arguments
+from compile_targets import MULTIPLE, Cases, arguments
 from triton.backends.compiler import GPUTarget
 
 EXPERTS = (  # dtype, activation, whether it is interleaved, has biases, rank, that of down, experts
@@ -15,21 +15,23 @@ EXPERTS = (  # dtype, activation, whether it is interleaved, has biases, rank, t
 
 
 def gated(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows as kernels
 
-    for dtype, activation, is_interleaved, has_bias, rank, _, experts in EXPERTS:
+    for dtype, activation, is_interleaved, has_bias, rank, down_rank, experts in EXPERTS:
         yield (
             _name(dtype, activation, rank, experts),
             {
                 **_gated(dtype, activation, is_interleaved, has_bias, rank, experts),
+                **arguments(dtype, "a_ptr down_thin_ptr", if_=down_rank),
                 "h_ptr": dtype,
+                "DOWN_RANK": down_rank or 16,
             },
             kernels.WARPS,
         )
 
 
 def gated_backward(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows as kernels
 
     for dtype, activation, is_interleaved, has_bias, rank, down_rank, experts in EXPERTS:
         yield (
@@ -37,10 +39,13 @@ def gated_backward(target: GPUTarget) -> Cases:
             {
                 **_gated(dtype, activation, is_interleaved, has_bias, rank, experts),
                 **arguments(dtype, "dh_ptr dgate_up_ptr weights_ptr"),
-                **arguments(dtype, "dthin_ptr a_ptr", if_=down_rank),
-                "dweights_ptr": "*fp32",
+                **arguments(dtype, "dthin_ptr", if_=rank),
+                **arguments(
+                    dtype, "ddown_thin_ptr a_ptr down_thin_ptr weighted_ptr", if_=down_rank
+                ),
+                "dweights_ptr": dtype,
+                "slots_ptr": "*i32",
                 "DOWN_RANK": down_rank or 16,
-                "BLOCK_I": kernels.BACKWARD_BLOCK_I,
             },
             kernels.WARPS,
         )
@@ -72,14 +77,14 @@ def _gated(
 
 def _tiles(experts: int) -> dict[str, Any]:
     """What tells a program its rows."""
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows as kernels
 
     offsets = {"offsets_ptr": "*i32", "experts": "i32"}
     return {**offsets, "EXPERTS": experts, "BLOCK_S": kernels.BLOCK_S}
 
 
 def add_thin(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows as kernels
 
     for dtype, rank, is_a, experts in (
         ("*bf16", 16, False, 128),
@@ -102,8 +107,55 @@ def add_thin(target: GPUTarget) -> Cases:
         )
 
 
+def gather(target: GPUTarget) -> Cases:
+    from liger_patch.kernels.triton import expert_rows as kernels
+
+    for dtype, rank, is_b, experts in (
+        ("*bf16", 16, False, 128),
+        ("*bf16", 64, True, 256),  # B of the second product, in the backward pass
+        ("*bf16", 0, False, 32),
+        ("*fp16", 32, False, 8),
+    ):
+        strides = {f"a_{name}stride": "i32" if rank else 0 for name in ("expert_", "rank_", "")}
+        if rank:
+            strides["a_rank_stride" if is_b else "a_stride"] = 1
+        yield (
+            f"{dtype[1:]}-{rank}-{experts}",
+            {
+                **arguments(dtype, "x_ptr rows_ptr"),
+                **arguments(dtype, "a_ptr thin_ptr", if_=rank),
+                **strides,
+                "slots_ptr": "*i32",
+                "features": MULTIPLE,
+                "SLOTS": 8,
+                "RANK": rank or 16,
+                "BLOCK_H": kernels.GATHER_BLOCK,
+                **_tiles(experts),
+            },
+            kernels.WARPS,
+        )
+
+
+def count_slots(target: GPUTarget) -> Cases:
+    yield from _order("counts_ptr", "slots steps")
+
+
+def order_slots(target: GPUTarget) -> Cases:
+    pointers = "counts_ptr offsets_ptr slots_ptr places_ptr"
+    yield from _order(pointers, "slots experts steps blocks")
+
+
+def _order(pointers: str, sizes: str) -> Cases:
+    from liger_patch.kernels.triton import expert_rows as kernels
+
+    for experts in (8, 128, 512):
+        constants = {"EXPERTS": experts, "STEP": kernels.STEP}
+        given = {"index_ptr": "*i64", **arguments("*i32", pointers), **arguments("i32", sizes)}
+        yield str(experts), given | constants, kernels.ORDER_WARPS
+
+
 def sum_slots(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows as kernels
 
     for dtype, weights, has_bias, slots in (
         ("*bf16", "*bf16", True, 4),
@@ -118,7 +170,7 @@ def sum_slots(target: GPUTarget) -> Cases:
                 **arguments(dtype, "y_ptr out_ptr"),
                 **arguments(dtype, "bias_ptr", if_=has_bias),
                 **arguments("*i64", "index_ptr", if_=has_bias),
-                "place_ptr": "*i64",
+                "place_ptr": "*i32",
                 "weights_ptr": weights,
                 "features": "i32",
                 "SLOTS": slots,

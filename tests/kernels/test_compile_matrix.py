@@ -43,9 +43,8 @@ SPILLED_BYTES_OF = {
     "_dropped_product_kernel": 1024,
     # sums of 64 rows of q, k and w at once: on sm_80; on sm_90 80
     "_chunk_gradients_kernel": 7296,
-    # gate, up, dh and both slopes at once: with gelu_tanh on sm_80; with silu on sm_90 192
-    "_experts_gated_backward_kernel": 496,
-    "_experts_gated_kernel": 400,  # clamped, with a rank of 64 on sm_80; with silu 0
+    # gate, up, dh, both slopes: clamped with a rank of 64 on sm_80; with silu on sm_90 72
+    "_experts_gated_backward_kernel": 624,
     "_gated_lora_backward_kernel": 1024,
     "_gated_lora_kernel": 1024,
     # float32 groups of 8192 on sm_103 with Triton 3.9; with 3.7, 96 on sm_120 and 16 on sm_90
@@ -63,8 +62,10 @@ LARGEST_OF = {  # the case that a quick run compiles, and the most KiB of shared
     "_add_thin_kernel": ("bf16-64-256", 26),
     "_chunk_gradients_kernel": ("bf16-128-2-True", 80),
     "_dropped_gradients_kernel": ("bf16-64-*fp32", 32),
+    "_experts_gated_kernel": ("bf16-clamped-64-32", 28),
     "_gated_lora_backward_kernel": ("bf16-64-silu-True-False", 48),
     "_gated_lora_kernel": ("bf16-64-silu-True-False", 28),
+    "_order_slots_kernel": ("512", 64),
     "_outputs_kernel": ("bf16-128-2-True", 80),
     "_prepare_kernel": ("bf16-128-2-True", 32),
     "_rms_norm_backward_kernel": ("bf16-10240-*bf16-99", 97),  # with Triton 3.9; 81 with 3.7
@@ -81,6 +82,7 @@ KERNELS = {
     "_causal_conv_backward_kernel": delta.causal_conv_backward,
     "_causal_conv_kernel": delta.causal_conv,
     "_chunk_gradients_kernel": delta.chunk_gradients,
+    "_count_slots_kernel": experts.count_slots,
     "_cross_entropy_kernel": loss.cross_entropy,
     "_divergence_kernel": loss.divergence,
     "_dropped_gradients_kernel": lora.dropped_gradients,
@@ -94,9 +96,11 @@ KERNELS = {
     "_gated_lora_kernel": lora.gated_lora,
     "_gated_norm_backward_kernel": layer.gated_norm_backward,
     "_gated_norm_kernel": layer.gated_norm,
+    "_gather_kernel": experts.gather,
     "label_logit_kernel": loss.label_logit,
     "odds_kernel": loss.odds,
     "_nf4_kernel": lora.nf4,
+    "_order_slots_kernel": experts.order_slots,
     "_order_tokens_kernel": loss.order_tokens,
     "_outputs_kernel": delta.outputs,
     "_prepare_kernel": delta.prepare,

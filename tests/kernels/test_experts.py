@@ -16,13 +16,15 @@ from expert_cases import FORMS, LIMIT, calls, check, inputs
 from kernel_forms import INTERPRETED
 from layer_checks import results_and_gradients
 from slow_cases import slow_but
+from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels import grouped
 from liger_patch.kernels.experts import Activation, ExpertProjection, experts
 
 ADAPTERS = {"both": (4, 3), "first": (16, 0), "last": (0, 24), "none": (0, 0)}
 TOKENS = 50  # of fewer numbers, the largest error is luck
-KERNELS = ["gated", "add_thin_", "sum_slots", "gated_backward_"]
+FORWARD = ["order_slots", "gather", "gated", "add_thin_", "sum_slots"]
+BACKWARD = ["gather", "gated_backward_", "gather", "add_thin_", "sum_slots"]
 
 
 def cast(tensors: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> dict[str, Any]:
@@ -36,10 +38,11 @@ def cast(tensors: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> di
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The launches of the Triton kernels."""
     pytest.importorskip("triton")
-    from liger_patch.kernels.triton import experts as kernels
+    from liger_patch.kernels.triton import expert_rows, experts
 
     found: list[str] = []
-    for name in KERNELS:
+    for name in {*FORWARD, *BACKWARD}:
+        kernels = experts if hasattr(experts, name) else expert_rows
         launcher = getattr(kernels, name)
 
         def launched(*arguments: Any, launcher: Any = launcher, name: str = name) -> Any:
@@ -101,6 +104,54 @@ def test_any_share_of_the_rows(
     for dtype in (torch.float16, torch.float64):
         if tokens > 1 or dtype == torch.float64:  # of one row in 16 bits, eager's error is luck
             check(cast(tensors, dtype, device))
+
+
+@pytest.mark.parametrize("tokens", [17, 49], ids=lambda tokens: f"slices of {tokens}")
+@pytest.mark.parametrize("form", ["silu", "clamped, interleaved, shifted"])
+def test_slices(form: str, tokens: int, device: torch.device) -> None:
+    """Gradients of parameters are sums over the slices."""
+    tensors = inputs(TOKENS, bias=True)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        check(cast(tensors, dtype, device), FORMS[form], slice_tokens=tokens)
+
+
+def test_slices_keep_x_and_its_routing_alone(device: torch.device) -> None:
+    tensors = cast(inputs(TOKENS, bias=True), torch.float16, device)
+    leaves = {n: v if n == "index" else v.requires_grad_() for n, v in tensors.items()}
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = calls(slice_tokens=7)[0](**leaves)
+    assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in leaves.values()}
+    y.sum().backward()
+    assert all(v.grad is not None for n, v in leaves.items() if n != "index")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_slices_give_the_same_bits(reentrant: bool, device: torch.device) -> None:
+    tensors = cast(inputs(TOKENS), torch.float16, device)
+    plain = calls(slice_tokens=7)[0]
+
+    def checkpointed(**given: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return plain(**given | {"x": x})
+
+        return checkpoint(run, given["x"], use_reentrant=reentrant)
+
+    once, again = (results_and_gradients(f, tensors, {"index"}) for f in (plain, checkpointed))
+    torch.testing.assert_close(once, again, rtol=0, atol=0)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("tokens", "slots", "count"), [(1, 1, 1), (1500, 3, 5), (9, 8, 512)])
+def test_the_order_is_a_stable_sort(
+    tokens: int, slots: int, count: int, device: torch.device
+) -> None:
+    index = torch.randint(count, (tokens, slots))
+    order = grouped.order_of(index.to(device), count)
+    offsets, ordered, places = (each.cpu().long() for each in order[1:4])
+    assert torch.equal(ordered, index.view(-1).argsort(stable=True))
+    assert torch.equal(places.view(-1)[ordered], torch.arange(index.numel()))
+    assert torch.equal(offsets, index.view(-1).bincount(minlength=count).cumsum(0))
 
 
 @pytest.mark.parametrize("expert", [0, 4])
@@ -167,14 +218,7 @@ def test_kernels_of_several_programs(
     """In tiles of rows and features that are full and that are not."""
     tensors = inputs(tokens, slots, hidden=136, size=size, ranks=(24, 3), bias=True)
     check(cast(tensors, torch.float16), FORMS[form])
-    assert launches == [
-        "gated",
-        "add_thin_",
-        "sum_slots",
-        "gated_backward_",
-        "add_thin_",
-        "sum_slots",
-    ]
+    assert launches == FORWARD + BACKWARD
 
 
 @pytest.mark.interpreter
@@ -295,14 +339,16 @@ def test_bytes_of_a_token_of_qwen3_30b() -> None:
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given and len(tensor) != 2:  # offsets
+        if tensor.untyped_storage().data_ptr() not in given:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = calls()[0](**trained)
-    found = sum(each.untyped_storage().nbytes() for each in kept.values()) / tokens
-    orders = 4 * slots * 8 + 2 * slots  # index, slots, tokens and places in int64, and weights
+    adapters = 2 * sum(v.numel() for n, v in trained.items() if n[-2:] in (".a", ".b"))
+    found = sum(each.untyped_storage().nbytes() for each in kept.values()) - adapters
+    found = (found - 4 * 2) / tokens  # without where the slots of both experts end
+    orders = 2 * slots * 4 + 2 * slots  # slots and places in int32, and weights
     assert y.requires_grad
     assert found == 2 * hidden + slots * (4 * size + 2 * 2 * rank) + orders
     docs = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
@@ -328,7 +374,7 @@ def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> Non
     how = {"ranks": ranks, "bias": is_clamped, "is_transposed": not is_clamped}
     tensors = cast(inputs(tokens, slots, count, hidden, size, **how), dtype, "cuda")
     check(tensors, FORMS["clamped, interleaved, shifted" if is_clamped else "silu"])
-    assert sorted(set(launches)) == sorted(KERNELS)
+    assert set(launches) == {*FORWARD, *BACKWARD}
     ours, _ = calls()
     once, again = (results_and_gradients(ours, tensors, {"index"}) for _ in range(2))
     for name, value in once.items():

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from training_step import call, gradients, joined, router_arguments, step, tell_apart
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import experts
+from liger_patch.kernels import chunk_sizes
+from liger_patch.layers import checks, experts
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
@@ -297,6 +298,58 @@ def test_checkpoints_give_the_same_bits(way: str, reentrant: bool, runs: Runs) -
         assert value is not None
         assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
     assert len(runs.of_step(model, batch)) == 4  # each layer twice
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The tokens of a slice of each call of the operator; every row is a long one."""
+    if checks.TOP_HOOKS is None:
+        pytest.skip("torch 2.6 does not tell its hooks")
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
+    monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 16384)
+    found: list[int | None] = []
+    run = experts.run_experts
+
+    def recorded(*arguments: Any) -> Tensor:
+        found.extend(arguments[7:])  # a probe gives none
+        return run(*arguments)
+
+    monkeypatch.setattr(experts, "run_experts", recorded)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [QWEN, GPT])
+def test_long_rows_in_slices(kind: str, reentrant: bool, slices: list[int | None]) -> None:
+    """Routers choose the same experts: the loss of both is that of eager."""
+    base = tiny_model(ROWS[kind])
+    eager_model = with_adapters(base)
+    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
+    model = apply_patch(copy.deepcopy(eager_model))
+    eager, truth = (training_step(each, batch) for each in (eager_model, wide))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    truth, eager, ours = joined(truth, eager, training_step(model, batch))
+    assert_no_worse(ours, eager, truth, torch.float32)
+    assert len(slices) == 4
+    tokens = batch["input_ids"].numel()
+    assert all(each is not None and each < tokens for each in slices)
+
+
+def test_long_rows_without_checkpoints_run_at_once(slices: list[int | None]) -> None:
+    _, model, batch = pair()
+    training_step(model, batch)
+    assert slices == [None] * 2
+
+
+def test_full_training_of_long_rows_in_slices(slices: list[int | None]) -> None:
+    eager_model = tiny_model(ROWS[QWEN])
+    model, batch = apply_patch(copy.deepcopy(eager_model)), tiny_batch(eager_model)
+    wide = copy.deepcopy(eager_model).double()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    truth, eager, ours = joined(step(wide, batch), step(eager_model, batch), step(model, batch))
+    assert_no_worse(ours, eager, truth, torch.float32)
+    assert None not in slices
 
 
 @pytest.mark.parametrize("kind", [QWEN, "qwen2_moe", GPT])

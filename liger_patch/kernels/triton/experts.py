@@ -9,35 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_patch.kernels.triton.expert_rows import BLOCK_H, BLOCK_S, WARPS, rows_of_tile, tiles_of
 from liger_patch.kernels.triton.gated import KINDS as GATED_KINDS
 from liger_patch.kernels.triton.gated import activation_slope, apply_activation, sigmoid
 from liger_patch.kernels.triton.launch import launch
 
 KINDS = (*GATED_KINDS, "clamped")  # a kernel's ACTIVATION is a place in this tuple
 CLAMPED = tl.constexpr(KINDS.index("clamped"))
-BLOCK_S, BLOCK_I = 64, 64
-BACKWARD_BLOCK_I = 32  # with 64, registers spill up to 1.4 kB a thread on sm_90, with 32 0.25
-BLOCK_H = 128  # of the thin product; with 64 rows, 64 float32 a thread
-SUM_BLOCK = 1024  # features of a program that sums slots
-WARPS = 4
-
-
-@triton.jit
-def _rows_of_tile(offsets_ptr, experts, BLOCK_S: tl.constexpr, EXPERTS: tl.constexpr):
-    """Return the expert of a program's rows, the first of them, and where the expert's end. Blocks
-    of rows are counted expert by expert; a program beyond the last block has no rows.
-    """
-    tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    is_expert = expert < experts
-    stop = tl.load(offsets_ptr + expert, mask=is_expert, other=0)
-    start = tl.load(offsets_ptr + expert - 1, mask=is_expert & (expert > 0), other=0)
-    tiles = tl.where(is_expert, (stop - start + BLOCK_S - 1) // BLOCK_S, 0)
-    last_tile = tl.cumsum(tiles, 0)
-    is_own = (tile < last_tile) & (tile >= last_tile - tiles)
-    first = tl.sum(tl.where(is_own, start + (tile - last_tile + tiles) * BLOCK_S, 0), 0)
-    end = tl.sum(tl.where(is_own, stop, 0), 0)
-    return tl.sum(tl.where(is_own, expert, 0), 0).to(tl.int64), first.to(tl.int64), end
+BLOCK_I = 32  # with 64, registers of the backward pass spill up to 1.4 kB a thread on sm_90
 
 
 @triton.jit
@@ -47,18 +26,32 @@ def _thin(ptr, row, mask, RANK: tl.constexpr):
 
 
 @triton.jit
+def _store_thin(ptr, row, mask, values, RANK: tl.constexpr):
+    """Write rows of a thin matrix."""
+    tl.store(ptr + row[:, None] * RANK + tl.arange(0, RANK)[None, :], values, mask=mask)
+
+
+@triton.jit
 def _with_adapter(
     base_ptr, offsets, mask, bias_ptr, thin, b_ptr, feature, is_feature, RANK: tl.constexpr
 ):
-    """Return the base's product, its bias and what the adapter adds, in float32."""
+    """Return the base's product, its bias and what the adapter adds, in float32; and B (R, n)."""
     tile = tl.load(base_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         tile += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    b = 0.0
     if b_ptr is not None:
         place = feature[None, :] * RANK + tl.arange(0, RANK)[:, None]
         b = tl.load(b_ptr + place, mask=is_feature[None, :], other=0.0)
         tile += tl.dot(thin, b)
-    return tile
+    return tile, b
+
+
+@triton.jit
+def _of_down(a_ptr, column, is_column, columns, RANK: tl.constexpr):
+    """Return columns of the second product's A (R, n)."""
+    place = tl.arange(0, RANK)[:, None] * columns + column[None, :]
+    return tl.load(a_ptr + place, mask=is_column[None, :], other=0.0)
 
 
 @triton.jit
@@ -85,61 +78,9 @@ def _experts_gated_kernel(
     bias_ptr,  # (experts, 2 I), or None
     thin_ptr,  # (S, R), or None
     b_ptr,  # (experts, 2 I, R), None where thin is
+    a_ptr,  # (experts, DOWN_RANK, I), or None
+    down_thin_ptr,  # (S, DOWN_RANK): h times a', None where a is
     h_ptr,  # (S, I)
-    offsets_ptr,  # (experts,)
-    experts,
-    columns,  # I
-    up_column,  # of the first feature of up: I or 1
-    alpha,
-    limit,
-    shift,
-    STEP: tl.constexpr,  # between features of gate: 1 or 2
-    ACTIVATION: tl.constexpr,
-    RANK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """One program per block of an expert's rows and block of columns."""
-    expert, first, end = _rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
-    if first >= end:
-        return
-    row = first + tl.arange(0, BLOCK_S)
-    column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    is_row, is_column = row < end, column < columns
-    mask = is_row[:, None] & is_column[None, :]
-    gate_feature, up_feature = column * STEP, column * STEP + up_column
-    if bias_ptr is not None:
-        bias_ptr += expert * 2 * columns
-    thin = 0.0
-    if b_ptr is not None:
-        b_ptr += expert * 2 * columns * RANK
-        thin = _thin(thin_ptr, row, is_row[:, None], RANK)
-    rows = row[:, None] * (2 * columns)
-    gate = _with_adapter(
-        gate_up_ptr, rows + gate_feature[None, :], mask, bias_ptr, thin, b_ptr, gate_feature,
-        is_column, RANK,
-    )  # fmt: skip
-    up = _with_adapter(
-        gate_up_ptr, rows + up_feature[None, :], mask, bias_ptr, thin, b_ptr, up_feature,
-        is_column, RANK,
-    )  # fmt: skip
-    activated, up, _, _ = _activated(gate, up, alpha, limit, shift, ACTIVATION)
-    tl.store(h_ptr + row[:, None] * columns + column[None, :], activated * up, mask=mask)
-
-
-@triton.jit
-def _experts_gated_backward_kernel(
-    dh_ptr,  # (S, I), of a slot's result; becomes the slot's weight times h
-    gate_up_ptr,  # (S, 2 I)
-    dgate_up_ptr,  # (S, 2 I)
-    bias_ptr,  # (experts, 2 I), or None
-    thin_ptr,  # (S, R), or None
-    b_ptr,  # (experts, 2 I, R), None where thin is
-    dthin_ptr,  # (S, DOWN_RANK), or None
-    a_ptr,  # (experts, DOWN_RANK, I), None where dthin is
-    weights_ptr,  # (S,)
-    dweights_ptr,  # (S,)
     offsets_ptr,  # (experts,)
     experts,
     columns,  # I
@@ -156,12 +97,83 @@ def _experts_gated_backward_kernel(
     BLOCK_I: tl.constexpr,
 ):
     """One program per block of an expert's rows."""
-    expert, first, end = _rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
+    expert, first, end = rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_S)
     is_row = row < end
-    weights = tl.load(weights_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias_ptr += expert * 2 * columns
+    thin = 0.0
+    if b_ptr is not None:
+        b_ptr += expert * 2 * columns * RANK
+        thin = _thin(thin_ptr, row, is_row[:, None], RANK)
+    if a_ptr is not None:
+        a_ptr += expert * columns * DOWN_RANK
+    down_thin = tl.zeros((BLOCK_S, DOWN_RANK), dtype=tl.float32)
+    rows = row[:, None] * (2 * columns)
+    for start in range(0, columns, BLOCK_I):
+        column = start + tl.arange(0, BLOCK_I)
+        is_column = column < columns
+        mask = is_row[:, None] & is_column[None, :]
+        gate_feature, up_feature = column * STEP, column * STEP + up_column
+        gate, _ = _with_adapter(
+            gate_up_ptr, rows + gate_feature[None, :], mask, bias_ptr, thin, b_ptr,
+            gate_feature, is_column, RANK,
+        )  # fmt: skip
+        up, _ = _with_adapter(
+            gate_up_ptr, rows + up_feature[None, :], mask, bias_ptr, thin, b_ptr, up_feature,
+            is_column, RANK,
+        )  # fmt: skip
+        activated, up, _, _ = _activated(gate, up, alpha, limit, shift, ACTIVATION)
+        h = (activated * up).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + row[:, None] * columns + column[None, :], h, mask=mask)
+        if a_ptr is not None:
+            a = _of_down(a_ptr, column, is_column, columns, DOWN_RANK)
+            down_thin += tl.dot(h, tl.trans(a))
+    if a_ptr is not None:
+        _store_thin(down_thin_ptr, row, is_row[:, None], down_thin, DOWN_RANK)
+
+
+@triton.jit
+def _experts_gated_backward_kernel(
+    dh_ptr,  # (S, I), of a slot's result; becomes the slot's weight times h
+    gate_up_ptr,  # (S, 2 I)
+    dgate_up_ptr,  # (S, 2 I)
+    bias_ptr,  # (experts, 2 I), or None
+    thin_ptr,  # (S, R), or None
+    b_ptr,  # (experts, 2 I, R), None where thin is
+    dthin_ptr,  # (S, R), None where thin is
+    ddown_thin_ptr,  # (S, DOWN_RANK), or None
+    a_ptr,  # (experts, DOWN_RANK, I), None where ddown_thin is
+    down_thin_ptr,  # (S, DOWN_RANK), None where ddown_thin is
+    weighted_ptr,  # (S, DOWN_RANK): the slot's weight times down_thin
+    weights_ptr,  # (S,), not sorted
+    dweights_ptr,  # (S,), not sorted
+    slots_ptr,  # (S,): the place of each row among those that are not sorted
+    offsets_ptr,  # (experts,)
+    experts,
+    columns,  # I
+    up_column,  # of the first feature of up: I or 1
+    alpha,
+    limit,
+    shift,
+    STEP: tl.constexpr,  # between features of gate: 1 or 2
+    ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr,
+    DOWN_RANK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One program per block of an expert's rows."""
+    expert, first, end = rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
+    if first >= end:
+        return
+    row = first + tl.arange(0, BLOCK_S)
+    is_row = row < end
+    slot = tl.load(slots_ptr + row, mask=is_row, other=0)
+    weights = tl.load(weights_ptr + slot, mask=is_row, other=0.0).to(tl.float32)
     dweights = tl.zeros((BLOCK_S,), dtype=tl.float32)
     if bias_ptr is not None:
         bias_ptr += expert * 2 * columns
@@ -169,10 +181,13 @@ def _experts_gated_backward_kernel(
     if b_ptr is not None:
         b_ptr += expert * 2 * columns * RANK
         thin = _thin(thin_ptr, row, is_row[:, None], RANK)
-    dthin = 0.0
+    dthin = tl.zeros((BLOCK_S, RANK), dtype=tl.float32)
+    ddown_thin = 0.0
     if a_ptr is not None:
         a_ptr += expert * columns * DOWN_RANK
-        dthin = _thin(dthin_ptr, row, is_row[:, None], DOWN_RANK)
+        ddown_thin = _thin(ddown_thin_ptr, row, is_row[:, None], DOWN_RANK)
+        weighted = _thin(down_thin_ptr, row, is_row[:, None], DOWN_RANK) * weights[:, None]
+        _store_thin(weighted_ptr, row, is_row[:, None], weighted, DOWN_RANK)
     rows = row[:, None] * (2 * columns)
     for start in range(0, columns, BLOCK_I):
         column = start + tl.arange(0, BLOCK_I)
@@ -182,28 +197,32 @@ def _experts_gated_backward_kernel(
         gate_place, up_place = rows + gate_feature[None, :], rows + up_feature[None, :]
         place = row[:, None] * columns + column[None, :]
         dh = tl.load(dh_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        gate = _with_adapter(
+        gate, gate_b = _with_adapter(
             gate_up_ptr, gate_place, mask, bias_ptr, thin, b_ptr, gate_feature, is_column,
             RANK,
         )  # fmt: skip
-        up = _with_adapter(
+        up, up_b = _with_adapter(
             gate_up_ptr, up_place, mask, bias_ptr, thin, b_ptr, up_feature, is_column,
             RANK,
         )  # fmt: skip
         if a_ptr is not None:
-            r = tl.arange(0, DOWN_RANK)
-            of_a = r[:, None] * columns + column[None, :]
-            a = tl.load(a_ptr + of_a, mask=is_column[None, :], other=0.0)
-            dh += tl.dot(dthin, a)
+            dh += tl.dot(ddown_thin, _of_down(a_ptr, column, is_column, columns, DOWN_RANK))
         activated, up, slope, up_slope = _activated(gate, up, alpha, limit, shift, ACTIVATION)
         h = activated * up
         dweights += tl.sum(dh * h, 1)
         dh *= weights[:, None]
-        tl.store(dgate_up_ptr + gate_place, dh * up * slope, mask=mask)
-        tl.store(dgate_up_ptr + up_place, dh * activated * up_slope, mask=mask)
+        dgate = (dh * up * slope).to(dgate_up_ptr.dtype.element_ty)
+        dup = (dh * activated * up_slope).to(dgate_up_ptr.dtype.element_ty)
+        tl.store(dgate_up_ptr + gate_place, dgate, mask=mask)
+        tl.store(dgate_up_ptr + up_place, dup, mask=mask)
+        if b_ptr is not None:
+            dthin += tl.dot(dgate, tl.trans(gate_b))
+            dthin += tl.dot(dup, tl.trans(up_b))
         tl.debug_barrier()  # every thread has read its dh before any thread overwrites it
         tl.store(dh_ptr + place, h * weights[:, None], mask=mask)
-    tl.store(dweights_ptr + row, dweights, mask=is_row)
+    tl.store(dweights_ptr + slot, dweights, mask=is_row)
+    if b_ptr is not None:
+        _store_thin(dthin_ptr, row, is_row[:, None], dthin, RANK)
 
 
 @triton.jit
@@ -223,7 +242,7 @@ def _add_thin_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """One program per block of an expert's rows and block of features."""
-    expert, first, end = _rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
+    expert, first, end = rows_of_tile(offsets_ptr, experts, BLOCK_S, EXPERTS)  # pyright: ignore
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_S)
@@ -239,46 +258,13 @@ def _add_thin_kernel(
     tl.store(y_ptr + place, y + tl.dot(thin, b), mask=mask)
 
 
-@triton.jit
-def _sum_slots_kernel(
-    y_ptr,  # (S, features)
-    place_ptr,  # (N, SLOTS): where a token's slots are among the rows of y
-    weights_ptr,  # (N, SLOTS), None for ones
-    bias_ptr,  # (experts, features), or None
-    index_ptr,  # (N, SLOTS): experts, None where the bias is
-    out_ptr,  # (N, features)
-    features,
-    SLOTS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """One program per token and block of features."""
-    token = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = feature < features
-    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for slot in tl.static_range(SLOTS):
-        place = tl.load(place_ptr + token * SLOTS + slot).to(tl.int64)
-        y = tl.load(y_ptr + place * features + feature, mask=mask, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            expert = tl.load(index_ptr + token * SLOTS + slot).to(tl.int64)
-            of_bias = bias_ptr + expert * features + feature
-            y += tl.load(of_bias, mask=mask, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            y *= tl.load(weights_ptr + token * SLOTS + slot).to(tl.float32)
-        total += y
-    tl.store(out_ptr + token * features + feature, total, mask=mask)
-
-
-def _tiles(rows: int, experts: int) -> int:
-    """Return how many blocks of rows there may be at most: the host does not read the counts."""
-    return -(-rows // BLOCK_S) + min(experts, rows)
-
-
 def gated(
     gate_up: Tensor,  # (S, 2 I)
     bias: Tensor | None,  # (E, 2 I)
     thin: Tensor | None,  # (S, R)
     b: Tensor | None,  # (E, 2 I, R)
+    a: Tensor | None,  # (E, R of down, I)
+    down_thin: Tensor | None,  # (S, R of down)
     h: Tensor,  # (S, I)
     offsets: Tensor,  # (E,) int32
     activation: str,
@@ -287,17 +273,18 @@ def gated(
     shift: float,
     is_interleaved: bool,
 ) -> None:
-    """Write h; all contiguous, S > 0."""
+    """Write h and down_thin; all contiguous, S > 0."""
     rows, columns = h.shape
     experts = len(offsets)
-    grid = _tiles(rows, experts), triton.cdiv(columns, BLOCK_I)
     launch(
         _experts_gated_kernel,
-        grid,
+        (tiles_of(rows, experts),),
         gate_up,
         bias,
         thin,
         b,
+        a,
+        down_thin,
         h,
         offsets,
         experts,
@@ -309,6 +296,7 @@ def gated(
         STEP=2 if is_interleaved else 1,
         ACTIVATION=KINDS.index(activation),
         RANK=16 if b is None else b.shape[2],
+        DOWN_RANK=16 if a is None else a.shape[1],
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_I=BLOCK_I,
@@ -323,10 +311,14 @@ def gated_backward_(
     bias: Tensor | None,  # (E, 2 I)
     thin: Tensor | None,  # (S, R)
     b: Tensor | None,  # (E, 2 I, R)
-    dthin: Tensor | None,  # (S, R of down)
+    dthin: Tensor | None,  # (S, R)
+    ddown_thin: Tensor | None,  # (S, R of down)
     a: Tensor | None,  # (E, R of down, I)
-    weights: Tensor,  # (S,)
-    dweights: Tensor,  # (S,)
+    down_thin: Tensor | None,  # (S, R of down)
+    weighted: Tensor | None,  # (S, R of down)
+    weights: Tensor,  # (N, K)
+    dweights: Tensor,  # (N, K)
+    slots: Tensor,  # (S,) int32
     offsets: Tensor,  # (E,) int32
     activation: str,
     alpha: float,
@@ -334,12 +326,14 @@ def gated_backward_(
     shift: float,
     is_interleaved: bool,
 ) -> None:
-    """Write dgate_up and dweights; all contiguous, S > 0."""
+    """Write dgate_up, dthin, dweights, and weighted, the slot's weight times down_thin; all
+    contiguous, S > 0.
+    """
     rows, columns = dh.shape
     experts = len(offsets)
     launch(
         _experts_gated_backward_kernel,
-        (_tiles(rows, experts),),
+        (tiles_of(rows, experts),),
         dh,
         gate_up,
         dgate_up,
@@ -347,9 +341,13 @@ def gated_backward_(
         thin,
         b,
         dthin,
+        ddown_thin,
         a,
+        down_thin,
+        weighted,
         weights,
         dweights,
+        slots,
         offsets,
         experts,
         columns,
@@ -363,7 +361,7 @@ def gated_backward_(
         DOWN_RANK=16 if a is None else a.shape[1],
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
-        BLOCK_I=BACKWARD_BLOCK_I,
+        BLOCK_I=BLOCK_I,
         num_warps=WARPS,
     )
 
@@ -376,7 +374,7 @@ def add_thin_(
 ) -> None:
     """Add ``thin b'`` to y, each row with its expert's matrix; y and thin contiguous."""
     experts = len(offsets)
-    grid = _tiles(len(y), experts), triton.cdiv(y.shape[1], BLOCK_H)
+    grid = tiles_of(len(y), experts), triton.cdiv(y.shape[1], BLOCK_H)
     launch(
         _add_thin_kernel,
         grid,
@@ -391,32 +389,5 @@ def add_thin_(
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_H=BLOCK_H,
-        num_warps=WARPS,
-    )
-
-
-def sum_slots(
-    y: Tensor,  # (S, H)
-    place: Tensor,  # (N, K)
-    weights: Tensor | None,  # (N, K)
-    bias: Tensor | None,  # (E, H)
-    index: Tensor,  # (N, K)
-    out: Tensor,  # (N, H)
-) -> None:
-    """Write the weighted sum of each token's slots; all contiguous, N > 0."""
-    tokens, slots = place.shape
-    block = min(SUM_BLOCK, triton.next_power_of_2(y.shape[1]))
-    launch(
-        _sum_slots_kernel,
-        (tokens, triton.cdiv(y.shape[1], block)),
-        y,
-        place,
-        weights,
-        bias,
-        None if bias is None else index,
-        out,
-        y.shape[1],
-        SLOTS=slots,
-        BLOCK_H=block,
         num_warps=WARPS,
     )
