@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from liger_patch import apply_patch
 
+from .held_experts import held_model
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
 from .models import Model, has_sliding_attention
-from .names import COMPILED, FLEX, LOWER_BOUND
+from .names import COMPILED, FLEX, LOWER_BOUND, OURS
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -45,18 +46,22 @@ ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradie
 @dataclass(frozen=True)
 class Setting:
     """How a model is trained; ``quantized``: in 4 bits (nf4), ``dropout``: in the adapters,
-    ``experts``: with adapters on all experts of a mixture.
+    ``rank``: of the adapters, 0 for training every weight, ``experts``: of a mixture, whose experts
+    have adapters too, ``held``: the format of its experts in 4 bits, made at random.
     """
 
     name: str
     quantized: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
+    rank: int = 16
     experts: bool = False
+    held: str = ""
 
     def lora(self) -> dict[str, Any]:
         """Return the options of the adapters."""
-        return LORA | (EXPERTS if self.experts else {}) | {"lora_dropout": self.dropout}
+        own = {"r": self.rank, "lora_dropout": self.dropout}
+        return LORA | (EXPERTS if self.experts else {}) | own
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,9 @@ def _steps(request: Request, setting: Setting) -> dict[str, dict]:
     config = AutoConfig.from_pretrained(request.folder)
     batch = Model(request.model, config, request.sequences, request.length).batch(request.device)
     model = CONTENDERS[request.contender](request, setting)
-    adapters = fill_adapters(model)
+    if setting.rank:
+        fill_adapters(model)
+    adapters = [p for p in model.parameters() if p.requires_grad]
     row: dict = {
         "attention": model.config._attn_implementation,
         "adapters": str(adapters[0].dtype).removeprefix("torch."),
@@ -157,14 +164,13 @@ def autocast_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def fill_adapters(model: torch.nn.Module) -> list[Tensor]:
-    """Give the adapters the same random values in every contender, and return them."""
+def fill_adapters(model: torch.nn.Module) -> None:
+    """Give the adapters the same random values in every contender."""
     generator = torch.Generator().manual_seed(0)
     adapters = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, p in adapters:
         scale = 1 / math.sqrt(p.shape[1]) if "lora_A" in name else ADAPTED
         p.copy_(scale * torch.randn(p.shape, generator=generator))
-    return [p for _, p in adapters]
 
 
 def _allocated_mib(count: Callable[[], int]) -> float:
@@ -176,6 +182,10 @@ def _eager(request: Request, setting: Setting, attention: str | None = None) -> 
 
     ``prepare_model_for_kbit_training`` would also make float32 copies of norms and head.
     """
+    if setting.held:
+        config = AutoConfig.from_pretrained(request.folder, attn_implementation=request.attention)
+        model = held_model(config, setting.lora(), setting.held, request.device)
+        return _in_training(model, setting)
     in_4_bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -189,7 +199,12 @@ def _eager(request: Request, setting: Setting, attention: str | None = None) -> 
         device_map={"": request.device},
         quantization_config=in_4_bits if setting.quantized else None,
     )
-    model: Any = get_peft_model(model, LoraConfig(**setting.lora(), task_type="CAUSAL_LM"))
+    if setting.rank:
+        model = get_peft_model(model, LoraConfig(**setting.lora(), task_type="CAUSAL_LM"))
+    return _in_training(model, setting)
+
+
+def _in_training(model: Any, setting: Setting) -> Any:
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -198,7 +213,8 @@ def _eager(request: Request, setting: Setting, attention: str | None = None) -> 
 def _liger(request: Request, setting: Setting) -> Any:
     model = _eager(request, setting)
     liger = import_module("liger_kernel.transformers.monkey_patch")
-    liger._apply_liger_kernel_to_instance(model.get_base_model())  # as Trainer does
+    inner = model.get_base_model() if setting.rank else model
+    liger._apply_liger_kernel_to_instance(inner)  # as Trainer does
     return model
 
 
@@ -250,7 +266,7 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
     "Liger-Kernel": _liger,
     "Unsloth": _unsloth,
-    "liger_patch": _ours,
+    OURS: _ours,
     OFFLOADED: _ours_offloaded,
     FLEX: _ours_flex,
     COMPILED: _ours_compiled,
@@ -259,6 +275,10 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
 
 def is_measured(contender: str, config: Any, setting: Setting) -> bool:
     """Return whether a contender differs from the others for a model and a setting."""
+    if setting.held:  # bitsandbytes leaves experts as they are
+        return contender == OURS
+    if setting.experts and contender == ("Liger-Kernel" if setting.rank else "Unsloth"):
+        return False  # it does not train these adapters, or all weights in 16 bits
     if contender == OFFLOADED:
         return setting.checkpointing
     return contender != FLEX or has_sliding_attention(config)

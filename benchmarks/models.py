@@ -63,7 +63,7 @@ class Model:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
             if self.quantized:
-                _quantise(model)
+                quantise(model)
             if self.lora_rank is not None:
                 from peft import LoraConfig, get_peft_model
 
@@ -104,7 +104,7 @@ def _packed_places(shape: tuple[int, int]) -> Tensor:
     return torch.tensor(rows)
 
 
-def _quantise(model: Any) -> None:
+def quantise(model: Any) -> None:
     """Hold every linear layer but the head in 4 bits, as Transformers does with a loaded model."""
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 

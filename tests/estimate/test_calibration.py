@@ -30,7 +30,7 @@ from liger_patch.estimate.contenders import (
     Contender,
 )
 from liger_patch.estimate.estimate import WORKSPACES
-from liger_patch.estimate.model import TrainingStep
+from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
 from liger_patch.estimate.step import trace_step
 from liger_patch.layers import checks
 
@@ -183,19 +183,27 @@ def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
     ids=lambda row: f"{row['model']}, {row['contender']}",
 )
 def test_peaks_of_steps_of_mixtures_with_the_weights(measured: dict[str, Any]) -> None:
-    """With adapters on all experts."""
+    """With adapters on all experts, or training every weight."""
     pytest.importorskip("peft")
-    setting, contender = measured["model"], measured["contender"]
-    (case,) = (case for case in MOE_CASES if setting.startswith(f"{case.model.name}, "))
+    contender = measured["contender"]
+    ((case, setting),) = (
+        (case, setting)
+        for case in MOE_CASES
+        for setting in case.settings
+        if measured["model"] == f"{case.model.name}, {setting.name}"
+    )
     if contender == "eager" and transformers.__version__.startswith("5.0."):
         pytest.skip("Transformers 5.0 asks which experts have tokens: none have values here")
     step = TrainingStep(
         batch=case.model.sequences,
         length=case.model.length,
-        lora_rank=16,
-        lora_targets=tuple(EXPERTS["target_modules"]),
-        lora_parameters=tuple(EXPERTS["target_parameters"]),
-        checkpointing="checkpointing" in setting,
+        lora_rank=setting.rank or None,
+        lora_targets=tuple(EXPERTS["target_modules"]) if setting.rank else None,
+        lora_parameters=tuple(EXPERTS["target_parameters"]) if setting.rank else None,
+        bits=4 if setting.held == "nf4" else None,
+        double_quant=True,
+        expert_bytes=EXPERTS_IN_4_BITS.get(setting.held),
+        checkpointing=setting.checkpointing,
         supervised=SUPERVISED,
         attention=case.attention,
     )
