@@ -50,9 +50,10 @@ class Layer(NamedTuple):
         if any(shape != parameters[i].shape for i, shape in shapes.items()):
             adapters.zero_()
         for i, each in _adapters(adapters, shapes).items():
-            own = parameters[i]
-            each = each[:, : own.shape[1], : own.shape[2]]
-            each.copy_(own) if i % FIELDS == 2 else torch.mul(own, self.factor(i), out=each)
+            own, factor = parameters[i], self.factor(i)
+            if each.shape != own.shape:
+                each = each[:, : own.shape[1], : own.shape[2]]
+            each.copy_(own) if factor == 1.0 else torch.mul(own, factor, out=each)
         return adapters
 
     def projections(

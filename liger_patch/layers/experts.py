@@ -199,11 +199,12 @@ def _projection(layer: Any, name: str, adapter: Any) -> ExpertProjection:
 
 def _activation(module: Any) -> Activation | None:
     """Return what the attributes of a layer say that it computes between its products."""
-    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    own = module.__dict__  # where a module has no such attribute, asking it raises an error inside
+    limit = own.get("limit", own.get("swiglu_limit"))
     # Transformers 5.0 does not say: there gpt-oss alone has a limit
-    is_interleaved = not getattr(module, "is_concatenated", limit is None)
+    is_interleaved = not own.get("is_concatenated", limit is None)
     if limit is not None:
-        alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
+        alpha = own.get("alpha", own.get("swiglu_alpha"))
         shift = 0.0 if alpha is None else 1.0
         return Activation("clamped", alpha or 1.0, limit, shift, is_interleaved)
     act = getattr(module, "act_fn", None)
