@@ -40,6 +40,7 @@ EXPERTS = {  # of a mixture: attention's layers, and PEFT's wrappers of the expe
     "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o")],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+LINEAR = [f"in_proj_{name}" for name in ("qkv", "z", "b", "a")] + ["out_proj"]  # Qwen 3.5's
 ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradient
 
 
@@ -47,7 +48,8 @@ ADAPTED = 0.01  # standard deviation of lora_B: with zeros, lora_A has no gradie
 class Setting:
     """How a model is trained; ``quantized``: in 4 bits (nf4), ``dropout``: in the adapters,
     ``rank``: of the adapters, 0 for training every weight, ``experts``: of a mixture, whose experts
-    have adapters too, ``held``: the format of its experts in 4 bits, made at random.
+    have adapters too, ``held``: the format of its experts in 4 bits, made at random, ``linear``:
+    with adapters on linear attention too.
     """
 
     name: str
@@ -57,11 +59,13 @@ class Setting:
     rank: int = 16
     experts: bool = False
     held: str = ""
+    linear: bool = False
 
     def lora(self) -> dict[str, Any]:
         """Return the options of the adapters."""
-        own = {"r": self.rank, "lora_dropout": self.dropout}
-        return LORA | (EXPERTS if self.experts else {}) | own
+        options: dict[str, Any] = LORA | (EXPERTS if self.experts else {})
+        targets = options["target_modules"] + (LINEAR if self.linear else [])
+        return options | {"target_modules": targets, "r": self.rank, "lora_dropout": self.dropout}
 
 
 @dataclass(frozen=True)

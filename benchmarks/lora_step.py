@@ -122,7 +122,7 @@ if hasattr(transformers, "Qwen3_5TextConfig"):  # not in Transformers 5.0
                 ),
                 sequences=4,
             ),
-            SETTINGS[:1],
+            (Setting("LoRA", linear=True),),
         ),
     )
 CASES = (
