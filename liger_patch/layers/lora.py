@@ -2,7 +2,8 @@
 
 Adapters can be switched, merged and disabled between calls. So each call decides anew: a layer with
 one plain adapter runs on kernels, any other layer runs PEFT's own forward. The projections of an
-attention that read the same input are computed together, when the first of them is called.
+attention, or of a layer of linear attention, that read the same input are computed together, when
+the first of them is called.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ from liger_patch.layers.checks import (
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.subclass import derived_class, once_for_each_class
 
-SIBLINGS = ("q_proj", "k_proj", "v_proj")  # of an attention: they read the same input
+# projections of an attention or a recurrent layer that read the same input, by their names
+SIBLINGS = {
+    *("q_proj", "k_proj", "v_proj", "g_proj"),
+    *("a_proj", "b_proj", "g_a_proj"),  # OLMo Hybrid, Kimi Linear
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen 3.5
+    *("in_proj_qkvz", "in_proj_ba"),  # Qwen3-Next
+}
 AUTOCAST_ADVICE = "Train under autocast, as with TrainingArguments(bf16=True)"
-_running = threading.local()  # the Siblings of the attention that this thread runs
+_running = threading.local()  # the Siblings of the layer that this thread runs
 
 
 class Dtypes(NamedTuple):
@@ -195,7 +202,7 @@ def lora_feed_forward(
 
 
 class Siblings:
-    """Projections of an attention that read the same input, computed at the call of the first."""
+    """Projections of a layer that read the same input, computed at the call of the first."""
 
     def __init__(self, members: list[nn.Module]) -> None:
         self._members = members
@@ -225,12 +232,12 @@ class Siblings:
         return self._results.pop(member)
 
 
-def computed_together(attention: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which an attention's projections of one input are computed together."""
-    members: list[Any] = [attention._modules.get(name) for name in SIBLINGS]
+def computed_together(layer: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which a layer's projections of one input are computed together."""
+    members: list[Any] = [each for name, each in layer._modules.items() if name in SIBLINGS]
     members = [each for each in members if is_on_kernels(each)]
     # layers that share keys and values call one of their projections only
-    is_alone = len(members) < 2 or getattr(attention, "is_kv_shared_layer", False)
+    is_alone = len(members) < 2 or getattr(layer, "is_kv_shared_layer", False)
     if is_alone or len({each.in_features for each in members}) > 1:
         return nullcontext()
     return Siblings(members)

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_patch.layers.checks import has_hooks, layers_of
+from liger_patch.kernels.graphs import is_compiled_here
+from liger_patch.layers.checks import has_hooks, is_left_to_model, layers_of
 from liger_patch.layers.delta_net import (
     CACHES,
     delta_net_forward,
     is_delta_net,
 )
+from liger_patch.layers.lora import computed_together
 from liger_patch.subclass import (
     ORIGINAL,
     derived_class,
@@ -194,10 +196,25 @@ def recurrent_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Modul
     forward = original.forward
     if "delta_net" in names:
         forward = delta_net_forward(original)
+    forward = _with_siblings(forward)
     if "recurrent" in names:
         forward = _over_sequences(forward, takes_sequences(original.forward))
     derive = functools.partial(recurrent_on_kernels, names)
     return derived_class(original, derive, forward=forward, _liger_patch_layers=names)
+
+
+def _with_siblings(own: Any) -> Any:
+    """Return a forward around which the layer's projections of one input are computed together."""
+
+    @functools.wraps(own)
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        x = arguments[0] if arguments else options.get("hidden_states")
+        if is_compiled_here() or is_left_to_model(self, x):
+            return own(self, *arguments, **options)
+        with computed_together(self):
+            return own(self, *arguments, **options)
+
+    return forward
 
 
 def _over_sequences(own: Any, by_kernels: bool) -> Any:

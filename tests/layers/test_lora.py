@@ -72,6 +72,32 @@ def test_projections_of_one_input_are_one_function(
     assert calls.of_step(model, batch) == (groups * layers, [])
 
 
+LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {  # siblings of linear attention, and the others
+    "qwen3_5_text": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",)),
+    "qwen3_next": (("in_proj_qkvz", "in_proj_ba"), ("out_proj",)),
+    "olmo_hybrid": (("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), ("o_proj",)),
+}
+SOME = {"all": slice(None), "some": slice(0, None, 2), "one": slice(1)}
+
+
+@pytest.mark.parametrize("part", SOME)
+@pytest.mark.parametrize("model_type", sorted(LINEAR.keys() & ROWS.keys()))
+def test_projections_of_linear_attention_are_one_function(
+    model_type: str, part: str, calls: Calls
+) -> None:
+    siblings, out = LINEAR[model_type]
+    siblings = siblings[SOME[part]]
+    base = tiny_model(ROWS[model_type])
+    net = next(n for n, m in base.named_modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    names = [f"{net}.{name}" for name in (*siblings, *out)]
+    eager = adapted(base=base, target_modules=names)
+    wide, model = copy.deepcopy(eager).double(), apply_patch(copy.deepcopy(eager))
+    batch = batch_of(eager)
+    truth, expected, ours = joined(*(training_step(each, batch) for each in (wide, eager, model)))
+    assert_no_worse(ours, expected, truth, torch.float32)
+    assert calls.of_step(model, batch) == ([siblings, out], [])
+
+
 def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     eager = adapted(base=tiny_model(ROWS["phi3"]).double(), target_modules=list(names))
