@@ -168,13 +168,11 @@ def is_right(
     return True
 
 
-def _in_chunks(
-    g: Tensor, beta: Tensor, sequence_ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return G and beta (B, H, N, C), and ids (B, N C)."""
-    total = _padded(g, torch.float32).cumsum(-1)
+def _of_tokens(
+    g: Tensor, beta: Tensor, sequence_ids: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
     ids = None if sequence_ids is None else _padded_ids(sequence_ids)
-    return total, _padded(beta, torch.float32), ids
+    return g.contiguous(), beta.contiguous(), ids, scale
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -249,7 +247,7 @@ def _on_triton(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
     results = _delta_rule_results(q, k, v, *others)
     rows = _rows(q), _rows(k), _rows(v)
-    delta_rule_triton.gated_delta_rule(*rows, *_in_chunks(*others[:3]), others[3], results)
+    delta_rule_triton.gated_delta_rule(*rows, *_of_tokens(*others), CHUNK, results)
     return results
 
 
@@ -300,18 +298,14 @@ def _backward_on_triton(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: An
     from liger_patch.kernels.triton import delta_rule_backward as delta_rule_triton
 
     results = _delta_rule_backward_results(do, q, k, v, *others)
-    total, beta, ids = _in_chunks(*others[:3])
     per_head = (*v.shape[:3], q.shape[-1])  # of q and k, whose groups are added up
     dq, dk = q.new_empty(per_head), k.new_empty(per_head)
-    dg, dbeta = torch.empty_like(total), torch.empty_like(total)
     delta_rule_triton.gated_delta_rule_backward(
-        *(_rows(do), _rows(q), _rows(k), _rows(v), total, beta, ids, others[3]),
-        *(dq, dk, results[2], dg, dbeta),
+        *(_rows(do), _rows(q), _rows(k), _rows(v), *_of_tokens(*others), CHUNK),
+        *(dq, dk, *results[2:]),
     )
     for result, each in zip(results[:2], (dq, dk), strict=True):
         torch.sum(each.unflatten(2, (q.shape[2], -1)), 3, out=result)
-    for result, each in zip(results[3:], (dg, dbeta), strict=True):
-        result.copy_(each.flatten(2)[..., : v.shape[1]].transpose(1, 2))
     return results
 
 

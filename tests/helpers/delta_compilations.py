@@ -53,7 +53,7 @@ def prepare(target: GPUTarget) -> Cases:
 
     names = "q_ptr k_ptr v_ptr do_ptr inverse_ptr w_ptr u_ptr dnew_ptr"
     cases = _cases(names, "q_stride k_stride v_stride do_stride")
-    return _with(cases, beta_ptr="*fp32", scale="fp32", HALF=HALF)(target)
+    return _with(cases, g_ptr="*fp32", beta_ptr="*bf16", scale="fp32", HALF=HALF)(target)
 
 
 def states(target: GPUTarget) -> Cases:
@@ -86,7 +86,7 @@ def chunk_gradients(target: GPUTarget) -> Cases:
     cases = _cases(
         f"{names} dq_ptr dk_ptr dv_ptr", "q_stride k_stride v_stride do_stride", block=BLOCK
     )
-    given = arguments("*fp32", "beta_ptr dg_ptr dbeta_ptr") | {"scale": "fp32"}
+    given = {"dg_ptr": "*fp32", "scale": "fp32"} | arguments("*bf16", "beta_ptr dbeta_ptr")
     return _with(cases, GRADIENT_WARPS, **given)(target)
 
 

@@ -6,8 +6,6 @@ head. No program adds to what another one writes, so results repeat bit by bit. 
 in ``delta_rule_backward``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +24,12 @@ PIPELINED = 160 * 1024  # bytes of shared memory with which the next chunk's til
 def tile(ptr, stride, row, is_row, column):
     """Return rows of a matrix, zeros where there is none."""
     return tl.load(ptr + row[:, None] * stride + column[None, :], mask=is_row[:, None], other=0.0)
+
+
+@triton.jit
+def of_tokens(ptr, row, is_row, heads):
+    """Return a head's numbers of tokens, zeros where there is none."""
+    return tl.load(ptr + row * heads, mask=is_row, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -60,14 +64,14 @@ def pair_decay(total_ptr, ids_ptr, row, column):
 
 @triton.jit
 def _lower(
-    k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, row, column, tokens, DIM: tl.constexpr
+    k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, row, column, tokens, heads, DIM: tl.constexpr
 ):  # fmt: skip
     """Return rows and columns of tril(beta k k' * D, -1)."""
     feature = tl.arange(0, DIM)
     left = tile(k_ptr, k_stride, row, row < tokens, feature)
     right = tile(k_ptr, k_stride, column, column < tokens, feature)
     products = tl.dot(left, tl.trans(right)) * pair_decay(total_ptr, ids_ptr, row, column)
-    products *= tl.load(beta_ptr + row)[:, None]
+    products *= of_tokens(beta_ptr, row, row < tokens, heads)[:, None]
     return tl.where(row[:, None] > column[None, :], products, 0.0)
 
 
@@ -94,9 +98,10 @@ def _prepare_kernel(
     v_stride,
     do_ptr,  # (B T, H, V), or None
     do_stride,
-    total_ptr,  # (B, H, N, C): G
-    beta_ptr,  # (B, H, N, C)
+    g_ptr,  # (B, T, H)
+    beta_ptr,  # (B, T, H)
     ids_ptr,  # (B, N C), or None
+    total_ptr,  # (B, H, N, C): G
     inverse_ptr,  # (B, H, N, C, C): T
     w_ptr,  # (B, H, N, C, K)
     u_ptr,  # (B, H, N, C, V)
@@ -110,7 +115,7 @@ def _prepare_kernel(
     CHUNK: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program per chunk of a head: T, w and u."""
+    """One program per chunk of a head: G, T, w and u."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     place = pair * tl.num_programs(1) + chunk
@@ -118,20 +123,25 @@ def _prepare_kernel(
     tokens -= chunk * CHUNK  # those from this chunk on
     k_ptr += first * k_stride + head // GROUP * DIM_K
     v_ptr += first * v_stride + head * DIM_V
+    g_ptr += first * heads + head
+    beta_ptr += first * heads + head
     total_ptr += place * CHUNK
-    beta_ptr += place * CHUNK
     if ids_ptr is not None:
         ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
+    row = tl.arange(0, CHUNK)
+    is_row = row < tokens
+    tl.store(total_ptr + row, tl.cumsum(of_tokens(g_ptr, row, is_row, heads), 0))
+    tl.debug_barrier()  # the program's other threads read it
     upper_row = tl.arange(0, HALF)
     lower_row = HALF + upper_row
     upper = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, upper_row, upper_row, tokens, DIM_K
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, upper_row, upper_row, tokens, heads, DIM_K
     )
     lower = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, lower_row, tokens, DIM_K
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, lower_row, tokens, heads, DIM_K
     )
     across = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, upper_row, tokens, DIM_K
+        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, upper_row, tokens, heads, DIM_K
     )
     upper = _unit_inverse(upper, HALF)  # pyright: ignore
     lower = _unit_inverse(lower, HALF)  # pyright: ignore
@@ -142,13 +152,11 @@ def _prepare_kernel(
     tl.store(inverse_ptr + inside + HALF, tl.zeros((HALF, HALF), tl.float32))
     tl.store(inverse_ptr + inside + HALF * CHUNK, across)
     tl.store(inverse_ptr + inside + HALF * CHUNK + HALF, lower)
-    tl.debug_barrier()  # the program's other threads read it
-    row = tl.arange(0, CHUNK)
-    is_row = row < tokens
+    tl.debug_barrier()
     k_feature, v_feature = tl.arange(0, DIM_K), tl.arange(0, DIM_V)
     inverse = tl.load(inverse_ptr + row[:, None] * CHUNK + row[None, :])
     start, _, _ = factors(total_ptr, ids_ptr, chunk, CHUNK)  # pyright: ignore
-    beta = tl.load(beta_ptr + row)[:, None]
+    beta = of_tokens(beta_ptr, row, is_row, heads)[:, None]
     v = tile(v_ptr, v_stride, row, is_row, v_feature)
     rows = place * CHUNK + row
     u = tl.dot(inverse, (v.to(tl.float32) * beta).to(v.dtype))
@@ -264,31 +272,22 @@ def gated_delta_rule(
     q: Tensor,  # (B T, H / groups, K)
     k: Tensor,  # (B T, H / groups, K)
     v: Tensor,  # (B T, H, V)
-    total: Tensor,  # (B, H, N, C) float32: G
-    beta: Tensor,  # (B, H, N, C) float32
+    g: Tensor,  # (B, T, H)
+    beta: Tensor,  # (B, T, H)
     ids: Tensor | None,  # (B, N C) int32
     scale: float,
+    chunk: int,  # C
     o: Tensor,  # (B, T, H, V)
 ) -> None:
     """Write o. Features and heads of q, k and v are contiguous; all else is."""
-    sizes, tokens = sizes_of(q, v, total), o.shape[1]
-    batch, heads, chunks, _ = total.shape
-    _, _, new, states = compute_states(q, k, v, None, total, beta, ids, tokens, scale)
+    sizes = sizes_of(q, v, chunk)
+    batch, tokens, heads = g.shape
+    total, _, _, new, states = compute_states(q, k, v, None, g, beta, ids, scale, sizes)
     launch(
         _outputs_kernel,
-        (batch * heads, chunks),
-        q,
-        q.stride(0),
-        k,
-        k.stride(0),
-        new,
-        states,
-        o,
-        total,
-        ids,
-        tokens,
-        heads,
-        scale,
+        (batch * heads, total.shape[2]),
+        *strided(q, k),
+        *(new, states, o, total, ids, tokens, heads, scale),
         **sizes,
         BLOCK_V=min(STATE_BLOCK, sizes["DIM_V"]),
         num_warps=WARPS,
@@ -300,42 +299,26 @@ def compute_states(
     k: Tensor,
     v: Tensor,
     do: Tensor | None,
-    total: Tensor,
+    g: Tensor,
     beta: Tensor,
     ids: Tensor | None,
-    tokens: int,
     scale: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor]:
-    """Return T, w and the part of dn that is the chunks' own, n, and the states before chunks."""
-    sizes = sizes_of(q, v, total)
-    batch, heads, chunks, rows = total.shape
-    dim_k, dim_v = q.shape[-1], v.shape[-1]
+    sizes: dict[str, int],
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor]:
+    """Return G, T, w and the part of dn that is the chunks' own, n and the states before chunks."""
+    (batch, tokens, heads), rows = g.shape, sizes["CHUNK"]
+    chunks, dim_k, dim_v = -(-tokens // rows), q.shape[-1], v.shape[-1]
+    total = g.new_empty(batch, heads, chunks, rows, dtype=torch.float32)
     inverse = q.new_empty(*total.shape, rows)
-    w = q.new_empty(batch, heads, chunks, rows, dim_k)
-    new = q.new_empty(batch, heads, chunks, rows, dim_v)
+    w = q.new_empty(*total.shape, dim_k)
+    new = q.new_empty(*total.shape, dim_v)
     dnew = None if do is None else torch.empty_like(new)
     states = q.new_empty(batch, heads, chunks, dim_k, dim_v)
     launch(
         _prepare_kernel,
         (batch * heads, chunks),
-        q,
-        q.stride(0),
-        k,
-        k.stride(0),
-        v,
-        v.stride(0),
-        do,
-        0 if do is None else do.stride(0),
-        total,
-        beta,
-        ids,
-        inverse,
-        w,
-        new,
-        dnew,
-        tokens,
-        heads,
-        scale,
+        *strided(q, k, v, do),
+        *(g, beta, ids, total, inverse, w, new, dnew, tokens, heads, scale),
         **sizes,
         HALF=HALF,
         num_warps=WARPS,
@@ -344,33 +327,25 @@ def compute_states(
     launch(
         _states_kernel,
         (batch * heads, dim_v // block),
-        k,
-        k.stride(0),
-        w,
-        new,
-        states,
-        total,
-        ids,
-        tokens,
-        heads,
-        chunks,
+        *strided(k),
+        *(w, new, states, total, ids, tokens, heads, chunks),
         **sizes,
         BLOCK_V=block,
         STAGES=stages_of(q.device),
         num_warps=WARPS,
     )
-    return inverse, (w, dnew), new, states
+    return total, inverse, (w, dnew), new, states
 
 
-def sizes_of(q: Tensor, v: Tensor, total: Tensor) -> dict[str, Any]:
+def sizes_of(q: Tensor, v: Tensor, chunk: int) -> dict[str, int]:
     """Return the sizes that all kernels are compiled for."""
     group = v.shape[1] // q.shape[1]
-    return {
-        "GROUP": group,
-        "DIM_K": q.shape[-1],
-        "DIM_V": v.shape[-1],
-        "CHUNK": total.shape[-1],
-    }
+    return {"GROUP": group, "DIM_K": q.shape[-1], "DIM_V": v.shape[-1], "CHUNK": chunk}
+
+
+def strided(*rows: Tensor | None) -> list[Tensor | int | None]:
+    """Return matrices, each in front of the stride of its rows."""
+    return [e for x in rows for e in (x, 0 if x is None else x.stride(0))]
 
 
 def stages_of(device: torch.device) -> int:

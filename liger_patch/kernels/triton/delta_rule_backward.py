@@ -15,9 +15,11 @@ from liger_patch.kernels.triton.delta_rule import (
     WARPS,
     compute_states,
     factors,
+    of_tokens,
     pair_decay,
     sizes_of,
     stages_of,
+    strided,
     tile,
 )
 from liger_patch.kernels.triton.launch import launch
@@ -99,7 +101,7 @@ def _chunk_gradients_kernel(
     do_ptr,  # (B T, H, V)
     do_stride,
     total_ptr,  # (B, H, N, C)
-    beta_ptr,  # (B, H, N, C)
+    beta_ptr,  # (B, T, H)
     ids_ptr,  # (B, N C), or None
     inverse_ptr,  # (B, H, N, C, C): T
     new_ptr,  # (B, H, N, C, V)
@@ -109,8 +111,8 @@ def _chunk_gradients_kernel(
     dq_ptr,  # (B, T, H, K)
     dk_ptr,  # (B, T, H, K)
     dv_ptr,  # (B, T, H, V)
-    dg_ptr,  # (B, H, N, C)
-    dbeta_ptr,  # (B, H, N, C)
+    dg_ptr,  # (B, T, H)
+    dbeta_ptr,  # (B, T, H)
     tokens,
     heads,
     scale,
@@ -131,7 +133,8 @@ def _chunk_gradients_kernel(
     if ids_ptr is not None:
         ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
     start, end, whole = factors(total_ptr, ids_ptr, chunk, CHUNK)  # pyright: ignore
-    beta = tl.load(beta_ptr + place * CHUNK + row)
+    of_token = first * heads + head
+    beta = of_tokens(beta_ptr + of_token, row, is_row, heads)
     inverse_place = row[:, None] * CHUNK + row[None, :]
     inverse = tl.trans(tl.load(inverse_ptr + place * CHUNK * CHUNK + inverse_place))
     v_ptr += first * v_stride + head * DIM_V
@@ -194,11 +197,12 @@ def _chunk_gradients_kernel(
     dwritten = tl.dot(inverse, dw) * start[:, None]
     tl.store(dk_ptr + at, dk + dwritten * beta[:, None], mask=is_row[:, None])
     dwritten = tl.sum(dwritten * k.to(tl.float32), 1)
-    tl.store(dbeta_ptr + rows, dbeta + dwritten)
+    of_token += row * heads
+    tl.store(dbeta_ptr + of_token, dbeta + dwritten, mask=is_row)
     # g of a token scales what passes it: from the chunk's start, to its end, through, and within
     from_start += dwritten * beta
     dg = tl.cumsum(from_start, 0, reverse=True) + tl.cumsum(to_end, 0) - to_end
-    tl.store(dg_ptr + rows, dg + through * whole)
+    tl.store(dg_ptr + of_token, dg + through * whole, mask=is_row)
 
 
 def gated_delta_rule_backward(
@@ -206,40 +210,31 @@ def gated_delta_rule_backward(
     q: Tensor,  # (B T, H / groups, K)
     k: Tensor,  # (B T, H / groups, K)
     v: Tensor,  # (B T, H, V)
-    total: Tensor,  # (B, H, N, C) float32: G
-    beta: Tensor,  # (B, H, N, C) float32
+    g: Tensor,  # (B, T, H)
+    beta: Tensor,  # (B, T, H)
     ids: Tensor | None,  # (B, N C) int32
     scale: float,
+    chunk: int,  # C
     dq: Tensor,  # (B, T, H, K)
     dk: Tensor,  # (B, T, H, K)
     dv: Tensor,  # (B, T, H, V)
-    dg: Tensor,  # (B, H, N, C) float32
-    dbeta: Tensor,  # (B, H, N, C) float32
+    dg: Tensor,  # (B, T, H)
+    dbeta: Tensor,  # (B, T, H)
 ) -> None:
     """Write the gradients; those of q and k for each head of v. Features and heads of the
     arguments are contiguous; all else is.
     """
-    sizes, tokens = sizes_of(q, v, total), dv.shape[1]
-    batch, heads, chunks, _ = total.shape
-    inverse, (w, dnew), new, states = compute_states(q, k, v, do, total, beta, ids, tokens, scale)
+    sizes = sizes_of(q, v, chunk)
+    batch, tokens, heads = g.shape
+    total, inverse, (w, dnew), new, states = compute_states(q, k, v, do, g, beta, ids, scale, sizes)
+    chunks = total.shape[2]
     dstates = torch.empty_like(states)
     block = min(STATE_BLOCK, sizes["DIM_V"])
-    strided = (q, q.stride(0), k, k.stride(0))
     launch(
         _state_gradients_kernel,
         (batch * heads, sizes["DIM_V"] // block),
-        *strided,
-        do,
-        do.stride(0),
-        w,
-        dnew,
-        dstates,
-        total,
-        ids,
-        tokens,
-        heads,
-        chunks,
-        scale,
+        *strided(q, k, do),
+        *(w, dnew, dstates, total, ids, tokens, heads, chunks, scale),
         **sizes,
         BLOCK_V=block,
         STAGES=stages_of(q.device),
@@ -248,27 +243,9 @@ def gated_delta_rule_backward(
     launch(
         _chunk_gradients_kernel,
         (batch * heads, chunks),
-        *strided,
-        v,
-        v.stride(0),
-        do,
-        do.stride(0),
-        total,
-        beta,
-        ids,
-        inverse,
-        new,
-        dnew,
-        states,
-        dstates,
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        tokens,
-        heads,
-        scale,
+        *strided(q, k, v, do),
+        *(total, beta, ids, inverse, new, dnew, states, dstates),
+        *(dq, dk, dv, dg, dbeta, tokens, heads, scale),
         **sizes,
         BLOCK_V=min(BLOCK, sizes["DIM_V"]),
         num_warps=GRADIENT_WARPS,
