@@ -10,7 +10,8 @@ from a chunk's first token on, D_ij = exp(G_i - G_j) for j <= i, and S the state
     n = u - w S        o = scale (exp(G) q S + tril(q k' * D) n)
     S <- exp(G_last) S + (exp(G_last - G) k)' n
 
-Factors between tokens of two sequences are 0, so a row may hold several.
+Factors between tokens of two sequences are 0, so a row may hold several. If that is asked for, rows
+of q and k are divided by their lengths, sqrt(sum(x ** 2) + 1e-6), where they are read.
 
 B: batch, T: tokens, H: heads of v, whose k and q a group of them shares, N: chunks. Saved for the
 backward pass: the arguments. Both passes hold the states before all chunks, B H N K V numbers, and
@@ -35,7 +36,6 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rms_norm import run_rms_norm
 
 CHUNK = 64  # tokens: the tensor cores' tiles, and a T that needs few steps
 TRITON_DIMS = 16, 32, 64, 128  # features of a head: powers of two, of the tensor cores' sizes
@@ -100,7 +100,7 @@ def _padded_ids(sequence_ids: Tensor) -> Tensor:
     return torch.cat((sequence_ids, rest), 1).int()
 
 
-def _serves_triton(*tensors: Tensor) -> bool:
+def _serves_triton(normalize: bool, *tensors: Tensor) -> bool:
     """Return True if Triton's kernels serve tensors of these dtypes and numbers of features."""
     first = tensors[0]
     if TensorDescriptor is None:  # Triton 3.2 aborts where it compiles the gradients for Hopper
@@ -117,7 +117,7 @@ def _serves_triton(*tensors: Tensor) -> bool:
     if not dims <= {*GPU_DIMS} or len(dims) > 1:
         return False
     group = tensors[2].shape[2] // first.shape[2]  # of q, k and v
-    return is_right(first.device, first.dtype, *dims, group)
+    return is_right(first.device, first.dtype, *dims, group, normalize)
 
 
 def triton_version() -> str:
@@ -129,7 +129,13 @@ def triton_version() -> str:
 
 @functools.cache
 def is_right(
-    device: torch.device, dtype: torch.dtype, dim: int, group: int, *, sizes: Any = PROBED
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    group: int,
+    normalize: bool = True,
+    *,
+    sizes: Any = PROBED,
 ) -> bool:
     """Return whether Triton's kernels, as they are compiled for a device, compute what PyTorch's
     operations do of random tokens: results and gradients, of one sequence and of several. Triton
@@ -153,7 +159,7 @@ def is_right(
             g = -0.1 * numbers(1, tokens, heads * group).abs()
             beta = numbers(*g.shape).sigmoid()
             ids = torch.arange(tokens, device=device)[None] // 100 if are_several else None
-            others = g, beta, ids, dim**-0.5
+            others = g, beta, ids, dim**-0.5, normalize
             ours = [_on_triton(q, k, v, *others), *_backward_on_triton(do, q, k, v, *others)]
             wide = q.float(), k.float(), v.float(), *others
             truth = [_with_pytorch(*wide), *_backward_with_pytorch(do.float(), *wide)]
@@ -169,10 +175,10 @@ def is_right(
 
 
 def _of_tokens(
-    g: Tensor, beta: Tensor, sequence_ids: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    g: Tensor, beta: Tensor, sequence_ids: Tensor | None, scale: float, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor | None, float, bool]:
     ids = None if sequence_ids is None else _padded_ids(sequence_ids)
-    return g.contiguous(), beta.contiguous(), ids, scale
+    return g.contiguous(), beta.contiguous(), ids, scale, normalize
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -219,11 +225,12 @@ def _delta_rule_results(
     beta: Tensor,
     sequence_ids: Tensor | None,
     scale: float,
+    normalize: bool,
 ) -> Tensor:
     return v.new_empty(v.shape, dtype=q.dtype)
 
 
-# ``others`` below: g, beta, the ids of sequences or None, and the scale
+# ``others`` below: g, beta, the ids of sequences or None, the scale, whether to normalize q and k
 
 
 @operator(_delta_rule_results)
@@ -235,11 +242,12 @@ def _gated_delta_rule(
     beta: Tensor,
     sequence_ids: Tensor | None,
     scale: float,
+    normalize: bool,
 ) -> Tensor:
     if not v.numel():
-        return _delta_rule_results(q, k, v, g, beta, sequence_ids, scale)
-    compute = _on_triton if _serves_triton(q, k, v) else _with_pytorch
-    return compute(q, k, v, g, beta, sequence_ids, scale)
+        return _delta_rule_results(q, k, v, g, beta, sequence_ids, scale, normalize)
+    compute = _on_triton if _serves_triton(normalize, q, k, v) else _with_pytorch
+    return compute(q, k, v, g, beta, sequence_ids, scale, normalize)
 
 
 def _on_triton(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
@@ -254,6 +262,7 @@ def _on_triton(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 def _with_pytorch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     results = _delta_rule_results(q, k, v, *others)
     with without_autocast(q.device.type):
+        q, k = (_unit(x, others[4])[0] for x in (q, k))
         chunks = _chunks(q, k, v, *others[:3])
         states, new, _ = _states(chunks)
         o = (chunks.start * chunks.q) @ states + (chunks.q @ chunks.k.mT * chunks.decay) @ new
@@ -272,6 +281,7 @@ def _delta_rule_backward_results(
     beta: Tensor,
     sequence_ids: Tensor | None,
     scale: float,
+    normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dg, dbeta = (each.new_empty(each.shape) for each in (q, k, v, g, beta))
     return dq, dk, dv, dg, dbeta
@@ -287,11 +297,13 @@ def _gated_delta_rule_backward(
     beta: Tensor,
     sequence_ids: Tensor | None,
     scale: float,
+    normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not v.numel():
-        return _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale)
-    compute = _backward_on_triton if _serves_triton(q, k, v, do) else _backward_with_pytorch
-    return compute(do, q, k, v, g, beta, sequence_ids, scale)
+        return _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale, normalize)
+    serves = _serves_triton(normalize, q, k, v, do)
+    compute = _backward_on_triton if serves else _backward_with_pytorch
+    return compute(do, q, k, v, g, beta, sequence_ids, scale, normalize)
 
 
 def _backward_on_triton(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Gradients:
@@ -312,11 +324,28 @@ def _backward_on_triton(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: An
 def _backward_with_pytorch(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Gradients:
     results = _delta_rule_backward_results(do, q, k, v, *others)
     with without_autocast(q.device.type):
+        (q, q_factor), (k, k_factor) = (_unit(x, others[4]) for x in (q, k))
         chunks = _chunks(q, k, v, *others[:3])
-        gradients = _chunk_gradients(chunks, _heads(do, chunks.v.dtype) * others[3])
+        dq, dk, *of_others = _chunk_gradients(chunks, _heads(do, chunks.v.dtype) * others[3])
+        dq = _through_unit(_tokens(dq, q), q, q_factor)
+        dk = _through_unit(_tokens(dk, k), k, k_factor)
+    gradients = dq, dk, *map(_tokens, of_others, results[2:])
     for result, gradient in zip(results, gradients, strict=True):
-        result.copy_(_tokens(gradient, result))
+        result.copy_(gradient)
     return results
+
+
+def _unit(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    """Return x and None; or x over its lengths, and one over these."""
+    if not normalize:
+        return x, None
+    x = x.to(accumulation_dtype(x.dtype))
+    factor = torch.rsqrt(_dot(x, x) + L2_EPS)
+    return x * factor, factor
+
+
+def _through_unit(dx: Tensor, unit: Tensor, factor: Tensor | None) -> Tensor:
+    return dx if factor is None else (dx - unit * _dot(unit, dx)) * factor
 
 
 def _chunk_gradients(chunks: _Chunks, do: Tensor) -> tuple[Tensor, ...]:
@@ -368,31 +397,23 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, result: Tensor) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.normalize = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     check_backward("gated_delta_rule", do, advice=LAYER_ADVICE)
     q, k, v, g, beta, sequence_ids = ctx.saved_tensors
-    gradients = _gated_delta_rule_backward(do, q, k, v, g, beta, sequence_ids, ctx.scale)
+    how = sequence_ids, ctx.scale, ctx.normalize
+    gradients = _gated_delta_rule_backward(do, q, k, v, g, beta, *how)
     wanted = ctx.needs_input_grad[:5]
     gradients = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 # what ``gated_delta_rule`` computes, of arguments that fit and in the order of
 # ``_gated_delta_rule``'s
 run_gated_delta_rule = differentiable(_gated_delta_rule, _save, _backward)
-
-
-def l2_normalized(x: Tensor) -> Tensor:
-    """Return x / sqrt(sum(x ** 2) + 1e-6) over the last dimension: the root mean square norm of
-    another epsilon, with a constant weight.
-    """
-    size = x.shape[-1]
-    weight = torch.full((size,), size**-0.5, dtype=accumulation_dtype(x.dtype), device=x.device)
-    return run_rms_norm(x, weight, L2_EPS / size, 0.0, x.dtype)
 
 
 def gated_delta_rule(
@@ -447,7 +468,5 @@ def gated_delta_rule(
         if sequence_ids.shape != q.shape[:2] or not is_integral:
             given = f"{sequence_ids.dtype} {tuple(sequence_ids.shape)}"
             raise ValueError(f"sequence_ids must be integers {tuple(q.shape[:2])}, got {given}")
-    if normalize:
-        q, k = l2_normalized(q), l2_normalized(k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run_gated_delta_rule(q, k, v, g, beta, sequence_ids, scale)
+    return run_gated_delta_rule(q, k, v, g, beta, sequence_ids, scale, normalize)

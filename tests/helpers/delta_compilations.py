@@ -9,10 +9,10 @@ from triton.backends.compiler import GPUTarget
 
 from liger_patch.kernels.backend import TensorDescriptor
 
-FORMS = (  # dtype, K and V, heads of v for one of k, whether a row holds several sequences
-    ("*bf16", 128, 2, True),
-    ("*fp16", 128, 1, False),
-    ("*bf16", 16, 1, True),
+FORMS = (  # dtype, K and V, heads of v for one of k, are there several sequences, L2 norms
+    ("*bf16", 128, 2, True, True),
+    ("*fp16", 128, 1, False, True),
+    ("*bf16", 16, 1, True, False),
 )
 
 
@@ -23,13 +23,15 @@ def _cases(names: str, strides: str, *, block: int = 0, stages: bool = False) ->
         from liger_patch.kernels.delta_rule import CHUNK
         from liger_patch.kernels.triton import delta_rule as kernels
 
-        for dtype, dim, group, is_packed in FORMS if TensorDescriptor is not None else ():
+        forms = FORMS if TensorDescriptor is not None else ()
+        for dtype, dim, group, is_packed, normalizes in forms:
             given: dict[str, Any] = arguments(dtype, names)
             given |= arguments("*fp32", "total_ptr")
             given |= arguments("*i32", "ids_ptr", if_=is_packed)
             given |= arguments(MULTIPLE, strides)
             given |= arguments("i32", "tokens heads")
             given |= {"GROUP": group, "DIM_K": dim, "DIM_V": dim, "CHUNK": CHUNK}
+            given["NORMALIZE"] = normalizes
             if block:
                 given["BLOCK_V"] = min(block, dim)
             if stages:

@@ -5,6 +5,7 @@ in float64, no worse than chunks in float32, rounded once, that autograd differe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import delta_cases
 import pytest
@@ -130,16 +131,13 @@ def test_queries_and_keys_are_normalized_first(dtype, device):
             torch.randn_like(inputs[name]) * torch.logspace(-4, 1, CHUNK + 3)[:, None, None]
         )
 
-    def eager(q: Tensor, k: Tensor, **others: Tensor) -> Tensor:
-        wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in (q, k)]
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in wide)
-        return delta_cases.eager(q, k, **others).to(others["v"].dtype)
+    check(partial(gated_delta_rule, normalize=True), of_units, cast(inputs, device, dtype))
 
-    check(
-        lambda **given: gated_delta_rule(**given, normalize=True),
-        eager,
-        cast(inputs, device, dtype),
-    )
+
+def of_units(q: Tensor, k: Tensor, **others: Tensor) -> Tensor:
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in (q, k)]
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in wide)
+    return delta_cases.eager(q, k, **others).to(others["v"].dtype)
 
 
 def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
@@ -150,7 +148,7 @@ def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         q, k, v = (each.unflatten(-1, (-1, 16)) for each in both.split([32, 32, 64], -1))
-        gated_delta_rule(q, k, v, g, beta)
+        gated_delta_rule(q, k, v, g, beta, normalize=True)
     memory = {t.untyped_storage().data_ptr() for t in kept}
     assert memory == {t.untyped_storage().data_ptr() for t in (both, g, beta)}
 
@@ -224,11 +222,14 @@ def test_what_does_not_fit_is_an_error_that_names_it(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_heads_of_a_real_model(dtype):
+def test_the_heads_of_a_real_model(dtype, normalize):
     """Of Qwen3.5-4B, but for their number. Triton's kernels serve them."""
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.autocast("cuda", torch.bfloat16):
-        assert delta_rule.is_right(device, dtype, 128, 2)
+        assert delta_rule.is_right(device, dtype, 128, 2, normalize)
     inputs = delta_cases.inputs(1000, batch=1, heads=2, groups=2, dims=(128, 128))
-    check(gated_delta_rule, delta_cases.eager, cast(inputs, torch.device("cuda"), dtype))
+    eager = of_units if normalize else delta_cases.eager
+    rule = partial(gated_delta_rule, normalize=normalize)
+    check(rule, eager, cast(inputs, torch.device("cuda"), dtype))

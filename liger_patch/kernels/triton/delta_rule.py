@@ -17,6 +17,7 @@ from liger_patch.kernels.triton.launch import launch
 HALF = 32  # rows that are inverted step by step; both halves then are one inverse, by products
 STATE_BLOCK = 64  # features of v of a program
 WARPS = 4
+L2_EPS = tl.constexpr(1e-6)  # of Transformers' and fla's l2norm
 PIPELINED = 160 * 1024  # bytes of shared memory with which the next chunk's tiles are on their way
 
 
@@ -24,6 +25,16 @@ PIPELINED = 160 * 1024  # bytes of shared memory with which the next chunk's til
 def tile(ptr, stride, row, is_row, column):
     """Return rows of a matrix, zeros where there is none."""
     return tl.load(ptr + row[:, None] * stride + column[None, :], mask=is_row[:, None], other=0.0)
+
+
+@triton.jit
+def unit_tile(ptr, stride, row, is_row, column, NORMALIZE: tl.constexpr):
+    """Return rows of q or k, which are divided by their lengths if NORMALIZE."""
+    x = tile(ptr, stride, row, is_row, column)
+    if NORMALIZE:
+        wide = x.to(tl.float32)
+        x = (wide * tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS)[:, None]).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -63,16 +74,10 @@ def pair_decay(total_ptr, ids_ptr, row, column):
 
 
 @triton.jit
-def _lower(
-    k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, row, column, tokens, heads, DIM: tl.constexpr
-):  # fmt: skip
+def _lower(k, other_k, beta, total_ptr, ids_ptr, row, column):
     """Return rows and columns of tril(beta k k' * D, -1)."""
-    feature = tl.arange(0, DIM)
-    left = tile(k_ptr, k_stride, row, row < tokens, feature)
-    right = tile(k_ptr, k_stride, column, column < tokens, feature)
-    products = tl.dot(left, tl.trans(right)) * pair_decay(total_ptr, ids_ptr, row, column)
-    products *= of_tokens(beta_ptr, row, row < tokens, heads)[:, None]
-    return tl.where(row[:, None] > column[None, :], products, 0.0)
+    products = tl.dot(k, tl.trans(other_k)) * pair_decay(total_ptr, ids_ptr, row, column)
+    return tl.where(row[:, None] > column[None, :], products * beta[:, None], 0.0)
 
 
 @triton.jit
@@ -113,6 +118,7 @@ def _prepare_kernel(
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """One program per chunk of a head: G, T, w and u."""
@@ -132,17 +138,16 @@ def _prepare_kernel(
     is_row = row < tokens
     tl.store(total_ptr + row, tl.cumsum(of_tokens(g_ptr, row, is_row, heads), 0))
     tl.debug_barrier()  # the program's other threads read it
+    k_feature, v_feature = tl.arange(0, DIM_K), tl.arange(0, DIM_V)
     upper_row = tl.arange(0, HALF)
     lower_row = HALF + upper_row
-    upper = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, upper_row, upper_row, tokens, heads, DIM_K
-    )
-    lower = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, lower_row, tokens, heads, DIM_K
-    )
-    across = _lower(  # pyright: ignore
-        k_ptr, k_stride, total_ptr, ids_ptr, beta_ptr, lower_row, upper_row, tokens, heads, DIM_K
-    )
+    upper_k = unit_tile(k_ptr, k_stride, upper_row, upper_row < tokens, k_feature, NORMALIZE)
+    beta = of_tokens(beta_ptr, upper_row, upper_row < tokens, heads)
+    upper = _lower(upper_k, upper_k, beta, total_ptr, ids_ptr, upper_row, upper_row)
+    lower_k = unit_tile(k_ptr, k_stride, lower_row, lower_row < tokens, k_feature, NORMALIZE)
+    beta = of_tokens(beta_ptr, lower_row, lower_row < tokens, heads)
+    across = _lower(lower_k, upper_k, beta, total_ptr, ids_ptr, lower_row, upper_row)
+    lower = _lower(lower_k, lower_k, beta, total_ptr, ids_ptr, lower_row, lower_row)
     upper = _unit_inverse(upper, HALF)  # pyright: ignore
     lower = _unit_inverse(lower, HALF)  # pyright: ignore
     across = -tl.dot(lower, tl.dot(across, upper, input_precision="ieee"), input_precision="ieee")
@@ -153,7 +158,6 @@ def _prepare_kernel(
     tl.store(inverse_ptr + inside + HALF * CHUNK, across)
     tl.store(inverse_ptr + inside + HALF * CHUNK + HALF, lower)
     tl.debug_barrier()
-    k_feature, v_feature = tl.arange(0, DIM_K), tl.arange(0, DIM_V)
     inverse = tl.load(inverse_ptr + row[:, None] * CHUNK + row[None, :])
     start, _, _ = factors(total_ptr, ids_ptr, chunk, CHUNK)  # pyright: ignore
     beta = of_tokens(beta_ptr, row, is_row, heads)[:, None]
@@ -161,13 +165,13 @@ def _prepare_kernel(
     rows = place * CHUNK + row
     u = tl.dot(inverse, (v.to(tl.float32) * beta).to(v.dtype))
     tl.store(u_ptr + rows[:, None] * DIM_V + v_feature[None, :], u)
-    k = tile(k_ptr, k_stride, row, is_row, k_feature)
+    k = unit_tile(k_ptr, k_stride, row, is_row, k_feature, NORMALIZE)
     w = tl.dot(inverse, (k.to(tl.float32) * (beta * start[:, None])).to(k.dtype))
     tl.store(w_ptr + rows[:, None] * DIM_K + k_feature[None, :], w)
     if do_ptr is not None:
         q_ptr += first * q_stride + head // GROUP * DIM_K
         do_ptr += first * do_stride + head * DIM_V
-        q = tile(q_ptr, q_stride, row, is_row, k_feature)
+        q = unit_tile(q_ptr, q_stride, row, is_row, k_feature, NORMALIZE)
         scores = tl.dot(k, tl.trans(q)) * tl.trans(pair_decay(total_ptr, ids_ptr, row, row))
         do = tile(do_ptr, do_stride, row, is_row, v_feature)
         dnew = tl.dot((scores * scale).to(do.dtype), do)
@@ -190,6 +194,7 @@ def _states_kernel(
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -213,7 +218,7 @@ def _states_kernel(
         new = u.to(tl.float32) - tl.dot(w, state.to(w.dtype))
         tl.store(new_ptr + new_place, new)
         token = chunk * CHUNK + row
-        k = tile(k_ptr, k_stride, token.to(tl.int64), token < tokens, k_feature)
+        k = unit_tile(k_ptr, k_stride, token.to(tl.int64), token < tokens, k_feature, NORMALIZE)
         own_ids = ids_ptr if ids_ptr is None else ids_ptr + chunk * CHUNK
         _, end, whole = factors(  # pyright: ignore
             total_ptr + place * CHUNK, own_ids, chunk, CHUNK
@@ -239,6 +244,7 @@ def _outputs_kernel(
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per chunk of a head."""
@@ -252,8 +258,8 @@ def _outputs_kernel(
     if ids_ptr is not None:
         ids_ptr += (batch * tl.num_programs(1) + chunk) * CHUNK
     key_head = head // GROUP * DIM_K
-    q = tile(q_ptr + first * q_stride + key_head, q_stride, row, is_row, k_feature)
-    k = tile(k_ptr + first * k_stride + key_head, k_stride, row, is_row, k_feature)
+    q = unit_tile(q_ptr + first * q_stride + key_head, q_stride, row, is_row, k_feature, NORMALIZE)
+    k = unit_tile(k_ptr + first * k_stride + key_head, k_stride, row, is_row, k_feature, NORMALIZE)
     scores = tl.dot(q, tl.trans(k)) * pair_decay(total_ptr, ids_ptr, row, row)
     scores = scores.to(q.dtype)
     start, _, _ = factors(total_ptr, ids_ptr, chunk, CHUNK)  # pyright: ignore
@@ -276,11 +282,12 @@ def gated_delta_rule(
     beta: Tensor,  # (B, T, H)
     ids: Tensor | None,  # (B, N C) int32
     scale: float,
+    normalize: bool,
     chunk: int,  # C
     o: Tensor,  # (B, T, H, V)
 ) -> None:
     """Write o. Features and heads of q, k and v are contiguous; all else is."""
-    sizes = sizes_of(q, v, chunk)
+    sizes = sizes_of(q, v, normalize, chunk)
     batch, tokens, heads = g.shape
     total, _, _, new, states = compute_states(q, k, v, None, g, beta, ids, scale, sizes)
     launch(
@@ -337,10 +344,10 @@ def compute_states(
     return total, inverse, (w, dnew), new, states
 
 
-def sizes_of(q: Tensor, v: Tensor, chunk: int) -> dict[str, int]:
-    """Return the sizes that all kernels are compiled for."""
-    group = v.shape[1] // q.shape[1]
-    return {"GROUP": group, "DIM_K": q.shape[-1], "DIM_V": v.shape[-1], "CHUNK": chunk}
+def sizes_of(q: Tensor, v: Tensor, normalize: bool, chunk: int) -> dict[str, int]:
+    """Return what all kernels are compiled for."""
+    dims = {"DIM_K": q.shape[-1], "DIM_V": v.shape[-1]}
+    return dims | {"GROUP": v.shape[1] // q.shape[1], "CHUNK": chunk, "NORMALIZE": normalize}
 
 
 def strided(*rows: Tensor | None) -> list[Tensor | int | None]:

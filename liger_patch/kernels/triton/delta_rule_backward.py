@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.triton.delta_rule import (
+    L2_EPS,
     STATE_BLOCK,
     WARPS,
     compute_states,
@@ -21,11 +22,23 @@ from liger_patch.kernels.triton.delta_rule import (
     stages_of,
     strided,
     tile,
+    unit_tile,
 )
 from liger_patch.kernels.triton.launch import launch
 
 BLOCK = 32  # features of v of one step of a chunk's gradients: with 64, sm_90 has no more registers
 GRADIENT_WARPS = 8
+
+
+@triton.jit
+def _through_length(dx, ptr, stride, row, is_row, column, NORMALIZE: tl.constexpr):
+    """Return the gradient of the rows that ``unit_tile`` has read, from that of its result."""
+    if NORMALIZE:
+        x = tile(ptr, stride, row, is_row, column).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
+        x *= inverse
+        dx = (dx - x * tl.sum(x * dx, 1)[:, None]) * inverse
+    return dx
 
 
 @triton.jit
@@ -49,6 +62,7 @@ def _state_gradients_kernel(
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -75,14 +89,14 @@ def _state_gradients_kernel(
         start, end, whole = factors(  # pyright: ignore
             total_ptr + place * CHUNK, own_ids, chunk, CHUNK
         )
-        k = tile(k_ptr, k_stride, token, is_row, k_feature)
+        k = unit_tile(k_ptr, k_stride, token, is_row, k_feature, NORMALIZE)
         rows = place * CHUNK + row
         new_place = rows[:, None] * DIM_V + v_feature[None, :]
         dnew = tl.load(dnew_ptr + new_place).to(tl.float32)
         dnew += tl.dot(k, dstate.to(k.dtype)) * end[:, None]
         dnew = dnew.to(k.dtype)
         tl.store(dnew_ptr + new_place, dnew)
-        q = tile(q_ptr, q_stride, token, is_row, k_feature)
+        q = unit_tile(q_ptr, q_stride, token, is_row, k_feature, NORMALIZE)
         do = tile(do_ptr, do_stride, token, is_row, v_feature).to(tl.float32)
         do = (do * (start * scale)[:, None]).to(q.dtype)
         w = tl.load(w_ptr + rows[:, None] * DIM_K + k_feature[None, :])
@@ -120,6 +134,7 @@ def _chunk_gradients_kernel(
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program per chunk of a head."""
@@ -168,8 +183,9 @@ def _chunk_gradients_kernel(
         dbeta += tl.sum(dvalues * wide, 1)
         at = (first + row)[:, None] * heads * DIM_V + head * DIM_V + v_feature[None, :]
         tl.store(dv_ptr + at, dvalues * beta[:, None], mask=is_row[:, None])
-    key_head = head // GROUP * DIM_K
-    k = tile(k_ptr + first * k_stride + key_head, k_stride, row, is_row, k_feature)
+    q_ptr += first * q_stride + head // GROUP * DIM_K
+    k_ptr += first * k_stride + head // GROUP * DIM_K
+    k = unit_tile(k_ptr, k_stride, row, is_row, k_feature, NORMALIZE)
     to_end = tl.sum(k.to(tl.float32) * dk, 1)
     dw = (-dw).to(k.dtype)
     written = (k.to(tl.float32) * (beta * start)[:, None]).to(k.dtype)
@@ -184,18 +200,22 @@ def _chunk_gradients_kernel(
     within *= beta[:, None]
     from_start = tl.sum(within, 1) - tl.sum(within, 0)
     dproducts = (dlower * beta[:, None]).to(k.dtype)
-    q = tile(q_ptr + first * q_stride + key_head, q_stride, row, is_row, k_feature)
+    q = unit_tile(q_ptr, q_stride, row, is_row, k_feature, NORMALIZE)
     from_start += tl.sum(q.to(tl.float32) * dq, 1)
     dscores *= decay * scale
     within = tl.where(is_below, dscores * tl.dot(q, tl.trans(k)), 0.0)
     from_start += tl.sum(within, 1) - tl.sum(within, 0)
     dscores = dscores.to(k.dtype)
     at = (first + row)[:, None] * heads * DIM_K + head * DIM_K + k_feature[None, :]
-    tl.store(dq_ptr + at, tl.dot(dscores, k, dq), mask=is_row[:, None])
+    dq = tl.dot(dscores, k, dq)
+    dq = _through_length(dq, q_ptr, q_stride, row, is_row, k_feature, NORMALIZE)
+    tl.store(dq_ptr + at, dq, mask=is_row[:, None])
     dk = tl.dot(tl.trans(dscores), q, dk)
     dk = tl.dot(dproducts, k, tl.dot(tl.trans(dproducts), k, dk))
     dwritten = tl.dot(inverse, dw) * start[:, None]
-    tl.store(dk_ptr + at, dk + dwritten * beta[:, None], mask=is_row[:, None])
+    dk += dwritten * beta[:, None]
+    dk = _through_length(dk, k_ptr, k_stride, row, is_row, k_feature, NORMALIZE)
+    tl.store(dk_ptr + at, dk, mask=is_row[:, None])
     dwritten = tl.sum(dwritten * k.to(tl.float32), 1)
     of_token += row * heads
     tl.store(dbeta_ptr + of_token, dbeta + dwritten, mask=is_row)
@@ -214,6 +234,7 @@ def gated_delta_rule_backward(
     beta: Tensor,  # (B, T, H)
     ids: Tensor | None,  # (B, N C) int32
     scale: float,
+    normalize: bool,
     chunk: int,  # C
     dq: Tensor,  # (B, T, H, K)
     dk: Tensor,  # (B, T, H, K)
@@ -224,7 +245,7 @@ def gated_delta_rule_backward(
     """Write the gradients; those of q and k for each head of v. Features and heads of the
     arguments are contiguous; all else is.
     """
-    sizes = sizes_of(q, v, chunk)
+    sizes = sizes_of(q, v, normalize, chunk)
     batch, tokens, heads = g.shape
     total, inverse, (w, dnew), new, states = compute_states(q, k, v, do, g, beta, ids, scale, sizes)
     chunks = total.shape[2]
