@@ -120,13 +120,6 @@ def _serves_triton(normalize: bool, *tensors: Tensor) -> bool:
     return is_right(first.device, first.dtype, *dims, group, normalize)
 
 
-def triton_version() -> str:
-    """Return the version of Triton, for messages."""
-    import triton
-
-    return triton.__version__
-
-
 @functools.cache
 def is_right(
     device: torch.device,
@@ -165,8 +158,10 @@ def is_right(
             truth = [_with_pytorch(*wide), *_backward_with_pytorch(do.float(), *wide)]
             for our, true in zip(ours, truth, strict=True):
                 if not (our - true).abs().max() < LARGEST_ERROR * true.abs().max():
+                    import triton
+
                     warnings.warn(
-                        f"liger_patch: Triton {triton_version()} computes the gated delta rule "
+                        f"liger_patch: Triton {triton.__version__} computes the gated delta rule "
                         f"wrongly on {device}: PyTorch's operations run in the kernels' place",
                         stacklevel=2,
                     )
