@@ -311,7 +311,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    packages=("transformers", "peft", "bitsandbytes", "liger-kernel", "unsloth", "unsloth_zoo"),
+    packages=(
+        *("transformers", "peft", "bitsandbytes", "liger-kernel", "unsloth", "unsloth_zoo"),
+        *("flash-linear-attention", "causal-conv1d"),
+    ),
     cases=cases,
     table=terminal_lora_table,
     rounds=8,
