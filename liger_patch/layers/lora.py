@@ -1,9 +1,9 @@
 """Derive the classes of PEFT's linear layers whose LoRA adapter runs within the base's product.
 
-Adapters can be switched, merged and disabled between calls. So each call decides anew: a layer with
-one plain adapter runs on kernels, any other layer runs PEFT's own forward. The projections of an
-attention, or of a layer of linear attention, that read the same input are computed together, when
-the first of them is called.
+Adapters can be switched, merged and disabled between calls. So each call decides: a layer with one
+plain adapter runs on kernels, any other layer runs PEFT's own forward. A decision is that of the
+last call as long as the layer's stamp is. The projections of an attention, or of a layer of linear
+attention, that read the same input are computed together, when the first of them is called.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ class Dtypes(NamedTuple):
 
 _dtypes = functools.cache(Dtypes)  # a call's are those of the last one, the same object
 
-# the dtypes of each layer's last call; or why PEFT's own forward ran, whatever the adapter is
-_last_call: WeakKeyDictionary[nn.Module, Dtypes | str] = WeakKeyDictionary()
-
 
 class OfDtypes(str):
     """The reason why a layer is not plain, if other dtypes would mend it; ``advice`` says which."""
@@ -85,6 +82,12 @@ class Plain(NamedTuple):
     projection: LoraProjection
     dtype: torch.dtype
     product: torch.dtype
+
+
+# of each layer's last call: its dtypes, or why PEFT's own forward ran, whatever the adapter is; its
+# stamp; and of a plain one the quantized weight, scaling, dropout, dtypes of result and product
+_last_call: WeakKeyDictionary[nn.Module, tuple[Dtypes | str, tuple | None, Any]]
+_last_call = WeakKeyDictionary()
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -158,7 +161,7 @@ def not_plain(model: nn.Module) -> Counter[str]:
     layers: list[Any] = [each for each in model.modules() if each is not head]
     for layer in layers:
         if is_on_kernels(layer):
-            last = _last_call.get(layer)
+            last = _last_call.get(layer, (None,))[0]
             adapter = lora_adapters.plain_adapter(layer)
             plain = last if isinstance(last, str) else _plain(layer, adapter, last)
             reasons.update([plain] if isinstance(plain, str) else ())
@@ -173,7 +176,7 @@ def not_plain(model: nn.Module) -> Counter[str]:
 
 
 def forget_calls(model: nn.Module) -> None:
-    """Forget the dtypes of the last calls of a model's layers."""
+    """Forget the last calls of a model's layers."""
     for layer in model.modules():
         _last_call.pop(layer, None)
 
@@ -262,14 +265,66 @@ def _plain_of(layers: Sequence[Any], dtypes: Dtypes | str) -> list[Plain] | None
 
     found = []
     for layer in layers:
-        if _last_call.get(layer) is not dtypes:
-            _last_call[layer] = dtypes
-        if isinstance(dtypes, str):
+        stamp, tensors = _stamp(layer)
+        last = _last_call.get(layer)
+        if stamp is not None and last and last[0] is dtypes and last[1] == stamp:
+            quantized, scaling, rate, *how = last[2]
+            weight, bias, a, b = tensors
+            weight = weight if quantized is None else quantized.read_again()
+            found.append(Plain(LoraProjection(weight, bias, a, b, scaling, rate), *how))
             continue
-        plain = _plain(layer, lora_adapters.plain_adapter(layer), dtypes)
-        if not isinstance(plain, str):
+        last, plain = (dtypes, None, None), None
+        if not isinstance(dtypes, str):
+            plain = _plain(layer, lora_adapters.plain_adapter(layer), dtypes)
+        if isinstance(plain, Plain):
             found.append(plain)
+            weight, *_, scaling, rate = plain.projection
+            if stamp is not None:  # without tensors, which the model may drop
+                kept: Any = None if isinstance(weight, Tensor) else weight
+                kept = kept and kept.read_again(numbers=False)
+                last = dtypes, stamp, (kept, scaling, rate, *plain[1:])
+        _last_call[layer] = last
     return found if len(found) == len(layers) else None
+
+
+def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
+    """Return what the answer of ``_plain`` depends on, beside the dtypes of the call; and weight,
+    bias, A and B. Read from dictionaries: nn.Module looks attributes up in Python.
+
+    No stamp where each call asks anew: for hooks, tensors that are no parameters (FSDP's), a base
+    in 8 bits, and several adapters.
+    """
+    own, held, no_stamp = layer.__dict__, layer._modules, (None, ())
+    try:
+        name, base = own["_active_adapter"], held["base_layer"]
+        (name,) = (name,) if isinstance(name, str) else name
+        a, b = held["lora_A"]._modules[name], held["lora_B"]._modules[name]
+        dropout, scaling = held["lora_dropout"]._modules[name], own["scaling"][name]
+        # hooks before weights: under ZeRO-3, reading gathers them
+        if isinstance(scaling, Tensor) or has_hooks(base, a, b, dropout):
+            return no_stamp
+        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        of_a, of_b = a._parameters["weight"], b._parameters["weight"]
+        switches = (
+            own["_disable_adapters"],
+            bool(own["merged_adapters"]),
+            name in own["lora_variant"],
+        )
+    except (KeyError, ValueError):
+        return no_stamp
+    if type(base) is nn.Linear:
+        of_base: Any = nn.Linear.forward, nn.functional.linear, type(weight), weight.dtype
+    else:
+        of_base = _bitsandbytes() and _bitsandbytes().stamp(base)
+        if of_base is None:
+            return no_stamp
+    stamp = (
+        *(name, scaling, own.get("fan_in_fan_out"), *switches, *of_base),
+        *(type(bias), getattr(bias, "dtype", None), type(base), type(a), type(b), type(dropout)),
+        *(type(of_a), of_a.dtype, type(of_b), of_b.dtype, vars(dropout).get("p"), dropout.training),
+        a._parameters["bias"] is b._parameters["bias"] is None,
+    )
+    return stamp, (weight, bias, of_a, of_b)
 
 
 def _results(x: Tensor, plain: Sequence[Plain]) -> list[Tensor]:
@@ -290,9 +345,6 @@ def _own_dtypes(base: Any) -> Dtypes:
 
 def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | str:
     """Return the layer's projection for a call with these dtypes, or why the layer is not plain.
-
-    Each call asks again, and keeps nothing: so it sees whatever has changed, copies and threads
-    have nothing to share, and a checkpoint's second pass decides as its first one did.
 
     Args:
         adapter: what ``lora_adapters.plain_adapter`` returned for the layer.
@@ -339,12 +391,19 @@ def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | s
 
 def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:
     """Return the weight of a quantized base, or why it is not read."""
-    if "bitsandbytes" in sys.modules:
-        from liger_patch.readers import quantized_weights
-
-        weight = quantized_weights.quantized_weight(base, dtype)
-        if weight is not None:
-            return weight
-        if quantized_weights.is_packed(base):
-            return "bitsandbytes packed the base's weight for inference on a CPU"
+    reader = _bitsandbytes()
+    weight = reader and reader.quantized_weight(base, dtype)
+    if weight is not None:
+        return weight
+    if reader and reader.is_packed(base):
+        return "bitsandbytes packed the base's weight for inference on a CPU"
     return f"the base is a {type(base).__name__}"
+
+
+def _bitsandbytes() -> Any:
+    """Return the reader of bitsandbytes' layers; None where that is not loaded."""
+    if "bitsandbytes" not in sys.modules:
+        return None
+    from liger_patch.readers import quantized_weights
+
+    return quantized_weights

@@ -153,6 +153,14 @@ class _Weight4bit(LayerWeight):
         )
         return scales[first - cut :].add_(offset)
 
+    def read_again(self, *, numbers: bool = True) -> _Weight4bit:
+        """Return the weight as it is now, of a layer whose ``stamp`` has not changed; or one
+        without numbers, to keep for that: no memory of a model that has moved.
+        """
+        again: Any = object.__new__(_Weight4bit)
+        vars(again).update(vars(self), _packed=_packed(self.stored) if numbers else None)
+        return again
+
     def _has_kernels_floats(self) -> bool:
         """Return whether the scales are as the Triton kernel reads them: what bitsandbytes made."""
         floats = (self._absmax,) if self._nested is None else self._nested[:3]
@@ -229,13 +237,37 @@ def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | Non
     return None
 
 
+def _packed(weight: Tensor) -> Tensor:
+    """Return the numbers of a 4-bit parameter, two in a byte."""
+    # a plain tensor: bitsandbytes' own slows each look at its attributes
+    with torch._C.DisableTorchFunctionSubclass():
+        packed = weight.detach()
+    if packed.dtype != torch.uint8 or not packed.is_contiguous():
+        packed = packed.reshape(-1).view(torch.uint8)
+    return packed
+
+
+def stamp(module: Any) -> tuple | None:
+    """Return what ``quantized_weight`` depends on beside the dtype, for a layer in 4 bits: with an
+    equal stamp the weight that it returned, and that holds the objects that stand here by their
+    identity, can be ``read_again``. None for other modules, and where FSDP holds the weight.
+    """
+    weight = module._parameters.get("weight")
+    state = vars(weight).get("quant_state") if type(weight) is Params4bit else None
+    if state is None or not isinstance(module, Linear4bit):
+        return None
+    of_state = vars(state)
+    absmax = of_state.get("absmax")  # another one where bitsandbytes has moved the weight
+    how = of_state.get("packing_format_for_cpu"), module.compute_dtype, module.compute_type_is_set
+    return None if absmax is None else (type(module).forward, id(weight), id(absmax), *how)
+
+
 def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     weight = module.weight
     state = _state(module)
     if type(weight) not in (Params4bit, nn.Parameter) or state is None:
         return None
-    packed = weight.detach()  # a plain tensor: bitsandbytes' own slows each look at its attributes
-    absmax, blocksize = state.absmax, state.blocksize
+    packed, absmax, blocksize = _packed(weight), state.absmax, state.blocksize
     if packed.is_meta or absmax.device != packed.device:
         return None
     if _has_packed(state):
@@ -243,8 +275,6 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
     height, width = module.out_features, module.in_features
     if state.shape != (height, width):
         return None
-    if packed.dtype != torch.uint8 or not packed.is_contiguous():
-        packed = packed.reshape(-1).view(torch.uint8)
     size = height * width
     # not so for a shard of FSDP, or where bitsandbytes rounded down to a whole quant_storage
     if packed.numel() != -(-size // 2) or absmax.shape != (-(-size // blocksize),):

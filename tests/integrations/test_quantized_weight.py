@@ -14,7 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight  # noqa: E402
+from liger_patch.readers.quantized_weights import (  # noqa: E402
+    LayerWeight,
+    quantized_weight,
+    stamp,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(131, 72), (131, 64), (7, 71), (40, 576)]  # no block ends with the first and the third
@@ -363,6 +367,45 @@ UNREADABLE = {
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_there_is_no_quantized_weight_of(name: str) -> None:
     assert quantized_weight(UNREADABLE[name](), torch.bfloat16) is None
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another weight": lambda layer: setattr(layer, "weight", linear_4bit(40, 64).weight),
+    "other scales": lambda layer: setattr(
+        layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax.clone()
+    ),
+    "moved": lambda layer: layer.weight.quant_state.to("meta"),
+    "another dtype": lambda layer: setattr(layer, "compute_dtype", torch.float32),
+    "packed": lambda layer: vars(layer.weight.quant_state).update(packing_format_for_cpu=True),
+    "another forward": lambda layer: setattr(
+        layer, "__class__", type("Other", (type(layer),), {"forward": lambda self, x: x})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stamp_sees_a_change(name: str) -> None:
+    layer = linear_4bit(40, 64)
+    before = stamp(layer)
+    assert before is not None
+    assert before == stamp(layer)
+    held = layer.weight, layer.weight.quant_state.absmax  # as what was read holds them
+    CHANGES[name](layer)
+    assert stamp(layer) != before
+    del held
+
+
+def test_a_weight_is_read_again_where_it_is_now() -> None:
+    layer = linear_4bit(40, 64)
+    kept: Any = read(layer)
+    kept = kept.read_again(numbers=False)
+    layer.weight.data = layer.weight.data.flip(0)
+    assert_rows_are(kept.read_again(), dequantized(layer, torch.bfloat16))
+
+
+def test_what_has_no_stamp() -> None:
+    assert stamp(nn.Linear(4, 4)) is None
+    assert stamp(linear_8bit(40, 64)) is None
 
 
 def test_4_bits_have_no_float64() -> None:
