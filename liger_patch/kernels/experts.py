@@ -322,7 +322,7 @@ def run_experts(
             link = _InSlices.apply(x, weights, index, layer, slices, *parameters)
 
             def result() -> Tensor:
-                y, (first, last) = torch.empty_like(x), layer.prepared(parameters)
+                y, (first, last) = x.new_empty(x.shape), layer.prepared(parameters)
                 for start, stop in slices:
                     order = order_of(index[start:stop], count)
                     h, _, _, thin = _first_products(x[start:stop], first, last, order, layer)
@@ -338,7 +338,7 @@ def run_experts(
             link, h, thin = _AtOnce.apply(x, weights, *how, *parameters)
 
             def result() -> Tensor:
-                return _result_(torch.empty_like(x), h, thin, parts[1], weights, order)
+                return _result_(x.new_empty(x.shape), h, thin, parts[1], weights, order)
 
         return Result.apply(link, result).to(y_dtype)
 

@@ -116,13 +116,15 @@ def cast_matrices(
         if not size:
             return None, [each for (each,) in groups]
         cast = groups[0][0].new_empty(size, dtype=dtype)
+    elif cast is not None:  # hooks on saved tensors may give it back with other strides
+        cast = cast.contiguous()
     for group in groups:
         whole = group[0]
         if cast is not None and (len(group) > 1 or whole.dtype != dtype):
             rows, columns = whole.shape
             if len(group) > 1:
                 rows = sum([each.shape[0] for each in group])
-            whole = cast.as_strided((rows, columns), (columns, 1), start)
+            whole = cast.narrow(0, start, rows * columns).view(rows, columns)
             start += -(-rows * columns // ALIGNED) * ALIGNED
             if is_new:
                 copies += (
