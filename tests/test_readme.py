@@ -14,7 +14,7 @@ from documents import check_section
 from support_cases import trainers_table
 
 from benchmarks.distributed_tables import distributed_table
-from benchmarks.head_tables import readme_table
+from benchmarks.head_tables import distillation_table, readme_table
 from benchmarks.markdown import versions_of
 from benchmarks.names import LOWER_BOUND
 from benchmarks.report import RESULTS, read
@@ -76,6 +76,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "lora_steps": (lora_steps_table, "lora_step", f"of 18 layers.*(QLoRA|LoRA .)|{LOWER_BOUND}"),
     "moe_steps": (lora_steps_table, "moe_step", ""),
     "rl_steps": (rl_steps_table, "rl_step", ""),
+    "distillation": (distillation_table, "distillation", "Liger-Kernel"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
         readme_table,
@@ -87,7 +88,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
 }
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
-    "lora_summary": (README, of_results(lora_summary, "lora_step")),
+    "lora_summary": (README, of_results(lora_summary, "lora_step", "Gemma-3-4B.*QLoRA")),
     "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
     "support_trainers": (DOCS / "trl.md", trainers_table),
     "versions": (PAGE, versions),
