@@ -1,7 +1,5 @@
-"""The gradient of deferred logits: hooks on it, and ``torch.autograd.grad`` with respect to them.
-
-Whoever asks for it reads the logits: the gradient passes through their values, and a loss that
-comes later is not fused. Hooks that an engine sets on every output do not need it and read nothing.
+"""The gradient of deferred logits, which a fused loss does not compute: to ask for it is an error.
+Hooks that an engine sets on every output do not need it.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,11 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from liger_patch.deferred.record import Recordable
 
-NO_GRADIENT = (
-    "a fused loss, and values copied before this call, have no gradient with respect to them. "
-    "Ask for it before their first use, or set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an "
-    "ordinary loss"
-)
 # modules of engines whose hooks, set on every output, do not need the gradient itself
 ENGINE_MODULES = (
     "torch.distributed.",
@@ -56,29 +49,9 @@ def ancestry(logits: Recordable) -> list[Recordable]:
 
 
 def register_hook(logits: Recordable, hook: Callable) -> RemovableHandle:
-    """Register a hook on the gradient of deferred logits. They are read, but for an engine."""
-    if _is_of(ENGINE_MODULES, hook):
-        return _register(logits, hook)
-    return _register_and_read(logits, "register_hook", hook)
-
-
-def retain_grad(logits: Recordable) -> None:
-    """Read deferred logits, and sum their gradients up from now on."""
-    if logits.retained is None:
-        retained: list[Tensor] = []
-        _register_and_read(logits, "retain_grad", partial(_sum_up, retained))
-        logits.retained = retained
-
-
-def _register_and_read(logits: Recordable, name: str, hook: Callable) -> RemovableHandle:
-    _check_not_left_out(logits, name)
-    handle = _register(logits, hook)
-    logits.gradient_asked = name
-    logits.read(name)
-    return handle
-
-
-def _register(logits: Recordable, hook: Callable) -> RemovableHandle:
+    """Register the hook of an engine on the gradient of deferred logits."""
+    if not _is_of(ENGINE_MODULES, hook):
+        _refuse("register_hook")
     hooks = logits.hooks
     if hooks is None:
         hooks = open_hooks(logits)
@@ -87,6 +60,28 @@ def _register(logits: Recordable, hook: Callable) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def retain_grad(logits: Recordable) -> None:
+    """Refuse to keep the gradient of deferred logits."""
+    _refuse("retain_grad")
+
+
+def autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **options: Any) -> Any:
+    """Compute ``torch.autograd.grad`` of deferred logits: they are read."""
+    if any(isinstance(each, Recordable) for each in inputs):
+        _refuse("autograd.grad")
+    outputs = tree_map_only(Recordable, lambda logits: logits.read("autograd.grad"), outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.grad(outputs, inputs, **options)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} of outputs.logits: they are computed lazily, and a fused loss has no gradient "
+        "with respect to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary "
+        "loss"
+    )
 
 
 def open_hooks(logits: Recordable) -> OrderedDict[int, Callable]:
@@ -112,10 +107,6 @@ def _run(hooks: OrderedDict[int, Callable], gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _sum_up(retained: list[Tensor], gradient: Tensor) -> None:
-    retained[:] = [retained[0] + gradient if retained else gradient.clone()]
-
-
 def _is_of(prefixes: tuple[str, ...], hook: Callable) -> bool:
     """Return whether a hook is defined in a module whose name begins with one of these prefixes."""
     function = getattr(hook, "func", hook)
@@ -126,32 +117,13 @@ def _is_of(prefixes: tuple[str, ...], hook: Callable) -> bool:
     return any(name.startswith(prefixes) for name in modules)
 
 
-def leave_gradient_out(logits: Recordable) -> None:
-    """Note that the gradient of something does not pass through these logits, nor through those
-    that they were computed from.
-
-    Raises:
-        RuntimeError: it was asked for.
-    """
-    for each in ancestry(logits):
-        if each.gradient_asked is not None:
-            raise RuntimeError(
-                f"a copy of outputs.logits that was made before {each.gradient_asked} has no part "
-                "in their gradient: read the copy first or make it later, or set "
-                "LIGER_PATCH_RETURN_LOGITS=1 for real logits"
-            )
-        each.gradient_left_out = True
-
-
 def prepare_backward(result: Tensor, logits: Recordable) -> None:
-    """Prepare the backward pass of a fused result, which computes the gradients of hidden states
-    and weight and not that of the logits: before it, run the hooks with which an engine prepares
-    the backward pass of the head.
+    """Before the backward pass of a fused result, which does not pass through the logits, run the
+    hooks with which an engine prepares the backward pass of the head.
     """
     node: Any = result.grad_fn
     if node is None:
         return
-    leave_gradient_out(logits)
     for each in ancestry(logits):
         for hook in (each.hooks or {}).values():
             if _is_of(PREPARING_MODULES, hook):
@@ -160,27 +132,3 @@ def prepare_backward(result: Tensor, logits: Recordable) -> None:
 
 def _run_without_gradient(hook: Callable, *_: Any) -> None:
     hook(None)
-
-
-def _check_not_left_out(logits: Recordable, name: str) -> None:
-    if logits.gradient_left_out:
-        raise RuntimeError(f"{name} of outputs.logits: {NO_GRADIENT}")
-
-
-def autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **options: Any) -> Any:
-    """Compute ``torch.autograd.grad`` with deferred logits among its arguments: they are read.
-
-    Raises:
-        RuntimeError: a fused loss, or a copy of the logits, was computed without their gradient.
-    """
-    outputs = tree_map_only(Recordable, _read_for_grad, outputs)  # which may leave gradients out
-    for each in inputs:
-        if isinstance(each, Recordable):
-            _check_not_left_out(each, "autograd.grad")
-    inputs = tree_map_only(Recordable, _read_for_grad, inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.grad(outputs, inputs, **options)
-
-
-def _read_for_grad(logits: Recordable) -> Tensor:
-    return logits.read("autograd.grad")

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from liger_patch.deferred.gradients import attach, is_foreign, leave_gradient_out, open_hooks
+from liger_patch.deferred.gradients import attach, is_foreign, open_hooks
 from liger_patch.deferred.record import Recordable
 
 
@@ -62,9 +62,6 @@ def _compute(logits: Recordable, of_view: Callable[[Recordable], Tensor]) -> Ten
         values = [_compute_untouched(each) for each in inputs]
         with torch.set_grad_enabled(step.grad_enabled):
             result = step.apply(*values)
-        if result.requires_grad:
-            for each in inputs:
-                leave_gradient_out(each)
     if logits.hooks is not None and result.requires_grad:
         attach(logits.hooks, result)
     return result

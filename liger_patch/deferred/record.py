@@ -51,11 +51,7 @@ class Recordable(Tensor):
         shares_memory: whether eager's result of that step would share its input's memory.
         recorded_by: the autograd node that recorded the step.
         value: the real logits where they have been computed.
-        hooks: on the gradient of these logits, by the id of their handles; None before the first.
-        retained: the sum of the gradients so far, or nothing yet; None without ``retain_grad``.
-        gradient_asked: the operation with which a user has asked for the gradient, None if none.
-        gradient_left_out: whether the gradient of something, as of a fused loss, does not pass
-            through these logits though eager's would.
+        hooks: of engines on the gradient, by the id of their handles; None before the first.
         then: returns these logits after one more step.
         real_logits: returns the real logits, computed at the first call.
     """
@@ -68,9 +64,6 @@ class Recordable(Tensor):
     recorded_by: Any
     value: Tensor | None = None
     hooks: OrderedDict[int, Callable] | None = None
-    retained: list[Tensor] | None = None
-    gradient_asked: str | None = None
-    gradient_left_out: bool = False
 
     then: Callable[..., Tensor]
     real_logits: Callable[[], Tensor]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ ASKS_FOR_GRADIENT: dict[Any, Callable] = {
     Tensor.retain_grad: retain_grad,
     torch.autograd.grad: autograd_grad,
 }
-_GRADIENT_OF = cast(Any, Tensor.grad).__get__  # the getter of tensor.grad, a new object each time
 
 
 class DeferredLogits(Recordable):
@@ -179,8 +178,6 @@ class DeferredLogits(Recordable):
         kwargs = kwargs or {}
         if func in ASKS_FOR_GRADIENT:
             return ASKS_FOR_GRADIENT[func](*args, **kwargs)
-        if func == _GRADIENT_OF and args[0].retained is not None:
-            return args[0].retained[0] if args[0].retained else None
         recorded = RECORDED.get(func)
         if recorded is not None and (func in TAKE_KEYWORDS or not kwargs):
             result = recorded(*args, **kwargs)
