@@ -83,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--attention", choices=("sdpa", "eager"), help="default: what Transformers chooses")
     add("--reserve-gib", type=_reserve, default=1.0,
         help="of a GPU, what a step cannot have: CUDA's context, gaps (default: 1)")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="draw the parts of each peak")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -119,13 +118,8 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         parser.error("argument --checkpoint-offload: expected --checkpointing too")
     if options.host_gib is not None and not options.checkpoint_offload:
         parser.error("argument --host-gib: expected --checkpoint-offload too")
-    for argument, module in (("--lora-rank", "peft"), ("--plot", "matplotlib")):
-        given = getattr(options, argument.strip("-").replace("-", "_"))
-        if given and importlib.util.find_spec(module) is None:
-            parser.error(f"argument {argument}: it needs {module}, which is not installed")
-    reason = options.plot and _why_no_picture(options.plot)
-    if reason:
-        parser.error(f"argument --plot: expected {reason}, got {options.plot}")
+    if options.lora_rank and importlib.util.find_spec("peft") is None:
+        parser.error("argument --lora-rank: it needs peft, which is not installed")
     print(f"estimating {options.model}: seconds, for a large model a minute", file=sys.stderr)
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
@@ -187,25 +181,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     else:
         title = report.title(*what, most_positions(config))
         print(report.table(title, estimates, notes))
-    if options.plot:
-        report.plot(options.plot, options.model, estimates)
     return 0
-
-
-def _why_no_picture(path: Path) -> str | None:
-    """Return what a picture's path must be and is not; None for a good one."""
-    from matplotlib.figure import Figure
-
-    if not path.absolute().parent.is_dir():
-        return "a file in an existing folder"
-    kinds = Figure().canvas.get_supported_filetypes()
-    if path.is_dir() or path.suffix.removeprefix(".").lower() not in kinds:
-        return f"a file whose name ends with one of .{', .'.join(sorted(kinds))}"
-    return (
-        None
-        if os.access(path if path.exists() else path.absolute().parent, os.W_OK)
-        else ("a file that can be written")
-    )
 
 
 def _whole(text: str) -> int:

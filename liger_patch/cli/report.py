@@ -1,11 +1,10 @@
-"""Print estimates as a table or JSON, and draw them."""
+"""Print estimates as a table or JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from liger_patch.estimate.estimate import CARDS, GIB, PARTS, Estimate, tokens_in_words
 from liger_patch.estimate.model import TrainingStep, dtype_name
@@ -133,26 +132,3 @@ def as_json(
         "notes": list(notes),
     }
     return json.dumps(found, indent=1)
-
-
-def plot(path: Path, name: str, estimates: Sequence[Estimate]) -> None:
-    """Draw a bar for each contender, of the parts of its peak."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.4 + 0.6 * len(estimates)), layout="constrained")
-    axes = figure.subplots()
-    rows = [each.name for each in estimates]
-    starts = [0.0] * len(estimates)
-    for i, part in enumerate(PARTS):
-        sizes = [each.parts.get(part, 0) / GIB for each in estimates]
-        if any(sizes):
-            axes.barh(rows, sizes, left=starts, label=part, color=f"C{i}" if i < 10 else "black")
-            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    for i, end in enumerate(starts):
-        axes.text(end, i, f" {end:.1f}", va="center")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB at the peak")
-    axes.set_xlim(0, 1.08 * max(starts))
-    axes.set_title(name, loc="left", fontsize="medium", wrap=True)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=150)
