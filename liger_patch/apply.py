@@ -61,8 +61,8 @@ def apply_patch(
     Args:
         model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in
             ``liger_patch.registry``, or whose class has a forward of its own, is compared with the
-            ordinary path at its first calls with labels, and warns once of what was compared.
-            Where that differs, it is not fused.
+            ordinary path at its first call with labels, and warns of what was compared. Where that
+            differs, it is not fused.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1].
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
         chunk_mib: MiB of logits held at once; by default 512, or 256 where the head is frozen. The
@@ -106,7 +106,7 @@ def apply_patch(
     if record is not None:
         record.settings, record.layers, record.adapters = settings, asked, None
         record.unpacks = count_layers(target)["recurrent"]
-        record.verified, record.compared = False, None
+        record.checked, record.verified, record.compared = False, False, None
         record.distrusted, record.differs = None, False
         record.longest_row = None
         _set_offload(record, checkpoint_offload)

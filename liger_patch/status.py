@@ -34,7 +34,7 @@ class PatchStatus:
         reason: why its last loss was not fused; None if it was, or before the first call.
         rows: (name, value) of each line of the table.
         architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
-            tested", "verified" once a training step was compared, "differs" where that found a
+            tested", "verified" once its loss was compared, "differs" where that found a
             difference, or "not fusable" where nothing can be compared: its loss reads the logits,
             or has nothing to do with those of the head.
     """

@@ -114,8 +114,7 @@ def apply_trl_patch(
             one.
         same_gradient: whether the loss weighs all tokens of a batch the same (SFT), see
             ``linear_log_probs``.
-        chunk_mib, layers, checkpoint_offload, strict: as in ``apply_patch``. Of an architecture
-            without a row, the first training step is compared with the ordinary path.
+        chunk_mib, layers, checkpoint_offload, strict: as in ``apply_patch``.
 
     Returns:
         The same object.

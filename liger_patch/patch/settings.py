@@ -94,13 +94,13 @@ class PatchRecord:
         reason: why the last loss was not fused; None if it was.
         warned: the warnings that were given.
         tested: whether the architecture has a row in the registry, and its class Transformers' own
-            forward. Any other is compared with the ordinary path at its first calls, by
+            forward. Any other is compared with the ordinary path at its first call, by
             ``patch.compare``, and its labels are masked in Transformers' loss only.
         architecture: the model's class and model type, for messages.
-        compared: for an architecture without a row, what its first calls compare, in words; None
-            before the first call with labels.
-        verified: whether the fused operator was compared at a training step: for
-            LIGER_PATCH_VERIFY, and for architectures without a row.
+        compared: for an architecture without a row, what its first call compared, in words, or why
+            it did not; None before the first call with labels.
+        verified: whether that loss agreed with the fused one.
+        checked: whether LIGER_PATCH_VERIFY has compared the fused operator at a training step.
         distrusted: what one of these comparisons found wrong, in words: from then on, the model is
             not fused. None where nothing was wrong.
         differs: whether that is another loss or gradient. Otherwise nothing could be compared.
@@ -129,6 +129,7 @@ class PatchRecord:
     architecture: str = ""
     compared: str | None = None
     verified: bool = False
+    checked: bool = False
     distrusted: str | None = None
     differs: bool = False
     replaced_forward: Callable[..., Any] | None = None

@@ -1,12 +1,10 @@
 """Compare the fused loss and gradients of a slice of a batch with the ordinary ones, at the first
-training step: for LIGER_PATCH_VERIFY, and for architectures without a row in the registry. It finds
-a kernel that is wrong.
+training step: for LIGER_PATCH_VERIFY. It finds a kernel that is wrong.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +31,6 @@ from liger_patch.patch.settings import PatchRecord, TrialRecord
 TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of 262144
 EAGER_ERRORS = 2.0  # times the ordinary path's own errors that are allowed
 ROUNDINGS = 8  # eps of the largest value that are allowed beside that: sums differ by their order
-SLICE = "loss and gradients of its first supervised tokens"
 
 Loss = Callable[[HeadInputs], Tensor]
 
@@ -51,8 +48,8 @@ def why_distrusted(
 ) -> str | None:
     """Return what is wrong with a model's fused loss, None for nothing; the record keeps it.
 
-    With LIGER_PATCH_VERIFY=1, or for an architecture without a row in the registry, the first
-    training step with supervised tokens and finite values compares it with the ordinary path.
+    With LIGER_PATCH_VERIFY=1, the first training step with supervised tokens and finite values
+    compares it with the ordinary path.
 
     Args:
         record: that of the model.
@@ -64,30 +61,14 @@ def why_distrusted(
     if isinstance(record, TrialRecord):
         record.rounding = max(record.rounding, _loss_rounding(logits, product, labels, **options))
         return None
-    wanted = flags.verify() or not record.tested
-    if wanted and torch.is_grad_enabled() and not record.verified:
+    if flags.verify() and torch.is_grad_enabled() and not record.checked:
         try:
             difference = disagreement(product, labels, **options)
         except NotComparable:  # the next batch may be
             return None
-        except torch.OutOfMemoryError:
-            if flags.verify() or is_dtensor(product.weight):
-                raise  # other ranks wait for this one
-            # no option has asked for the comparison, and without it the step may fit
-            own, has_own, _ = (record.compared or "").partition(f", and {SLICE}")
-            compared = f"{own}, but no gradients" if has_own else "nothing"
-            difference, record.compared = None, f"{compared}, as memory was short"
-        record.verified = True
+        record.checked = True
         if difference is not None:
-            by = "LIGER_PATCH_VERIFY" if flags.verify() else "the first training step"
-            record.distrusted, record.differs = f"{by} {difference}", True
-        elif not record.tested:
-            record.compared = record.compared or SLICE
-            warnings.warn(
-                f"liger_patch has no test of {record.architecture}. It compared {record.compared}: "
-                "they agree, and the loss is fused",
-                stacklevel=2,
-            )
+            record.distrusted, record.differs = f"LIGER_PATCH_VERIFY {difference}", True
     return record.distrusted
 
 

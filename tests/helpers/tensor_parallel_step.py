@@ -36,10 +36,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_patch import apply_patch, linear_cross_entropy, patch_status, registry
+from liger_patch import apply_patch, linear_cross_entropy, patch_status
 from liger_patch.layers.deferred_mask import DeferredMask
 from liger_patch.patch import verify
-from liger_patch.registry import ARCHITECTURES, available
+from liger_patch.registry import available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
 
@@ -57,15 +57,12 @@ def check(arguments: argparse.Namespace, *_: object) -> None:
         batch["position_ids"] = places.expand_as(batch["labels"])
     expected = step(alone, batch)
     model = distributed(arguments)
-    with patch.object(registry, "ARCHITECTURES", () if arguments.untested else ARCHITECTURES):
-        apply_patch(model, layers=arguments.layers)
+    apply_patch(model, layers=arguments.layers)
     os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
     context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
     with context, warnings.catch_warnings():
         warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
-        if arguments.untested:
-            warnings.filterwarnings("ignore", "liger_patch has no test of")
-        if arguments.verify or arguments.untested:  # which gathers logits of a few tokens, once
+        if arguments.verify:  # which gathers logits of a few tokens, once
             with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
                 step(model, batch)
         unmasked = without_masks(model) if arguments.packed else contextlib.nullcontext()
@@ -80,7 +77,6 @@ def check(arguments: argparse.Namespace, *_: object) -> None:
             assert arguments.fallback in (status.reason or ""), status.reason
         else:
             assert status.fused, status.reason
-            assert status.architecture == ("verified" if arguments.untested else "tested")
             assert not computed, f"real logits were computed {len(computed)} times"
             largest = batch["labels"].numel() * model.config.hidden_size
             assert gathers.largest <= largest, "logits were gathered"
@@ -254,7 +250,6 @@ if __name__ == "__main__":
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--packed", action="store_true", help="rows of two sequences")
     parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--untested", action="store_true", help="without a row")
     parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
     parser.add_argument("--compiled", action="store_true", help="as a whole")
     parser.add_argument("--fallback", default="")

@@ -156,6 +156,7 @@ def test_weights_follow_labels_of_which_a_model_makes_shift_labels(cls: Any, sam
     torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
 
 
+@pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
 def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error() -> None:
     model, batch = apply_patch(make_own_model(SkipsToken)), padded(weighted_samples(9, 4))
     with pytest.raises(ValueError, match="loss_weights cannot follow labels that the model's own"):

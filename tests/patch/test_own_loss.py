@@ -80,6 +80,7 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
 @pytest.mark.parametrize(
     ("options", "of_its_own"),
     [

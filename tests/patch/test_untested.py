@@ -20,7 +20,7 @@ from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers.replace import count_layers
-from liger_patch.patch import compare, verify
+from liger_patch.patch import compare
 from liger_patch.registry import Architecture
 
 pytestmark = pytest.mark.usefixtures("no_rows")
@@ -184,7 +184,7 @@ def test_a_class_of_ones_own_is_verified_and_fused_or_left_alone(
         assert_eagers(apply_patch(model), batch, truth, reason)
         return
     ours, said = training_step(apply_patch(model), batch)
-    assert len(said) == 1
+    assert len(said) == 1 + (cls is OtherHead)  # its head takes no wider dtype
     assert patch_status(model).fused == (reason is None)
     losses = [{"loss": results["loss"]} for results in (ours, eager, truth)]
     assert_no_worse(*losses, dtype, eps=4)
@@ -223,9 +223,10 @@ def test_an_own_loss_of_16_bits_may_be_less_exact_than_the_fused_one(
         batch["labels"] = model(batch["input_ids"]).logits.argmax(-1)
     _, said = training_step(apply_patch(model, layers=False), batch)
     assert len(said) == 1
-    assert NOTICE.split(" .* ")[1] in said[0]
-    assert ("raises RuntimeError with logits in a wider dtype" in said[0]) == (cls is WeighsClasses)
-    assert patch_status(model).architecture == "verified"
+    assert patch_status(model).fused
+    is_compared = cls is not WeighsClasses
+    assert ("raises RuntimeError with logits in a wider dtype" in said[0]) is not is_compared
+    assert (NOTICE.split(" .* ")[1] in said[0]) is is_compared
 
 
 def test_a_loss_that_changes_from_call_to_call_is_not_fused() -> None:
@@ -323,14 +324,6 @@ def test_a_model_without_a_head_is_left_alone_with_the_reason() -> None:
     assert "get_output_embeddings() returns None" in said[0]
     expected, found = tell_apart(eager, ours)
     assert_no_worse(found, expected, expected, torch.float32)
-
-
-def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "disagreement", lambda *_, **__: "found a difference on purpose")
-    model = apply_patch(make_model())
-    with pytest.warns(UserWarning, match="the first training step found a difference on purpose"):
-        call(model, tiny_batch(model))
-    assert patch_status(model).fused is False
 
 
 def test_an_option_that_cannot_reach_the_loss_is_an_error() -> None:

@@ -323,15 +323,14 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unknown")
-def test_an_architecture_without_a_row_is_verified() -> None:
+def test_an_architecture_without_a_row_is_fused() -> None:
+    """TRL's head leaves the model's own loss out: there is nothing to compare."""
     model = with_head(widened(make_model("gemma2")))
     batch = tiny_batch(model)
     trls = call(model, batch)
-    with pytest.warns(UserWarning, match="has no test of Gemma2ForCausalLM .* they agree"):
-        assert_same(call(apply_trl_patch(model), batch), trls)
-    call(model, batch)
+    assert_same(call(apply_trl_patch(model), batch), trls)
     assert_fused(model)
-    assert patch_status(model).architecture == "verified"
+    assert patch_status(model).architecture == "not tested"
 
 
 @pytest.mark.usefixtures("unknown")
