@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from gloo_group import each_case
 from packaging.version import Version
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,9 +33,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_patch import apply_patch, linear_cross_entropy, patch_status
+from liger_patch import apply_patch, patch_status
 from liger_patch.layers.deferred_mask import DeferredMask
-from liger_patch.patch import verify
 from liger_patch.registry import available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
@@ -58,13 +54,9 @@ def check(arguments: argparse.Namespace, *_: object) -> None:
     expected = step(alone, batch)
     model = distributed(arguments)
     apply_patch(model, layers=arguments.layers)
-    os.environ["LIGER_PATCH_VERIFY"] = str(int(arguments.verify))
     context = loss_parallel() if arguments.style == "sharded" else contextlib.nullcontext()
     with context, warnings.catch_warnings():
         warnings.filterwarnings("ignore" if arguments.fallback else "error", "liger_patch")
-        if arguments.verify:  # which gathers logits of a few tokens, once
-            with patch.object(verify, "linear_cross_entropy", compared_loss(arguments)):
-                step(model, batch)
         unmasked = without_masks(model) if arguments.packed else contextlib.nullcontext()
         with count_logits() as computed, Gathers() as gathers, unmasked:
             results = step(model, batch)
@@ -94,12 +86,6 @@ def check(arguments: argparse.Namespace, *_: object) -> None:
             return
         check_evaluation(model, alone, batch, fused=not arguments.fallback)
         check_loss_of_logits(model, alone, batch)
-
-
-def compared_loss(arguments: argparse.Namespace) -> Callable[..., Tensor]:
-    """The fused loss that is compared: a wrong one, where asked for, on one rank alone."""
-    factor = 1.001 if arguments.wrong and dist.get_rank() == dist.get_world_size() - 1 else 1.0
-    return lambda *args, **options: factor * linear_cross_entropy(*args, **options)
 
 
 @contextlib.contextmanager
@@ -249,8 +235,6 @@ if __name__ == "__main__":
     parser.add_argument("--even", action="store_true", help="shards of one size")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--packed", action="store_true", help="rows of two sequences")
-    parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--wrong", action="store_true", help="on the last rank, when compared")
     parser.add_argument("--compiled", action="store_true", help="as a whole")
     parser.add_argument("--fallback", default="")
     each_case(check, parser)

@@ -176,9 +176,6 @@ RUNS = {
             "sharded --model gemma2 --layers",
             "sharded --model cohere --tied",
             "sequence",
-            "gathered --verify --model gemma2",
-            "sharded --verify --layers",
-            'gathered --verify --wrong --fallback "found a difference"',
         ),
     ),
     "plans of Transformers": Run(

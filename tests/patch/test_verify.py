@@ -19,6 +19,7 @@ from liger_patch.deferred.fuse import HeadProduct
 from liger_patch.kernels.head import gradients
 from liger_patch.kernels.head import logits as head_logits
 from liger_patch.patch import verify
+from liger_patch.patch.forward import record_of
 
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
@@ -163,6 +164,19 @@ def test_a_broken_kernel_is_an_error_where_fusing_is_demanded(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="LIGER_PATCH_VERIFY found a difference"):
             call(model, tiny_batch(model))
+
+
+def test_a_distributed_vocabulary_is_not_compared_and_a_warning_says_so(
+    verified: list[Any],
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    record, (product, labels) = record_of(model), learnt(torch.float32, 1.0, None)
+    assert record is not None
+    vars(product.weight)["_local_tensor"] = product.weight  # as a DTensor's
+    logits: Any = None
+    with pytest.warns(UserWarning, match="does not verify a head whose vocabulary is distributed"):
+        assert verify.why_distrusted(record, logits, product, labels) is None
+    assert verified == []
 
 
 def learnt(
