@@ -88,8 +88,7 @@ def apply_patch(
 
     Raises:
         ValueError: an option is out of range; or, with ``strict``, the architecture has no row in
-            the registry (the message names the most similar ones), or its class has a forward of
-            its own.
+            the registry, or its class has a forward of its own.
         TypeError: not a Transformers model.
         RuntimeError: something has given a patched layer another class since (FSDP, say).
     """

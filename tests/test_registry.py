@@ -58,14 +58,8 @@ def test_find_wants_both_the_model_type_and_the_class(model_type: Any, class_nam
         registry.find(stand_in(model_type, class_name))
 
 
-def test_the_row_of_a_base_class_is_named_first() -> None:
-    llama = type("LlamaForCausalLM", (), {})
-    with pytest.raises(ValueError, match=r"rows are llama: LlamaForCausalLM; \w+: \w+; \w+: \w+\."):
-        registry.find(stand_in("my_model", "MyForCausalLM", llama))
-
-
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_strict_wants_a_row_and_names_the_most_similar_ones(
+def test_strict_wants_a_row_and_says_where_they_are(
     by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8)
@@ -75,10 +69,7 @@ def test_strict_wants_a_row_and_names_the_most_similar_ones(
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel with .* 'gpt_of_tomorrow'") as raised:
         apply_patch(model, strict=by == "argument")
     message = str(raised.value)
-    assert "gpt2: GPT2LMHeadModel" in message
-    assert sum(f"{row.model_type}: {row.class_name}" in message for row in ARCHITECTURES) <= 4
     assert "docs/models.md" in message
-    assert len(message) < 500
     assert type(model) is transformers.GPT2LMHeadModel
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import transformers
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ARCHITECTURES", "Architecture", "available", "find", "is_tested", "missing", "row_of"]
-CLOSEST = 3  # rows that an error names
 
 
 def row_of(model: PreTrainedModel) -> Architecture | None:
@@ -37,8 +35,7 @@ def is_tested(model: PreTrainedModel) -> bool:
 def find(model: PreTrainedModel) -> Architecture:
     """Return the row of `model`.
 
-    Raises ValueError where there is none, naming the most similar rows, those of its base
-    classes first, or where the class of `model` has a forward of its own.
+    Raises ValueError where there is none, or where the class of `model` has a forward of its own.
     """
     row = row_of(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -50,15 +47,9 @@ def find(model: PreTrainedModel) -> Architecture:
         )
     if row is not None:
         return row
-    rows = {f"{row.model_type}: {row.class_name}": row.class_name for row in ARCHITECTURES}
-    bases = {cls.__name__ for cls in type(model).__mro__}
-    closest = get_close_matches(f"{model_type}: {type(model).__name__}", rows, CLOSEST, cutoff=0.0)
-    closest = [each for each in rows if rows[each] in bases] + closest
-    closest = list(dict.fromkeys(closest))[:CLOSEST]
     raise ValueError(
         f"model is a {type(model).__name__} with config.model_type {model_type!r}, which has no "
-        f"row in liger_patch.registry. The most similar of its {len(rows)} rows are "
-        f"{'; '.join(closest)}. docs/models.md and liger_patch.registry.available() list all"
+        "row in liger_patch.registry: docs/models.md and liger_patch.registry.available() list all"
     )
 
 

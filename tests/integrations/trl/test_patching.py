@@ -334,9 +334,9 @@ def test_an_architecture_without_a_row_is_fused() -> None:
 
 
 @pytest.mark.usefixtures("unknown")
-def test_strict_wants_a_row_and_lists_those_that_there_are() -> None:
+def test_strict_wants_a_row() -> None:
     model = with_head(make_model())
-    with pytest.raises(ValueError, match=f"(?s)'llama'.*{registry.ARCHITECTURES[0].model_type}"):
+    with pytest.raises(ValueError, match="'llama', which has no row"):
         apply_trl_patch(model, strict=True)
     assert not patch_status(model).patched
     assert model(**tiny_batch(model), fused_lm_head=True).log_probs is not None
