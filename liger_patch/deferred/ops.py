@@ -138,18 +138,14 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     items = index if isinstance(index, tuple) else (index,)
     if not all(item is Ellipsis or _is_row_index(item) for item in items):
         return NotImplemented
+    rows = [item for item in items if item is not Ellipsis]
     used = sum(
-        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items
+        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in rows
     )
-    if any(item is Ellipsis for item in items):
-        # only the leading dimensions, or the last one taken whole
-        position = next(i for i, item in enumerate(items) if item is Ellipsis)
-        if position != len(items) - 1 and items[-1] != slice(None):
-            return NotImplemented
-        # an ellipsis at the end says nothing of the last dimension: it must be left to it
-        if used - 1 > logits.dim() - (position == len(items) - 1):
-            return NotImplemented
-    elif used > logits.dim() - 1 and not (used == logits.dim() and items[-1] == slice(None)):
+    last = items[-1] if items else None
+    # the last dimension is left whole: taken as it is, or by what the others leave to it
+    is_left = used < logits.dim() and (last is Ellipsis or len(rows) == len(items))
+    if not (is_left or (last == slice(None) and used <= logits.dim())):
         return NotImplemented
     return _rows(logits, chosen, tuple(_kept(item) for item in items))
 

@@ -151,14 +151,8 @@ class DeferredLogits(Recordable):
         """Return whether the values can no longer be computed."""
         if self.value is not None:
             return False
-        if self.head_call.changed() is not None or self.head_call.freed():
-            return True
-        node: Recordable = self
-        while node.parent is not None and node.step is not None:
-            if isinstance(node.step.other, DeferredLogits) and node.step.other.is_outdated:
-                return True
-            node = node.parent
-        return False
+        calls = [each.head_call for each in ancestry(self) if each.parent is None]
+        return any(call.changed() is not None or call.freed() for call in calls)
 
     def recorded_steps(self) -> list[Step] | None:
         """Return the steps since the head; None where something else has happened to the logits."""
