@@ -86,13 +86,8 @@ def compare_losses(
             record.compared, record.verified = f"its own loss {losses}", True
             _note(record)
             return
-        again = loss_of(own)
-        if not (isinstance(again, Tensor) and _are_close(expected, again, allowed)):
-            other = f"{again.item():.6g}" if isinstance(again, Tensor) else type(again).__name__
-            record.distrusted = f"its own loss changes from call to call ({expected:.6g}, {other})"
-        else:
-            record.distrusted = f"its own loss is {expected:.6g}, the fused one {found.item():.6g}"
-            record.differs = True
+        record.distrusted = f"its own loss is {expected:.6g}, the fused one {found.item():.6g}"
+        record.differs = True
     except torch.OutOfMemoryError:
         _note(record, "whose logits did not fit in memory")
 

@@ -101,14 +101,6 @@ class OtherHead(Tomorrow):
         return self.model.layers[0].mlp.up_proj
 
 
-class Changes(Tomorrow):
-    calls = 0
-
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        type(self).calls += 1
-        return super().loss_of(logits, labels) * self.calls
-
-
 def training_step(model: Any, batch: Any, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
     """Loss and gradients, and what was warned of."""
     with warnings.catch_warnings(record=True) as warned:
@@ -227,13 +219,6 @@ def test_an_own_loss_of_16_bits_may_be_less_exact_than_the_fused_one(
     is_compared = cls is not WeighsClasses
     assert ("raises RuntimeError with logits in a wider dtype" in said[0]) is not is_compared
     assert (NOTICE.split(" .* ")[1] in said[0]) is is_compared
-
-
-def test_a_loss_that_changes_from_call_to_call_is_not_fused() -> None:
-    model = apply_patch(make_model(Changes))
-    with pytest.warns(UserWarning, match="its own loss changes from call to call"):
-        call(model, tiny_batch(model))
-    assert patch_status(model).fused is False
 
 
 def test_labels_are_masked_at_boundaries_only_where_they_are_shifted() -> None:
