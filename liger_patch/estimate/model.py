@@ -190,10 +190,8 @@ def _no_config(model: str, reason: str) -> str:
 
 
 def described(error: Exception) -> str:
-    """Return the kind of an error and its first line; all lines where that ends in a colon."""
-    first, *others = [each.strip() for each in str(error).strip().splitlines()] or [""]
-    text = " ".join([first, *others]) if first.endswith(":") else first
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
+    """Return the kind of an error and what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def model_class_name(config: Any) -> str:
