@@ -14,7 +14,7 @@ from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from training_step import Float64, Step, call, gradients, patched, step, widened
+from training_step import Float64, Step, call, gradients, patched, widened
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -92,12 +92,6 @@ def target_made_under_no_grad(outputs: Any) -> Tensor:
     return (outputs.logits[:, 1:] * target).mean()
 
 
-def view_made_under_no_grad(outputs: Any) -> Tensor:
-    with torch.no_grad():
-        target = outputs.logits[:, 1:].float()
-    return (outputs.logits[:, :-1] * target).mean()
-
-
 def written_to(outputs: Any) -> Tensor:
     logits = outputs.logits
     logits[:, 2:4] = 0.0
@@ -112,36 +106,23 @@ def slice_written_to(outputs: Any) -> Tensor:
     return outputs.logits.square().mean() + part.mean() + doubled.tanh().mean()
 
 
-def two_readers(outputs: Any) -> Tensor:
-    logits = outputs.logits
-    return logits[:, 1:].logsumexp(-1).mean() + (logits / 3).tanh().mul(3).square().mean()
-
-
 # a term that user code makes of the outputs, beside the loss or instead of it
 TERMS: dict[str, Callable[[Any], Tensor]] = {
     "kl divergence": kl_divergence,
-    "mean": lambda outputs: outputs.logits.mean(),
-    "z-loss": lambda outputs: outputs.logits.logsumexp(-1).square().mean(),
     "one slice": lambda outputs: outputs.logits[:, -1].square().sum(),
     "a mask": lambda outputs: outputs.logits[torch.eye(2, 9, dtype=torch.bool)].square().sum(),
     "nested views": lambda outputs: outputs.logits[:, 1:][1].view(4, 2, V)[2, 1].square().sum(),
     "softcapped": lambda outputs: (torch.tanh(outputs.logits / 2.0) * 2.0).square().sum(),
     "own function": lambda outputs: Doubled.apply(outputs.logits),
-    "own function of a view": lambda outputs: Doubled.apply(outputs.logits[:, 1:].reshape(16, V)),
     "own function of steps": lambda outputs: Doubled.apply((outputs.logits / 2.0).tanh()[:, 1:]),
     "own function that hands on": halved_loss,
     "native": native_cross_entropy,
     "read under no_grad first": read_under_no_grad_first,
     "target made under no_grad": target_made_under_no_grad,
-    "view made under no_grad": view_made_under_no_grad,
     "detached": lambda outputs: (outputs.logits * outputs.logits.detach()).mean(),
-    "detached steps": lambda outputs: (
-        outputs.logits * (outputs.logits / 2).detach().tanh()
-    ).mean(),
     "data": lambda outputs: (outputs.logits * outputs.logits.data).mean(),
     "written to": written_to,
     "slice written to": slice_written_to,
-    "two readers": two_readers,
 }
 
 
@@ -229,26 +210,6 @@ def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient(patched_model: An
     assert nn.functional.cross_entropy(outputs.logits.view(-1, V), labels).requires_grad
 
 
-class Tripled(torch.autograd.Function):
-    """Somebody's own function that writes to its input."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor) -> Tensor:
-        ctx.mark_dirty(logits)
-        return logits.mul_(3.0)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> Tensor:
-        return 3.0 * grad_output
-
-
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_a_function_that_writes_to_logits_is_an_error(with_gradients: bool, outputs: Any) -> None:
-    for logits in (outputs.logits, outputs.logits[:, 1:]):
-        with torch.set_grad_enabled(with_gradients), pytest.raises(RuntimeError, match="dirty"):
-            Tripled.apply(logits)
-
-
 def test_batched_upstream_gradients_are_an_error_that_names_them(
     patched_model: Any, outputs: Any
 ) -> None:
@@ -259,25 +220,11 @@ def test_batched_upstream_gradients_are_an_error_that_names_them(
         )
 
 
-@pytest.mark.parametrize("frozen", ["head", "backbone", "all"])
-def test_gradients_exist_where_eagers_do(frozen: str) -> None:
-    model = widened(tiny_model(LLAMA))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            frozen != "all" and name.startswith("lm_head") == (frozen != "head")
-        )
-    if frozen == "all":
-        with patched(model):
-            outputs = call(model, tiny_batch(model))
-        assert not outputs.loss.requires_grad
-        assert not outputs.logits.requires_grad
-        return
-    truth = step(model, tiny_batch(model))
-    with patched(model):
-        ours = step(model, tiny_batch(model))
-        assert patch_status(model).fused
-    assert {name for name, gradient in ours.items() if gradient is not None} > {"loss"}
-    assert_no_worse(ours, truth, truth, torch.float32)
+def test_a_frozen_model_has_no_gradient() -> None:
+    model = apply_patch(tiny_model(LLAMA)).requires_grad_(False)
+    outputs = call(model, tiny_batch(model))
+    assert not outputs.loss.requires_grad
+    assert not outputs.logits.requires_grad
 
 
 def scaled_and_retained(model: Any) -> None:
