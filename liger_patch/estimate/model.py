@@ -29,8 +29,6 @@ OPTIMIZERS = {  # bytes a trained weight, of those in float32 and of those in 16
     "adamw-8bit": (2 + 8 / 256, 2 + 8 / 256),  # bitsandbytes': a scale for 256 numbers
 }
 
-OTHER_INPUTS = {"audio_config": "sound", "protein_encoder_config": "proteins"}  # by part of configs
-
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -205,28 +203,18 @@ def model_class_name(config: Any) -> str:
 def _model_class(config: Any) -> Any:
     """Return Transformers' automatic class for a config, or the class of its row."""
     is_seq2seq = getattr(config, "is_encoder_decoder", False)
-    for auto in () if is_seq2seq else (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            return auto
-    rows = [row for row in available() if row.model_type == config.model_type]
-    reason = _why_not_estimated(config) if rows or is_seq2seq else None
-    if rows and reason is None:
-        return getattr(transformers, rows[0].class_name)
+    if not is_seq2seq:
+        for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            if type(config) in auto._model_mapping:
+                return auto
+        for row in available():
+            if row.model_type == config.model_type:
+                return getattr(transformers, row.class_name)
     raise ValueError(
         "model must be a decoder that generates text (of AutoModelForCausalLM or "
         f"AutoModelForImageTextToText), got model_type {config.model_type!r}"
-        + (f", not estimated: {reason}" if reason else "")
+        + (", an encoder-decoder" if is_seq2seq else "")
     )
-
-
-def _why_not_estimated(config: Any) -> str | None:
-    """Return why a step of text alone is no step of a model with a row; None where it is one."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    for part, inputs in OTHER_INPUTS.items():
-        if part in config.sub_configs:
-            return f"its inputs are {inputs} and text"
-    return None
 
 
 def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
