@@ -15,7 +15,6 @@ from torch import nn
 from transformers import (
     BertConfig,
     ChameleonConfig,
-    CohereConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -286,30 +285,12 @@ def test_each_contender_has_its_estimate(config: LlamaConfig) -> None:
     assert all(set(each.parts) <= set(estimates.PARTS) for each in found.values())
 
 
-def test_other_layers_and_heads() -> None:
-    """Layer norms, scaled logits."""
-    found = estimates.estimate(CohereConfig(**TINY), replace(STEP, length=64))
-    assert [each.name for each in found][-1] == "liger_patch"
-
-
 def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) -> None:
     before = gated_mlp.slices_of, mlp.tokens_of_slice
     trace_step(config, STEP, OURS)
     gc.collect()
     assert (gated_mlp.slices_of, mlp.tokens_of_slice) == before
     assert nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2.0
-
-
-def test_a_model_with_experts() -> None:
-    config = Qwen3MoeConfig(
-        **TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
-    )
-    if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
-        with pytest.raises(ValueError, match="on the meta device, without values, got 'qwen3_moe'"):
-            estimates.estimate(config, replace(STEP, length=64))
-    else:
-        found = estimates.estimate(config, replace(STEP, length=64))
-        assert [each.name for each in found][-1] == "liger_patch"
 
 
 def mixture(model_type: str) -> Any:
