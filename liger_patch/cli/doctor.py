@@ -24,12 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_patch
 from liger_patch.kernels import reference
-from liger_patch.kernels.backend import (
-    HAS_TRITON,
-    is_hopper,
-    serves_triton_device,
-    takes_descriptors,
-)
+from liger_patch.kernels.backend import HAS_TRITON, serves_triton_device
 from liger_patch.patch import flags
 
 PACKAGES = {  # with the newest version that is tested: that of constraints.txt
@@ -126,22 +121,13 @@ def _name(device: torch.device) -> str:
 
 
 def _kernels(device: torch.device) -> str:
-    """Return which form of the head's kernels runs on a device."""
+    """Return what runs kernels on a device."""
     if not serves_triton_device(torch.empty(0, device=device)):
         reason = "" if HAS_TRITON else ": Triton is not installed"
         return f"PyTorch operations, no Triton{reason}"
     if device.type == "cpu":
         return "Triton's interpreter (TRITON_INTERPRET=1)"
-    if is_hopper(device):
-        from liger_patch.kernels.head.odds import SMALL_BATCH
-
-        if takes_descriptors(device):
-            return (
-                f"Triton: of more than {SMALL_BATCH} tokens in bfloat16 one kernel for logits and "
-                "softmax, else products and rows"
-            )
-        return "Triton: products and rows (one kernel for both needs Triton 3.4)"
-    return "Triton: products and rows"
+    return "Triton"
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:

@@ -96,19 +96,6 @@ def test_an_error_has_no_paths(
     assert f"/{getpass.getuser()}/" not in printed
 
 
-def test_each_kind_of_gpu_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "serves_triton_device", lambda _: True)
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    for hopper, words in ((True, "one kernel"), (False, "Triton: products and rows")):
-        monkeypatch.setattr(doctor, "is_hopper", lambda _, answer=hopper: answer)
-        for takes, needs in ((True, False), (False, hopper)):
-            monkeypatch.setattr(doctor, "takes_descriptors", lambda _, answer=takes: answer)
-            said = doctor._kernels(device)
-            assert words in said
-            assert ("needs Triton 3.4" in said) is needs
-
-
 def test_the_kernels_of_all_gpus_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     right = liger_patch.linear_cross_entropy
