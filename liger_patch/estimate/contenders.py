@@ -21,8 +21,6 @@ from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
 from liger_patch.layers.replace import replace_layers
 
-KERNELS = frozenset({"rms_norm", "rotary", "gated"})
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -31,7 +29,7 @@ class Contender:
     Attributes:
         name: its name in the report.
         head: which loss it has: "logits" (eager) or "chunks" (liger_patch).
-        layers: the layers that run on kernels, of KERNELS, "attention", "experts" and "lora".
+        layers: the layers that run on kernels, as ``apply_patch`` names them.
         slices: whether, where a row is long, feed-forward layers on kernels run in slices and LoRA
             projections keep a norm's input in place of its result.
     """
@@ -42,9 +40,10 @@ class Contender:
     slices: bool = True
 
 
+KERNELS = frozenset({"rms_norm", "rotary", "attention", "gated", "experts", "lora"})
 EAGER = Contender("eager")
 OURS_HEAD = Contender("liger_patch, layers=False", "chunks")
-OURS = Contender("liger_patch", "chunks", KERNELS | {"attention", "experts", "lora"})
+OURS = Contender("liger_patch", "chunks", KERNELS)
 CONTENDERS = (EAGER, OURS_HEAD, OURS)
 
 

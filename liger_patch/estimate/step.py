@@ -189,8 +189,7 @@ def _head_loss(hidden: Tensor, head: Any, step: TrainingStep, memory: MemoryTrac
     weight: Tensor = getattr(head, "base_layer", head).weight
     chunk = chunk_bytes(weight, step)
     hidden = hidden.to(step.autocast or hidden.dtype)
-    with memory.at(HEAD):
-        return ChunkedHead.apply(hidden, weight, chunk, memory.naming)
+    return ChunkedHead.apply(hidden, weight, chunk, memory.naming)
 
 
 def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:

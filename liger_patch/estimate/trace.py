@@ -166,15 +166,6 @@ class MemoryTrace(TorchDispatchMode):
         self.place = OTHER
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
-        """Count what is made within this context to a place."""
-        before, self.place = self.place, place
-        try:
-            yield
-        finally:
-            self.place = before
-
-    @contextmanager
     def naming(self, purpose: str) -> Iterator[None]:
         """Name the purpose of what is made within this context."""
         before, self.purpose = self.purpose, purpose
