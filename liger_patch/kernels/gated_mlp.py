@@ -35,7 +35,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
 from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
 from liger_patch.kernels.gated import ACTIVATIONS
-from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients, Parts
+from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
 from liger_patch.kernels.lora.products import (
     joined_kept,
     new_seed,
@@ -45,12 +45,11 @@ from liger_patch.kernels.lora.products import (
 )
 from liger_patch.kernels.lora.projection import (
     LoraProjection,
+    bases_of,
     check_projection,
-    check_unchanged,
     flattened,
     products_dtype,
     without_adapter,
-    writes_to,
 )
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.rows import rows_of
@@ -66,35 +65,35 @@ class _AtOnce(torch.autograd.Function):
         ctx,
         x: Tensor,  # (..., H)
         layer: GatedLayer,
-        parts: Parts,  # of the layer
-        *parameters: Tensor | None,  # of its projections, as ``flattened`` returns them
+        adapters: list[Tensor],  # cast; none without adapters
+        *parameters: Tensor | None,
     ):
         wants_x, _, _, *wanted = ctx.needs_input_grad
-        rows, has_adapters = rows_of(x).to(layer.dtype), parts.a is not None
+        bases, rows = bases_of(parameters), rows_of(x).to(layer.dtype)
+        parts = layer.parts(bases, adapters)
         gates = layer.first_products(rows, parts)
         layer.activate(gates, parts)
         a, s_down, size = gates.a, gates.s_down, parts.down.weight.shape[0]
         ctx.layer, ctx.dtype, ctx.shape = layer, x.dtype, x.shape
         ctx.dtypes = [None if each is None else each.dtype for each in parameters]
-        ctx.seeds, kept = split_kept(gates.kept)
+        ctx.seeds, masks = split_kept(gates.kept)
+        *of_first, down_weight, down_bias = bases
         last = len(parameters) - FIELDS
         trains_first = any(wanted[0:last:FIELDS])
-        is_last_alone = has_adapters and not (wants_x or any(wanted[:last]) or wanted[last + 2])
-        if has_adapters:
-            ctx.parameters, ctx.writes = parameters, writes_to(parameters, layer.dtype)
-        else:  # saved, so that casts of weights are freed as soon as they were used
-            *first, down = parameters[::FIELDS]
-            kept = [*first, down] if wants_x else [*([None] * len(first)), down]
-            ctx.layer = layer.with_bases([None] * len(kept), [None] * len(kept))
-        ctx.save_for_backward(
-            rows if (has_adapters and not is_last_alone) or trains_first else None,
+        is_last_alone = adapters and not (wants_x or any(wanted[:last]) or wanted[last + 2])
+        tensors = [
+            rows if (adapters and not is_last_alone) or trains_first else None,
             *([None] * 3 if is_last_alone else (gates.gate, gates.up, gates.s)),
-            a if has_adapters and wanted[last] else None,
+            a if adapters and wanted[last] else None,
             s_down,
-            parts.cast,
-            *([None] * len(kept) if is_last_alone else kept),
-        )
-        if not has_adapters:
+            *(of_first if wants_x else [None] * len(of_first)),
+            down_weight,
+            down_bias,
+            *adapters,
+            *([None] * len(masks) if is_last_alone else masks),
+        ]
+        ctx.save_for_backward(*tensors)
+        if not adapters:
             return product(a, parts.down, None, x.shape[:-1])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(a, s_down)
@@ -103,21 +102,20 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor | None, *_: None):
         check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
-        x, gate, up, s, a, s_down, cast, *kept = ctx.saved_tensors
+        x, gate, up, s, a, s_down, *tensors = ctx.saved_tensors
         layer: GatedLayer = ctx.layer
         wants_x, _, _, *wanted = ctx.needs_input_grad
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        if s_down is None:
-            layer, kept = layer.with_bases(kept, [None] * len(kept)), []
-        else:
-            check_unchanged(ctx.writes, ctx.parameters, layer.dtype)
-        gates = Gates(gate, up, s, a, s_down, joined_kept(ctx.seeds, kept))
-        del gate, up, a
+        number = 2 * len(layer.fixed)
+        bases, adapters = tensors[:number], tensors[number:]
+        masks = [adapters.pop() for _ in ctx.seeds][::-1]
+        gates = Gates(gate, up, s, a, s_down, joined_kept(ctx.seeds, masks))
+        del gate, up, a, tensors
         sums, dy = Gradients(ctx.dtypes, wanted), rows_of(dy).contiguous()
         with without_autocast(dy.device.type):
-            dtype = ctx.dtype if wants_x else None
-            dx = layer.gradients_(dtype, dy, x, layer.parts(cast), gates, sums)
+            dtype, parts = ctx.dtype if wants_x else None, layer.parts(bases, adapters)
+            dx = layer.gradients_(dtype, dy, x, parts, gates, sums)
         return None if dx is None else dx.view(ctx.shape), None, None, *sums.found
 
 
@@ -135,26 +133,23 @@ class _InSlices(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.how, ctx.dtype, ctx.shape = (layer, slices, seeds), x.dtype, x.shape
-        ctx.parameters, ctx.writes = parameters, writes_to(parameters)
-        ctx.save_for_backward(x.to(layer.dtype))
-        size = layer.projections[-1].weight.shape[0]
+        ctx.save_for_backward(x.to(layer.dtype), *parameters)
+        size = layer.out_features(parameters)
         return x.new_empty((), dtype=layer.dtype).expand(*x.shape[:-1], size)
 
     @staticmethod
     def backward(ctx, dy: Tensor | None):
         check_backward("gated_mlp", dy, advice=LAYER_ADVICE)
-        (x,) = ctx.saved_tensors
+        x, *parameters = ctx.saved_tensors
         layer, slices, all_seeds = ctx.how
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        parameters = ctx.parameters
-        check_unchanged(ctx.writes, parameters)
         wants_x, _, _, _, *wanted = ctx.needs_input_grad
         dtypes = [None if each is None else each.dtype for each in parameters]
         sums, x, dy = Gradients(dtypes, wanted, in_slices=True), rows_of(x), rows_of(dy)
         dx = x.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
         with without_autocast(x.device.type):
-            parts = layer.prepared()
+            parts = layer.prepared(parameters)
             for (start, stop), seeds in zip(slices, all_seeds, strict=True):
                 rows = x[start:stop]
                 gates = layer.first_products(rows, parts, seeds[:-1])
@@ -183,8 +178,9 @@ def _result_of_slices(
     layer: GatedLayer,
     slices: list[tuple[int, int]],
     seeds: list[Seeds],
+    parameters: Sequence[Tensor | None],
 ) -> Tensor:
-    rows, parts = rows_of(x), layer.prepared()
+    rows, parts = rows_of(x), layer.prepared(parameters)
     # in its own shape: autograd would refuse to change a view in place
     y = x.new_empty(*x.shape[:-1], parts.down.weight.shape[0], dtype=layer.dtype)
     filled = y.view(len(rows), y.shape[-1])
@@ -268,22 +264,23 @@ def run_gated_mlp(
 ) -> Tensor:
     """Compute what ``gated_mlp`` does, of arguments that fit, with products in a dtype."""
     projections = [gate, down] if up is None else [gate, up, down]
-    layer = GatedLayer(projections, dtype, activation)
+    fixed, parameters = flattened(projections)
+    layer = GatedLayer(fixed, dtype, activation)
     if slice_tokens is not None and _can_slice(x, dtype, projections):
         slices = slices_of(x, slice_tokens)
-        seeds = [[new_seed() if p.dropout else None for p in projections] for _ in slices]
+        seeds = [[new_seed() if each.dropout else None for each in fixed] for _ in slices]
         how = layer, slices, seeds
-        link = _InSlices.apply(x, *how, *flattened(projections))
+        link = _InSlices.apply(x, *how, *parameters)
         with without_autocast(x.device.type):
-            return Result.apply(link, lambda: _result_of_slices(x, *how))
+            return Result.apply(link, lambda: _result_of_slices(x, *how, parameters))
     if down.a is None:
-        cast = [None if each is None else each.to(dtype) for each in flattened(projections)]
-        layer = layer.with_bases(cast[::FIELDS], cast[1::FIELDS])
-        return _AtOnce.apply(x.to(dtype), layer, layer.parts(), *cast)
-    parts = layer.parts()
+        cast = [None if each is None else each.to(dtype) for each in parameters]
+        return _AtOnce.apply(x.to(dtype), layer, [], *cast)
+    adapters = layer.cast_adapters(parameters)
     with without_autocast(x.device.type):
-        link, a, s_down = _AtOnce.apply(x, layer, parts, *flattened(projections))
-        return Result.apply(link, lambda: product(a, parts.down, s_down, x.shape[:-1]))
+        link, a, s_down = _AtOnce.apply(x, layer, adapters, *parameters)
+        part = down._replace(b=adapters[-1])
+        return Result.apply(link, lambda: product(a, part, s_down, x.shape[:-1]))
 
 
 def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:

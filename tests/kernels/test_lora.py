@@ -23,7 +23,7 @@ from lora_inputs import PROJECTIONS, SHAPES, linears_inputs
 from torch import Tensor
 
 from liger_patch.kernels.lora.linears import lora_linears
-from liger_patch.kernels.lora.projection import ALIGNED, LoraProjection
+from liger_patch.kernels.lora.projection import LoraProjection
 
 
 @pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
@@ -98,8 +98,7 @@ def test_a_quantized_base_is_not_kept_dense(device: torch.device) -> None:
     given = {each.data_ptr() for each in leaves.values()}
     ranks = 8 + 16 + 20
     others = [tuple(t.shape) for t in saved if t.data_ptr() not in given]
-    joined = ranks * 40 + 3 * ALIGNED  # A of all projections
-    assert others == [(35, ranks), (joined,)]
+    assert others == [(35, ranks), (ranks, 40)]  # s, and A of all projections
     sum(y.sum() for y in ys).backward()
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
@@ -149,16 +148,6 @@ def test_a_cast_adapter_may_change_before_the_backward_pass(device: torch.device
             leaves[f"{i}.b"].mul_(2)
     found = torch.autograd.grad(total, asked)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["0.weight", "1.b"])
-def test_a_tensor_that_was_not_cast_must_not_change(name: str, device: torch.device) -> None:
-    leaves, parts = trainable(*linears_inputs(device, "float32"))
-    total = sum(y.sum() for y in lora_linears(leaves["x"], parts))
-    with torch.no_grad():
-        leaves[name].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total.backward()
 
 
 X = torch.zeros(2, 8)

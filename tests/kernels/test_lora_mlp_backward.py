@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora import mlp
-from liger_patch.kernels.lora.projection import ALIGNED, LoraProjection
+from liger_patch.kernels.lora.projection import LoraProjection
 
 
 def test_what_is_kept(device: torch.device) -> None:
@@ -27,7 +27,7 @@ def test_what_is_kept(device: torch.device) -> None:
         y = gated_mlp(leaves["x"], *parts)
     given = {each.data_ptr() for each in leaves.values()}
     others = sorted(tuple(t.shape) for t in saved if t.data_ptr() not in given)
-    assert others == [(35, 16), (35, 8 + 20), (35, SIZE), (35, SIZE), (28 * 40 + 2 * ALIGNED,)]
+    assert others == [(8 + 20, 40), (35, 16), (35, 8 + 20), (35, SIZE), (35, SIZE)]
     y.sum().backward()
     assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
 
@@ -119,19 +119,6 @@ def test_adapters_that_were_cast_may_change_in_place(name: str, device: torch.de
         found.append([leaf.grad for leaf in leaves.values() if leaf.grad is not None])
     assert len(found[0]) == len(found[1]) > len(parts)
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("slice_tokens", [None, 16])
-@pytest.mark.parametrize("name", ["0.weight", "2.b"])
-def test_a_tensor_that_was_not_cast_must_not_change(
-    name: str, slice_tokens: int | None, device: torch.device
-) -> None:
-    leaves, parts = trainable(*mlp_inputs(device, "float16"))
-    y = gated_mlp(leaves["x"], *parts, slice_tokens=slice_tokens).sum()
-    with torch.no_grad():
-        leaves[name].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
 
 
 @pytest.mark.gpu

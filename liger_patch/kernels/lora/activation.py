@@ -40,7 +40,7 @@ def activate(
         adapters = _adapters(parts, down_a)
         return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
     a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
-    s_down = a.new_empty(a.shape[0], down_a.shape[0])
+    s_down = a.new_empty(len(a), len(down_a))
     return a, s_down, thin_product_(s_down, a, down_a, dropout, seed)
 
 
@@ -96,7 +96,7 @@ def _with_adapters(
 
 
 def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
-    ranks = (*(part.a.shape[0] for part in parts), down_a.shape[0])
+    ranks = (*(len(part.a) for part in parts), len(down_a))
     return serves_lora(gate, max(ranks))
 
 

@@ -12,7 +12,7 @@ and with ds_i = scaling_i dy_i B_i:
 Without dropout, the A of all projections form one matrix, and all s_i are a single thin product.
 The product that computes an adapter's part adds it to y or dx at once, so there is no temporary of
 that size. Weights are dequantized or cast at each use, and not kept in that form. A and B are cast
-once, and the cast copies are kept as one tensor.
+once, and the cast copies are kept.
 
 N: tokens, H: features of x, O: of y, R: rank. Saved for the backward pass, in bytes a token in
 16 bits: x, 2 H, once for all projections, and s, 2 R each. If ``source`` gives the input of the
@@ -40,14 +40,15 @@ from liger_patch.kernels.lora.products import (
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
+    Constants,
     LoraProjection,
+    a_dtypes,
+    bases_of,
     cast_matrices,
     check_projection,
-    check_unchanged,
     flattened,
     products_dtype,
-    with_adapters,
-    writes_to,
+    restored,
 )
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.rows import rows_of
@@ -60,48 +61,47 @@ class _LoraLinears(torch.autograd.Function):
         x: Tensor,
         dtype: torch.dtype,
         source: NormInputs | None,
-        projections: Sequence[LoraProjection],
-        *tensors: Tensor | None,  # of the projections, as ``flattened`` returns them
+        fixed: list[Constants],
+        adapters: list[Tensor],  # A of all as one, and each B, cast
+        *tensors: Tensor | None,
     ):
         ctx.set_materialize_grads(False)
-        cast, a, parts = _cast(projections, tensors, dtype)
+        bases, (a, *bs) = bases_of(tensors), adapters
+        parts = restored(fixed, bases, a, bs)
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, a, parts)
             each = zip(parts, columns_of(s, parts), strict=True)
             ys = [product(rows, part, thin, x.shape[:-1]) for part, thin in each]
-        ctx.projections, ctx.tensors, ctx.writes = projections, tensors, writes_to(tensors, dtype)
-        ctx.dtype, ctx.shape = x.dtype, x.shape
+        ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
         ctx.seeds, masks = split_kept(kept)
         ctx.source, ctx.product_dtype = None, dtype
         norm_weight = None
         if source is not None:
             rows, norm_weight = source.x, source.weight
             ctx.source = source[2:]
-        ctx.save_for_backward(rows, norm_weight, s, cast, *masks)
+        ctx.save_for_backward(rows, norm_weight, s, a, *bs, *masks, *bases)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
         check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
-        x, norm_weight, s, cast, *masks = ctx.saved_tensors
-        wants_x, _, _, _, *wanted = ctx.needs_input_grad
+        fixed, number = ctx.fixed, len(ctx.fixed)
+        x, norm_weight, s, a, *tensors = ctx.saved_tensors
+        bs, masks, bases = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
+        wants_x, _, _, _, _, *wanted = ctx.needs_input_grad
         if all([dy is None for dy in upstream]):
             return (None,) * len(ctx.needs_input_grad)
-        projections: Sequence[LoraProjection] = ctx.projections
-        check_unchanged(ctx.writes, ctx.tensors, ctx.product_dtype)
-        _, a, parts = _cast(projections, ctx.tensors, ctx.product_dtype, cast)
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
         upstream = tuple(
-            [None if dy is None else dy.reshape(s.shape[0], dy.shape[-1]) for dy in upstream]
+            [None if dy is None else dy.reshape(len(s), dy.shape[-1]) for dy in upstream]
         )
-        kept = joined_kept(ctx.seeds, masks)
+        kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
             ds = upstream_thin_products(upstream, parts)
-            each = zip(projections, wanted[2::4], strict=True)
-            dtypes = [part.a.dtype if wants else None for part, wants in each]
+            dtypes = a_dtypes(fixed, wanted[2::4])
             dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
             das = gradients_of_input_(dx, x, a, upstream, parts, ds, kept, dtypes)
             each = zip(upstream, parts, columns_of(s, parts), strict=True)
@@ -111,20 +111,9 @@ class _LoraLinears(torch.autograd.Function):
                     continue
                 *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
                 base = base_gradients(dy, x, part, wants_base) if any(wants_base) else (None, None)
-                db = b_gradient(dy, part, thin, projections[i].b.dtype) if wants_b else None
+                db = b_gradient(dy, part, thin, fixed[i].b_dtype) if wants_b else None
                 gradients += [*base, das[i], db]
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *gradients
-
-
-def _cast(
-    projections: Sequence[LoraProjection],
-    tensors: Sequence[Any],  # of them, as ``flattened`` returns them
-    dtype: torch.dtype,
-    cast: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor, list[LoraProjection]]:
-    """Return what ``cast_matrices`` keeps, A of all as one, and the projections with cast parts."""
-    cast, (a, *bs) = cast_matrices((tensors[2::4], *zip(tensors[3::4])), dtype, cast)
-    return cast, a, with_adapters(projections, a, bs)
+        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
 
 
 def lora_linears(
@@ -161,4 +150,7 @@ def run_lora_linears(
     source: NormInputs | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype."""
-    return _LoraLinears.apply(x, dtype, source, projections, *flattened(projections))
+    fixed, tensors = flattened(projections)
+    matrices: list[Any] = [tensors[2::4], *zip(tensors[3::4])]  # A of all as one, and each B
+    adapters = cast_matrices(matrices, dtype)
+    return _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)

@@ -33,10 +33,11 @@ from liger_patch.kernels.lora.products import (
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
+    Constants,
     LoraProjection,
+    bases_of,
     cast_matrices,
-    flattened,
-    with_adapters,
+    restored,
 )
 from liger_patch.kernels.products import product_
 
@@ -49,13 +50,11 @@ class Parts(NamedTuple):
     Attributes:
         a: A of gate and up as one (sum of R, H); None without adapters.
         first: gate and up, or both as one.
-        cast: the tensor that holds all adapters that were cast.
     """
 
     a: Tensor | None
     first: list[LoraProjection]
     down: LoraProjection
-    cast: Tensor | None
 
 
 class Gates:
@@ -150,46 +149,49 @@ class Gradients:
 
 
 class GatedLayer(NamedTuple):
-    """A feed-forward layer, as autograd functions take it.
+    """A feed-forward layer without its tensors, as autograd functions take it.
 
     Attributes:
-        projections: gate and up, or both as one, and down.
+        fixed: the constants of gate and up, or of both as one, and of down.
         dtype: of the products.
         activation: "silu", "gelu_tanh" or "gelu".
     """
 
-    projections: Sequence[LoraProjection]
+    fixed: Sequence[Constants]
     dtype: torch.dtype
     activation: str
 
-    def parts(self, cast: Tensor | None = None) -> Parts:
-        """Return the projections with their adapters cast, or as an earlier call has cast them."""
-        *first, down = self.projections
-        if down.a is None:
-            return Parts(None, first, down, None)
-        tensors: Any = flattened(self.projections)
-        all_a, all_b = tensors[2::FIELDS], tensors[3::FIELDS]
-        matrices = all_a[:-1], *zip(all_b[:-1]), all_a[-1:], all_b[-1:]
-        cast, (a, *bs, down_a, down_b) = cast_matrices(matrices, self.dtype, cast)
-        (down,) = with_adapters([down], down_a, [down_b])
-        return Parts(a, with_adapters(first, a, bs), down, cast)
+    def out_features(self, parameters: Sequence[Tensor | None]) -> int:
+        """Return O."""
+        weight = (
+            parameters[-FIELDS] if self.fixed[-1].quantized is None else self.fixed[-1].quantized
+        )
+        assert weight is not None
+        return weight.shape[0]
 
-    def prepared(self) -> Parts:
-        """Return the projections with weights cast or dequantized too, for several slices."""
-        parts = self.parts()
+    def cast_adapters(self, parameters: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return A of gate and up as one, B of both, A and B of down, cast; nothing without
+        adapters.
+        """
+        adapters: Any = parameters[2::FIELDS], parameters[3::FIELDS]
+        all_a, all_b = adapters
+        if all_a[0] is None:
+            return []
+        groups = [all_a[:-1], *([b] for b in all_b[:-1]), all_a[-1:], all_b[-1:]]
+        return cast_matrices(groups, self.dtype)
+
+    def parts(self, bases: Sequence[Tensor | None], adapters: Sequence[Tensor]) -> Parts:
+        """Return the projections of weights and biases, and of what ``cast_adapters`` returns."""
+        a, *bs, down_a, down_b = adapters or [None] * (len(self.fixed) + 2)
+        first = restored(self.fixed[:-1], bases[:-2], a, bs)
+        (down,) = restored(self.fixed[-1:], bases[-2:], down_a, [down_b])
+        return Parts(a, first, down)
+
+    def prepared(self, parameters: Sequence[Tensor | None]) -> Parts:
+        """Return the projections with weights cast or dequantized, for several slices."""
+        parts = self.parts(bases_of(parameters), self.cast_adapters(parameters))
         *first, down = (p._replace(weight=p.dense(self.dtype)) for p in (*parts.first, parts.down))
-        return parts._replace(first=first, down=down)
-
-    def with_bases(
-        self, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
-    ) -> "GatedLayer":
-        """Return the layer without adapters, with other biases and weights; quantized ones stay."""
-        projections = []
-        for part, weight, bias in zip(self.projections, weights, biases, strict=True):
-            is_dense = part.weight is None or isinstance(part.weight, Tensor)
-            weight: Any = weight if is_dense else part.weight
-            projections.append(LoraProjection(weight, bias, None, None, 1.0, 0.0))
-        return self._replace(projections=projections)
+        return Parts(parts.a, first, down)
 
     def first_products(
         self, x: Tensor, parts: Parts, seeds: Sequence[int | None] | None = None
@@ -248,7 +250,7 @@ class GatedLayer(NamedTuple):
         del da
         gates.gate = gates.up = None  # under checkpoints, nothing else holds them
         if isinstance(dx, torch.dtype):  # not made before da is freed
-            dx = dy.new_empty(dy.shape[0], parts.first[0].weight.shape[1], dtype=dx)
+            dx = dy.new_empty(len(dy), parts.first[0].weight.shape[1], dtype=dx)
         dtypes = [sums.dtypes[FIELDS * j + 2] for j in range(len(dys))]
         das = gradients_of_input_(dx, x, parts.a, dys, parts.first, ds, gates.kept[:-1], dtypes)
         for j, each in enumerate(dys):

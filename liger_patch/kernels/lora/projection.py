@@ -1,4 +1,8 @@
-"""A linear layer with a LoRA adapter, as the operators of this folder take it."""
+"""A linear layer with a LoRA adapter, as the operators of this folder take it.
+
+Autograd functions take tensors and constants apart: ``flattened`` separates a projection into both,
+``restored`` puts it together again.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,8 +12,6 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.products import QuantizedWeight
-
-ALIGNED = 8  # numbers: a matrix begins at a multiple of 16 bytes, as products and kernels want it
 
 
 class LoraProjection(NamedTuple):
@@ -43,98 +45,84 @@ def without_adapter(weight: Tensor | QuantizedWeight) -> LoraProjection:
     return LoraProjection(weight, None, None, None, 1.0, 0.0)
 
 
-def flattened(projections: Sequence[LoraProjection]) -> list[Tensor | None]:
-    """Return weight, bias, A and B of each projection, as autograd functions take them: None for a
-    quantized weight.
+class Constants(NamedTuple):
+    """The constants of a projection, beside its tensors.
+
+    Attributes:
+        quantized: the weight, if it is quantized; else None.
+        a_dtype, b_dtype: the dtypes of the gradients of A and B, None without an adapter.
     """
-    tensors = []
-    for weight, bias, a, b, _, _ in projections:
-        tensors += [weight if isinstance(weight, Tensor) else None, bias, a, b]
-    return tensors
+
+    quantized: QuantizedWeight | None
+    scaling: float
+    dropout: float
+    a_dtype: torch.dtype | None
+    b_dtype: torch.dtype | None
 
 
-def writes_to(tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> int:
-    """Return how often somebody has written to the tensors of ``flattened``; 0 if one is made for
-    inference.
-
-    Autograd functions keep these as they are: under checkpointing, Python hooks run three times for
-    each saved tensor.
-
-    Args:
-        dtype: leaves out adapters of another one, which were cast.
+def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], list[Tensor | None]]:
+    """Return what autograd functions take: the constants of each projection, and a flat list of
+    weight, bias, A and B of each.
     """
-    total = 0
-    for i, each in enumerate(tensors):
-        if each is None or (i % 4 > 1 and dtype not in (None, each.dtype)):
-            continue
-        if each.is_inference():
-            return 0
-        total += each._version
-    return total
+    fixed, tensors = [], []
+    for weight, bias, a, b, scaling, dropout in projections:
+        is_dense = isinstance(weight, Tensor)
+        dtypes = (None, None) if a is None else (a.dtype, b.dtype)
+        fixed.append(Constants(None if is_dense else weight, scaling, dropout, *dtypes))
+        tensors += [weight if is_dense else None, bias, a, b]
+    return fixed, tensors
 
 
-def check_unchanged(before: int, tensors: Sequence[Tensor | None], *dtype: torch.dtype) -> None:
-    """Raise RuntimeError, as autograd does for saved tensors, if ``writes_to`` is another number
-    than it was before.
-    """
-    if writes_to(tensors, *dtype) != before:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: a weight, bias or adapter, between the forward and the backward pass"
-        )
+def bases_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return weight and bias of each projection, from the tensors of ``flattened``."""
+    return [each for i in range(0, len(tensors), 4) for each in tensors[i : i + 2]]
 
 
-def with_adapters(
-    projections: Sequence[LoraProjection], a: Tensor, bs: Sequence[Tensor]
+def restored(
+    fixed: Sequence[Constants],
+    bases: Sequence[Tensor | None],  # weight and bias of each
+    a: Tensor | None,  # (sum of R, H); None without adapters
+    bs: Sequence[Any],  # (O, R) each
 ) -> list[LoraProjection]:
-    """Return projections with other adapters: a is the A of all as one matrix (sum of R, H)."""
-    rows = (a,) if len(bs) == 1 else a.split_with_sizes([b.shape[1] for b in bs])
-    each = zip(projections, rows, bs, strict=True)
-    return [LoraProjection(p.weight, p.bias, part, b, p.scaling, p.dropout) for p, part, b in each]
+    """Return the projections of one input, with the adapters that ``cast_matrices`` has cast."""
+    parts = []
+    rows = bs if a is None else (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
+    for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):
+        weight, bias = bases[2 * i : 2 * i + 2]
+        held: Any = weight if constants.quantized is None else constants.quantized
+        how = constants.scaling, constants.dropout
+        parts.append(LoraProjection(held, bias, part_a, b, *how))
+    return parts
+
+
+def a_dtypes(fixed: Sequence[Constants], wanted: Sequence[bool]) -> list[torch.dtype | None]:
+    """Return the dtype of dA of each projection, None where it is not wanted."""
+    return [each.a_dtype if w else None for each, w in zip(fixed, wanted, strict=True)]
 
 
 @torch.no_grad()
-def cast_matrices(
-    groups: Sequence[Sequence[Tensor]], dtype: torch.dtype, cast: Tensor | None = None
-) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the rows of each group of matrices as one matrix in a dtype, and before them the one
-    tensor that holds all copies; None where nothing is cast or joined.
+def cast_matrices(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    """Return the rows of each group of matrices as one matrix in a dtype, all cast at once.
 
     Adapters are cast in the forward pass, and kept for the backward pass in that form, as autocast
     keeps what it casts. One launch casts all: there are two matrices for every linear layer.
-
-    Args:
-        cast: that one tensor of an earlier call, whose copies are found in it again.
     """
-    found, copies, sources, start, is_new = [], [], [], 0, cast is None
-    if is_new:
-        size = 0
-        for group in groups:
-            if len(group) > 1 or group[0].dtype != dtype:
-                for each in group:
-                    size += each.numel() + ALIGNED
-        if not size:
-            return None, [each for (each,) in groups]
-        cast = groups[0][0].new_empty(size, dtype=dtype)
-    elif cast is not None:  # hooks on saved tensors may give it back with other strides
-        cast = cast.contiguous()
+    found, parts, sources = [], [], []
     for group in groups:
         whole = group[0]
-        if cast is not None and (len(group) > 1 or whole.dtype != dtype):
-            rows, columns = whole.shape
-            if len(group) > 1:
-                rows = sum([each.shape[0] for each in group])
-            whole = cast.narrow(0, start, rows * columns).view(rows, columns)
-            start += -(-rows * columns // ALIGNED) * ALIGNED
-            if is_new:
-                copies += (
-                    whole.split([each.shape[0] for each in group]) if len(group) > 1 else (whole,)
-                )
-                sources += group
+        if len(group) > 1:
+            sizes = [each.shape[0] for each in group]
+            whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
+            parts += whole.split(sizes)
+            sources += group
+        elif whole.dtype != dtype:
+            whole = whole.new_empty(whole.shape, dtype=dtype)
+            parts.append(whole)
+            sources += group
         found.append(whole)
-    if is_new:
-        torch._foreach_copy_(copies, sources)  # pyright: ignore[reportPrivateImportUsage]
-    return cast, found
+    if sources:
+        torch._foreach_copy_(parts, sources)  # pyright: ignore[reportPrivateImportUsage]
+    return found
 
 
 def products_dtype(x: Tensor) -> torch.dtype:
