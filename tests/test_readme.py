@@ -73,17 +73,25 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
         "training_step_packed",
         f"padded|{LOWER_BOUND}|loss only|{WITHOUT_LAYERS}",
     ),
-    "lora_steps": (lora_steps_table, "lora_step", f"of 18 layers.*(QLoRA|LoRA .)|{LOWER_BOUND}"),
+    "lora_steps": (
+        lora_steps_table,
+        "lora_step",
+        f"of 18 layers.*(QLoRA|LoRA .)|8B, .*, LoRA|2048, QLoRA;|{LOWER_BOUND}",
+    ),
     "moe_steps": (lora_steps_table, "moe_step", ""),
     "rl_steps": (rl_steps_table, "rl_step", ""),
-    "distillation": (distillation_table, "distillation", "Liger-Kernel"),
+    "distillation": (distillation_table, "distillation", "Liger-Kernel|Qwen3-0.6B"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
         readme_table,
         "linear_cross_entropy",
-        "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL|tokens 65536",
+        "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL|tokens 65536|Gemma-3-270M",
     ),
-    "distributed_steps": (distributed_table, "distributed_step", "tensor parallel|layers=False"),
+    "distributed_steps": (
+        distributed_table,
+        "distributed_step",
+        "tensor parallel|layers=False|Qwen3-8B.* DDP",
+    ),
     "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
 }
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
