@@ -71,7 +71,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "steps_packed": (
         steps_table,
         "training_step_packed",
-        f"padded|{LOWER_BOUND}|loss only|{WITHOUT_LAYERS}",
+        f"padded|{LOWER_BOUND}|loss only|with masks|{WITHOUT_LAYERS}",
     ),
     "lora_steps": (
         lora_steps_table,
