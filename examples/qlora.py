@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from docstrings import Conversation, chat_tokenizer, conversations
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model
 from small_model import small_model
 from transformers import (
     AutoModelForCausalLM,
@@ -51,7 +51,6 @@ def main() -> None:
             bnb_4bit_compute_dtype=DTYPE,
         ),
     )
-    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=ON_GPU)
     lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = apply_patch(get_peft_model(model, lora))
 
@@ -63,6 +62,7 @@ def main() -> None:
             max_steps=options.steps,
             per_device_train_batch_size=options.batch_size,
             learning_rate=options.learning_rate,
+            gradient_checkpointing=ON_GPU,
             bf16=ON_GPU,
             use_cpu=not ON_GPU,
             dataloader_pin_memory=ON_GPU,

@@ -23,7 +23,8 @@ from torch import Tensor
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward
 from liger_patch.kernels.segments import Prefixes, Segments
 
-MOST_ROWS = 256  # of a batch that is compared: all pairs of rows are
+# of a batch whose rows are compared, all pairs: rows, and bytes that this takes
+MOST_ROWS, MOST_COMPARED = 256, 2**27
 
 
 class Group(NamedTuple):
@@ -67,12 +68,14 @@ def compare_rows(ids: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     place = torch.arange(tokens, device=ids.device)
     row = torch.arange(rows, device=ids.device)[:, None]
     real = ids.gather(1, (starts[:, None] + place).clamp(max=tokens - 1))
-    real = real.where(place < lengths[:, None] - 1, -1 - row)  # which is no other row's
-    return (real[:, None] != real).to(torch.uint8).argmax(-1)
+    real = real.where(place < lengths[:, None] - 1, -1 - row)  # a number that equals no other row's
+    return (real[:, None] != real).view(torch.uint8).argmax(-1)
 
 
 def groups_of(alike: Sequence[Sequence[int]], rows: list[int]) -> list[Group]:
-    """Return the groups of rows that save the most tokens.
+    """Return groups of rows that share a prefix: of all rows together and their parts, which begin
+    alike beyond that, what saves more tokens. (Rows that share less with others than those with one
+    another have no group of their own.)
 
     Args:
         alike: of all pairs of rows, as ``compare_rows`` has it.

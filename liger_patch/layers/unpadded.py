@@ -30,6 +30,7 @@ from liger_patch.layers.checks import has_hooks, layers_of, names_of
 from liger_patch.layers.deferred_mask import NEED_MASKS, DeferredMask
 from liger_patch.layers.masked_attention import TABLE, UsedTokens
 from liger_patch.layers.prefixes import (
+    MOST_COMPARED,
     MOST_ROWS,
     Group,
     PutBack,
@@ -125,7 +126,7 @@ def _rows_of(
     fits = (begins.sum(1) <= 1).all() & (real | ~tokens_used).all()
     begin, length = real.to(torch.uint8).argmax(1), real.sum(1)
     numbers = [fits.long()[None], begin, length]
-    if rows <= MOST_ROWS:
+    if rows <= MOST_ROWS and rows * mask.numel() <= MOST_COMPARED:
         numbers.append(compare_rows(ids, begin, length).flatten())
     fits, *read = torch.cat(numbers).tolist()
     if not fits:
@@ -176,6 +177,8 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return False
     if config._attn_implementation not in IMPLEMENTATIONS:
+        return False
+    if getattr(config, "is_causal", True) is False:  # Transformers then makes masks of both sides
         return False
     if config.model_type in WITHOUT_POSITIONS or not _has_relative_positions(backbone):
         return False

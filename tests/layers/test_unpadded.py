@@ -170,6 +170,7 @@ KEPT = {
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
     "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
+    "attention to both sides": lambda model, batch: setattr(model.config, "is_causal", False),
     "no padding": lambda model, batch: batch.update(make_batch([(0, 40)] * 3)),
     "no mask": lambda model, batch: batch.update(attention_mask=None),
     "embeddings": lambda model, batch: batch.update(

@@ -202,8 +202,8 @@ def _causal_conv_backward_kernel(
     b1, b2, b3 = _three_rows_before(x_ptr, x_stride, first, tokens, channel, is_channel)
     n0, n1, n2, n3 = _four_rows(x_ptr, x_stride, first, tokens, channel, is_channel)
     m0, m1, m2, m3 = _four_rows(dy_ptr, dy_stride, first, tokens, channel, is_channel)
-    # Of rows before the first, whose dx is another program's. Any numbers do, if they differ:
-    # Triton 3.6 merged variables of a loop that began with one value.
+    # Of rows before the first, whose dx is another program's: any numbers do, if they differ. With
+    # zeros for all three, whose values move on from one to the next, Triton 3.6 gave a wrong dx.
     e1, e2, e3 = b1 * w0, b2 * w0, b3 * w0
     sum0 = tl.zeros((BLOCK_C,), tl.float32)
     sum1, sum2, sum3, sum_dp = sum0, sum0, sum0, sum0
