@@ -95,7 +95,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("patched", "yes"),
             ("head", _described_head(head, weight)),
             ("last loss", verdict[record.fused]),
-            *(() if other is not None else _loss_rows(record.settings)),
+            *(() if other is not None else loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             *_device_rows(target, record),
             *_shard_rows(target),
@@ -155,7 +155,8 @@ def _shard_rows(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
     return (("", f"projections run Transformers' own code: {why}"),)
 
 
-def _loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
+def loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
+    """Return a row for each option of the loss."""
     return (
         ("label smoothing", f"{settings.label_smoothing:g}"),
         ("z-loss", f"{settings.z_loss:g}"),

@@ -26,11 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from liger_patch.apply import apply_patch, revert_patch, transformers_model
-from liger_patch.cli.compare import NONE_PATCHED
+from liger_patch.cli.compare import NO_MODEL
+from liger_patch.estimate.model import described
 from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.patch.forward import record_of
-from liger_patch.status import patch_status
+from liger_patch.patch.settings import LossSettings
+from liger_patch.status import loss_rows, patch_status
 
+DEFAULTS = loss_rows(LossSettings())  # rows that say nothing of a script
 AT_LOAD = "_liger_patch_settings_at_load"  # of what from_pretrained returns, and its deep copies
 
 
@@ -82,8 +85,8 @@ class Patcher:
     def note(self, words: str) -> None:
         if words not in self.notes:
             self.notes.append(words)
-            if os.environ.get("RANK", "0") == "0":
-                print(f"liger_patch: {words}", file=sys.stderr, flush=True)
+            if self.has_trainer:  # before, one may come and take the note back
+                _say(words)
 
     def _construct(self, construct: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if not self.has_trainer:  # a head that TRL adds to a patched model is not fused
@@ -113,7 +116,7 @@ class Patcher:
         loaded = load(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading_info
         if not self.has_trainer and model.get_output_embeddings() is not None:
-            self.patch(model, "at from_pretrained: no Trainer yet")
+            self.patch(model, "at from_pretrained: no Trainer came")
             vars(model)[AT_LOAD] = self.patched.get(model)
         return loaded
 
@@ -132,6 +135,7 @@ class Measurer(Patcher, TrainerCallback):
         self.optimizer: Any = None
         self.losses: list[list[Any]] = [[]]  # the last: of the step that runs
         self.ends: list[float] = []
+        self.error: str | None = None  # that ended the script
         self.scaled: Any = None  # by GradScaler: (what goes backward, the loss)
 
     def watch(self) -> None:
@@ -208,6 +212,7 @@ class Measurer(Patcher, TrainerCallback):
         losses = self.losses[: len(self.ends)]
         statuses = [patch_status(model) for model in self.models if model in self.patched]
         used = [each for each in statuses if each.fused is not None] or statuses
+        rows = used[0].rows if used else ()
         device = next((each.device for model in self.models for each in model.parameters()), None)
         return {
             "trainer": self.trainer and type(self.trainer).__name__,
@@ -216,9 +221,10 @@ class Measurer(Patcher, TrainerCallback):
             "milliseconds": [1e3 * (after - before) for before, after in pairwise(self.ends)],
             "peak_bytes": _peak_bytes(),
             "losses": [sum(map(float, each)) if each else None for each in losses],
-            "status": used[0].rows if used else None,
+            "status": [r for r in rows if r not in DEFAULTS and "unset" not in r[1]] or None,
             "fused": used[0].fused if used else None,
             "notes": self.notes,
+            "error": self.error,
         }
 
 
@@ -226,9 +232,12 @@ def run(script: str, arguments: Sequence[str]) -> int:
     """Patch what a script trains, and run it to its end."""
     patcher = Patcher()
     patcher.watch()
-    _run_script(script, arguments)
-    if not patcher.notes:
-        patcher.note(NONE_PATCHED)
+    try:
+        _run_script(script, arguments)
+    finally:  # scripts end with sys.exit() too
+        if not patcher.notes or not patcher.has_trainer:
+            for words in patcher.notes or [f"nothing was patched: {NO_MODEL}"]:
+                _say(words)
     return 0
 
 
@@ -241,8 +250,16 @@ def measure(file: str, steps: str, way: str, script: str, *arguments: str) -> No
         _run_script(script, arguments)
     except _Enough:
         pass
+    except Exception as error:
+        measurer.error = described(error)
+        raise
     finally:
         Path(file).write_text(json.dumps(measurer.report()), encoding="utf-8")
+
+
+def _say(words: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"liger_patch: {words}", file=sys.stderr, flush=True)
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:

@@ -131,6 +131,11 @@ def tried(folder: Path, made: Path, code: str, steps: int = 9) -> tuple[str, dic
     assert patched["fused"]
     assert "layers are the model's own" in done.stdout
     assert f"loss, step {count}" in done.stdout
+    (times,) = (line for line in done.stdout.splitlines() if line.startswith("ms a step"))
+    assert "%" not in times  # of so few steps
+    assert "z-loss" not in done.stdout
+    assert "unset" not in done.stdout
+    assert "at from_pretrained" not in done.stderr  # the table says it, without a Trainer
     return done.stdout, report
 
 
@@ -192,9 +197,55 @@ def test_a_script_with_trls_trainer_and_the_name_of_a_model(tmp_path: Path, made
     assert report["notes"][0] == "LlamaForCausalLM is patched in SFTTrainer"
 
 
+def test_a_script_that_fails_as_it_is_runs_patched(tmp_path: Path, made: Path) -> None:
+    fails = """
+from liger_patch import patch_status
+if not patch_status(model).patched:
+    raise torch.OutOfMemoryError("no\\n  memory")
+"""
+    code = LOAD + LOOP + fails  # behind step 2 of 3
+    done = start(tmp_path, made, code, "liger_patch", "try", "--steps", "3", steps=2)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[-2] for row in rows if row[:1] == ["loss,"]] == ["-", "-"]
+    for name in ("ms a step, median", "peak memory, MiB (process)"):
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith(name))
+        before, after = row.removeprefix(name).split()
+        assert before == "-"
+        assert float(after) > 0
+    assert "note: failed as it is: OutOfMemoryError: no memory" in done.stdout
+    assert "note: scripts/train.py ended after 2 of 3 steps" in done.stdout
+
+
+def test_a_model_that_is_not_patched_is_said_first(tmp_path: Path, made: Path) -> None:
+    load = 'AutoModelForCausalLM.from_pretrained("model")'
+    config = "transformers.AutoConfig.from_pretrained('model')"
+    made_here = f"AutoModelForCausalLM.from_config({config})"
+    code = "import transformers\n" + LOAD.replace(load, made_here) + LOOP
+    done = start(tmp_path, made, code, "liger_patch", "try", "--steps", "1")
+    assert done.returncode == 1
+    assert done.stdout.startswith("nothing was patched: no model reached a Trainer or came")
+    (times,) = (line for line in done.stdout.splitlines() if line.startswith("ms a step"))
+    assert times.split()[-2:] == ["-", "-"]  # the time between two steps
+    assert "not patched  change" in done.stdout
+
+
+@needs["accelerate"]
+def test_a_trainer_has_one_note_and_a_loop_has_it_at_the_end(tmp_path: Path, made: Path) -> None:
+    for name, code, how in (
+        ("trainer", TRAIN, "in Trainer"),
+        ("loop", LOOP + "sys.exit(0)\n", "at from_pretrained: no Trainer came"),
+    ):
+        (tmp_path / name).mkdir()
+        done = start(tmp_path / name, made, LOAD + code, "liger_patch", "run", steps=1)
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith("liger_patch: ")]
+        assert said == [f"liger_patch: LlamaForCausalLM is patched {how}"]
+
+
 def test_a_script_that_raises_or_never_trains_is_one_sentence(tmp_path: Path, made: Path) -> None:
     for name, code, said in (
-        ("raises", "raise LookupError('no data')", "scripts/train.py failed as it is"),
+        ("raises", "raise LookupError('no data')", "train.py failed patched: LookupError: no data"),
         ("nothing", "print('hello')", "scripts/train.py never trains: it calls neither"),
     ):
         (tmp_path / name).mkdir()
