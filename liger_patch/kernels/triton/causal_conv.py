@@ -26,7 +26,8 @@ ROWS, BACKWARD_ROWS = 32, 128  # of a program: multiples of 4; the second has su
 def _weight(weight_ptr, channel, is_channel, behind, WIDTH: tl.constexpr):
     """Return the weights of the token so far behind, 0 where there are none."""
     place = channel * WIDTH + WIDTH - 1 - behind
-    return tl.load(weight_ptr + place, mask=is_channel & (behind < WIDTH), other=0.0).to(tl.float32)
+    mask = is_channel & (place >= channel * WIDTH)
+    return tl.load(weight_ptr + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -210,7 +211,7 @@ def _causal_conv_backward_kernel(
     f32: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     for step in range(ROWS // 4 + 1):
         t = first + 4 * step
-        is_own = step < ROWS // 4
+        is_own = t < first + ROWS
         x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         dy0, dy1, dy2, dy3 = m0, m1, m2, m3
         is_next = is_channel & is_own
@@ -251,7 +252,7 @@ def _causal_conv_backward_kernel(
             )
             sum_dp += d0 + d1 + d2 + d3
         dx = dx_ptr + (t - 3) * channels
-        is_before = is_channel & (step > 0)
+        is_before = is_channel & (t > first)
         dx3 = _taps(e3, e2, e1, d0, c3, c2, c1, i0, w0, w1, w2, w3, ids_ptr)
         tl.store(dx, dx3, mask=is_before & (t - 3 < tokens))
         dx += channels
