@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-LIBRARIES = "transformers.", "torch.", "builtins"
+OF_LIBRARIES = "transformers.", "torch.", "builtins"  # modules of classes
 DESCRIPTORS = property, classmethod, staticmethod
 ORIGINAL = "_liger_patch_original"  # attribute of such a class: the class before
 Derive = TypeVar("Derive", bound=Callable)
@@ -77,7 +77,7 @@ def overrides_methods(cls: type) -> bool:
     """Return whether a class that is neither Transformers' nor PyTorch's has methods of its own,
     which the code that it inherits may call; ``__init__`` and ``forward`` are not counted.
     """
-    others = (each for each in cls.__mro__ if not each.__module__.startswith(LIBRARIES))
+    others = (each for each in cls.__mro__ if not each.__module__.startswith(OF_LIBRARIES))
     return any(
         name not in ("__init__", "forward") and (callable(value) or isinstance(value, DESCRIPTORS))
         for each in others

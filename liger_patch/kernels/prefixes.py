@@ -44,16 +44,16 @@ class _PrefixAttention(torch.autograd.Function):
             "cu_seqlens": prefixes.cu_seqlens,
             "lengths": prefixes.lengths,
             "is_causal": False,
-            "window": {"scale": scale},
+            "options": {"scale": scale},
         }
-        of = slice(prefixes.tokens)  # prefixes, and what continues them
-        there = slice(prefixes.tokens, prefixes.tokens + prefixes.continued)
+        shared = slice(prefixes.tokens)  # tokens of prefixes, and of what continues them
+        rest = slice(prefixes.tokens, prefixes.tokens + prefixes.continued)
         y, lse, seed, offset = flash_forward(query, key, value, within)
-        y2, lse2, *_ = flash_forward(query[there], key[of], value[of], to_prefix)
-        share = torch.sigmoid(lse2 - lse[:, there]).T[..., None]  # of the prefix
-        y[there] = y[there] * (1 - share) + y2 * share
-        lse[:, there] = torch.logaddexp(lse[:, there], lse2)
-        ctx.how = within, to_prefix, of, there
+        y2, lse2, *_ = flash_forward(query[rest], key[shared], value[shared], to_prefix)
+        share = torch.sigmoid(lse2 - lse[:, rest]).T[..., None]  # of the prefix
+        y[rest] = y[rest] * (1 - share) + y2 * share
+        lse[:, rest] = torch.logaddexp(lse[:, rest], lse2)
+        ctx.how = within, to_prefix, shared, rest
         ctx.save_for_backward(query, key, value, y, lse, seed, offset)
         return y
 
@@ -61,13 +61,13 @@ class _PrefixAttention(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         check_backward("prefix_attention", dy, advice=LAYER_ADVICE)
         query, key, value, y, lse, seed, offset = ctx.saved_tensors
-        within, to_prefix, of, there = ctx.how
+        within, to_prefix, shared, rest = ctx.how
         dy = dy.contiguous()
         gradients = flash_backward(dy, query, key, value, y, lse, seed, offset, within)
-        states = query[there], key[of], value[of]
-        merged = y[there], lse[:, there].contiguous()
-        parts = flash_backward(dy[there], *states, *merged, seed, offset, to_prefix)
-        for gradient, part, where in zip(gradients, parts, (there, of, of), strict=True):
+        states = query[rest], key[shared], value[shared]
+        merged = y[rest], lse[:, rest].contiguous()
+        parts = flash_backward(dy[rest], *states, *merged, seed, offset, to_prefix)
+        for gradient, part, where in zip(gradients, parts, (rest, shared, shared), strict=True):
             gradient[where] += part
         return *gradients, None, None
 

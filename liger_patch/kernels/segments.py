@@ -277,7 +277,7 @@ def flash_options(segments: Segments, scale: float | None) -> dict[str, Any]:
         "cu_seqlens": (cu_seqlens, cu_seqlens),  # of queries, of keys
         "lengths": (max_seqlen, max_seqlen),
         "is_causal": window is None,
-        "window": {
+        "options": {
             "scale": scale,
             "window_size_left": None if window is None else window - 1,
             "window_size_right": None if window is None else 0,
@@ -297,7 +297,7 @@ def flash_forward(
     # the public varlen_attn came with torch 2.10, and takes more of the host's time
     return torch.ops.aten._flash_attention_forward(
         query, key, value, *how["cu_seqlens"], *how["lengths"], 0.0, how["is_causal"], False,
-        **how["window"],
+        **how["options"],
     )[:4]  # fmt: skip
 
 
@@ -317,5 +317,5 @@ def flash_backward(
     """
     return torch.ops.aten._flash_attention_backward(
         dy, query, key, value, y, lse, *how["cu_seqlens"], *how["lengths"], 0.0,
-        how["is_causal"], seed, offset, **how["window"],
+        how["is_causal"], seed, offset, **how["options"],
     )  # fmt: skip

@@ -46,7 +46,7 @@ def _scores(
     query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores (H, queries, keys) of what queries see, and keys and values of all H heads."""
-    assert how["window"].get("window_size_left") is None
+    assert how["options"].get("window_size_left") is None
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]
     key, value = (each.to(wide).repeat_interleave(groups, 1) for each in (key, value))
@@ -68,7 +68,7 @@ def _scores(
 
 
 def _scale(query: Tensor, how: dict[str, Any]) -> float:
-    scale = how["window"]["scale"]
+    scale = how["options"]["scale"]
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 

@@ -204,6 +204,15 @@ def test_heads_that_fsdp_shards_are_gathered(tmp_path: Path) -> None:
         trls = numbers(distillation_trainer._chunked_divergence_loss)
         assert_same(numbers(_divergence, record), trls)
         assert record.fused
+        # mixed precision: heads and biases of another dtype than the hidden states
+        x, y, *heads = given
+        shards = [distribute_tensor(each, mesh, [Shard(0)]) for each in heads]
+        for each in ("student", "teacher"):
+            how[f"{each}_lm_head_bias"] = distribute_tensor(torch.randn(37), mesh, [Shard(0)])
+        arguments = x.bfloat16(), y.bfloat16(), *shards, mask, 0.5
+        found = _divergence(record, *arguments, **how)[0]
+        own = distillation_trainer._chunked_divergence_loss(*arguments, **how)[0]
+        torch.testing.assert_close(found.float(), own.float(), rtol=2e-2, atol=1e-3)
     finally:
         torch.distributed.destroy_process_group()
 
