@@ -153,23 +153,28 @@ def _trl(head: Head) -> Loss:
     """Return the loss of SFTTrainer's own head, with the outputs that it asks for."""
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        utils = import_module("trl.trainer.utils")
-        supervised = labels != IGNORE_INDEX
-        log_probs, *_ = utils._ChunkedLogProbFunction.apply(
-            hidden_states[supervised],
-            weight,
-            None,  # bias
-            labels[supervised],
-            1.0,  # temperature
-            utils._CHUNKED_LOGPROB_CHUNK_SIZE,
-            head.softcap,
-            1.0,  # logit_scale
-            ("log_probs", "entropy", "is_top1"),
-        )
-        per_token = log_probs.new_zeros(labels.shape).masked_scatter(supervised, log_probs)
-        return -per_token.sum() / supervised.sum().clamp(min=1)
+        per_token = trl_log_probs(head, hidden_states, weight, labels)
+        return -per_token.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
     return loss
+
+
+def trl_log_probs(head: Head, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return (N,) log-probabilities, 0 where ignored; entropy and accuracy are computed too."""
+    utils = import_module("trl.trainer.utils")
+    supervised = labels != IGNORE_INDEX
+    log_probs, *_ = utils._ChunkedLogProbFunction.apply(
+        hidden_states[supervised],
+        weight,
+        None,  # bias
+        labels[supervised],
+        1.0,  # temperature
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+        head.softcap,
+        1.0,  # logit_scale
+        ("log_probs", "entropy", "is_top1"),
+    )
+    return log_probs.new_zeros(labels.shape).masked_scatter(supervised, log_probs)
 
 
 def _unsloth(head: Head) -> Loss:
@@ -196,7 +201,7 @@ def _unsloth(head: Head) -> Loss:
 
 def _pytorch(head: Head) -> Loss:
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        _refuse_softcap(head)
+        refuse_softcap(head)
         fused: Any = vars(torch.nn.functional)["linear_cross_entropy"]
         options = vars(torch.nn)["LinearCrossEntropyOptions"]()
         return fused(hidden_states, weight, labels, ignore_index=IGNORE_INDEX, options=options)
@@ -212,7 +217,7 @@ def _quack(head: Head, **options: Any) -> Loss:
     is_square = not options and head.hidden_size == QUACK_CHUNK
 
     def loss(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        _refuse_softcap(head)
+        refuse_softcap(head)
         fused = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
         return fused(
             hidden_states,
@@ -226,6 +231,6 @@ def _quack(head: Head, **options: Any) -> Loss:
     return loss
 
 
-def _refuse_softcap(head: Head) -> None:
+def refuse_softcap(head: Head) -> None:
     if head.softcap is not None:
         raise Unsupported("no softcap")

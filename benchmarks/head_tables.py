@@ -108,7 +108,7 @@ def heads_table(report: dict) -> str:
 def log_probs_table(report: dict) -> str:
     note = (
         ": memory over the inputs. Eager computes the loss alone, TRL and liger_patch entropy and "
-        "accuracy too."
+        "accuracy too, Liger-Kernel accuracy, its scaled head and verl's heads entropy."
     )
     return document(report, cells_of(TIME_AND_MEMORY, report["log_probs"], case_of), note)
 
