@@ -21,7 +21,7 @@ MIB = 2**20
 MAX_RELATIVE_ERROR = 0.02  # by norm: bf16 rounding leaves about 0.003
 LOAD_MS = 40.0  # of matmuls: after 10 ms the clock is still higher than in a sustained run
 MOST_LOADS = 1000
-HOST_CALLS = 5  # for a median
+HOST_CALLS = 5  # for a median; no more than rounds
 OUT_OF_MEMORY = "out of memory"  # the failure
 
 Result = TypeVar("Result")
@@ -138,7 +138,7 @@ def measure(
         for name in tuple(order):
             for load in loads:
                 load()
-            ms = attempt(lambda name=name: _ms(functions[name], kind))
+            ms = attempt(lambda name=name: call_ms(functions[name], kind))
             if isinstance(ms, Failure):
                 results[name] = ms
                 order.remove(name)
@@ -146,7 +146,7 @@ def measure(
                 times[name].append(ms)
     for name in order:
         t = times[name]
-        host_ms = attempt(lambda name=name: _host_ms(functions[name], kind))
+        host_ms = attempt(lambda name=name: _host_ms(functions[name], kind, rounds))
         if isinstance(host_ms, Failure):
             results[name] = host_ms
             continue
@@ -167,7 +167,8 @@ def _peak_mib(function: Callable[[], object], kind: str) -> float:
     return (torch.cuda.max_memory_allocated() - allocated) / MIB
 
 
-def _ms(function: Callable[[], object], kind: str) -> float:
+def call_ms(function: Callable[[], object], kind: str) -> float:
+    """Return the time of one call, on a device of this type."""
     if kind != "cuda":
         start = time.perf_counter()
         function()
@@ -184,13 +185,13 @@ def _times_to_last(function: Callable[[], object], ms: float, kind: str) -> int:
     """Return how often the function must run to keep the device busy for so long."""
     if kind != "cuda":
         return 1
-    _ms(function, kind)
-    return max(1, math.ceil(ms / max(_ms(function, kind), ms / MOST_LOADS)))
+    call_ms(function, kind)
+    return max(1, math.ceil(ms / max(call_ms(function, kind), ms / MOST_LOADS)))
 
 
-def _host_ms(function: Callable[[], object], kind: str) -> float:
+def _host_ms(function: Callable[[], object], kind: str, rounds: int) -> float:
     times = []
-    for _ in range(HOST_CALLS):
+    for _ in range(min(HOST_CALLS, rounds)):
         if kind == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()

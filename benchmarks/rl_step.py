@@ -1,7 +1,8 @@
 """Measure updates of TRL's DPOTrainer and GRPOTrainer, with TRL's own head and with our flag.
 
     python -m benchmarks rl_step
-    python -m benchmarks rl_step --model DPO
+    python -m benchmarks rl_step --model 'Llama-3.2-1B, GRPO' --contender TRL --contender Unsloth
+    python -m benchmarks rl_step --model 'Llama-3.2-1B, GRPO of 32' --contender TRL --generation
 
 Loss and metrics are TRL's; a DPO update computes its reference too, the model without adapters.
 Rows are padded as TRL pads them: DPO's to the longest of the batch, GRPO's prompts on the left and
@@ -9,16 +10,16 @@ completions to the longest. Lengths are log-normal. "padded" is our flag with th
 the batch, "prompts repeated" without it, but with the prompt of a pair or group before each of its
 completions. Tokens are those that the model's layers compute in one pass. Measured and checked as
 ``training_step.py`` does it: forward and backward of LoRA adapters on all layers, no optimizer, no
-generation.
+generation. Unsloth's GRPOTrainer has a process of its own: see ``rl_unsloth.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,93 +28,49 @@ import torch
 from torch import Tensor, nn
 
 from .benchmark import Benchmark
-from .lora_step import QWEN_CUT
+from .lora_step import run_process, save
+from .measure import MIB, Failure, attempt, call_ms, release_memory
 from .model_contenders import Loss, shared_copy
-from .models import MODELS, Model
-from .sft_step import tiny_tokenizer
+from .names import UNSLOTH
+from .rl_unsloth import request_of
+from .rl_updates import (
+    UPDATES,
+    Update,
+    dpo_loss,
+    first_of_completions,
+    grpo_loss,
+    make_trainer,
+)
 from .terminal import terminal_steps_table
-from .training_step import run_model
+from .training_step import agrees, run_model
 
-SPREAD = 0.6  # standard deviation of the logarithms of lengths
-GROUP = 8  # completions of a prompt
-TEXT = "<eos>"  # of a dataset that is never read
-
-
-@dataclass(frozen=True)
-class Update(Model):
-    """A batch of TRL's: ``sequences`` rows, whose prompts and completions have these mean lengths.
-
-    Attributes:
-        trainer: "DPO" or "GRPO".
-        prompt, completion: mean numbers of tokens; no completion has over four times as many.
-        checkpointing: whether layers run again in the backward pass.
-    """
-
-    trainer: str = "DPO"
-    prompt: int = 150
-    completion: int = 300
-    checkpointing: bool = False
-
-    def build(self, device: torch.device | str = "cuda") -> Any:
-        model = super().build(device)
-        if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
-        return model
-
-    def batch(self, device: torch.device | str = "cuda") -> dict[str, Tensor]:
-        """Return what the trainer's loss takes, and ``labels`` as other benchmarks count them."""
-        generator = torch.Generator().manual_seed(0)
-        sharing = 2 if self.trainer == "DPO" else GROUP
-        prompts = self._lengths(self.prompt, self.sequences // sharing, generator)
-        # pairs are in two halves, groups side by side
-        many = prompts.repeat(2) if sharing == 2 else prompts.repeat_interleave(GROUP)
-        completions = self._lengths(self.completion, self.sequences, generator)
-        left, right = int(many.max()), int(completions.max())
-        places = torch.arange(left + right) - left
-        prompt = (places < 0) & (places >= -many[:, None])
-        completion = (places >= 0) & (places < completions[:, None])
-        ids = torch.randint(self.config.vocab_size, prompt.shape, generator=generator)
-        shared = ids[: len(prompts), :left]
-        ids[:, :left] = shared.repeat(2, 1) if sharing == 2 else shared.repeat_interleave(GROUP, 0)
-        if self.trainer == "DPO":  # padded on the right, behind prompt and completion
-            order = (prompt | completion).int().argsort(dim=1, descending=True, stable=True)
-            longest = int((many + completions).max())
-            ids, prompt, completion = (
-                of.gather(1, order)[:, :longest] for of in (ids, prompt, completion)
-            )
-        mask = prompt | completion
-        found = {
-            "input_ids": ids * mask,
-            "attention_mask": mask.long(),
-            "completion_mask": completion.long(),
-            "advantages": torch.randn(self.sequences, generator=generator),
-            "labels": ids.masked_fill(~completion, -100),
-        }
-        return {name: value.to(device) for name, value in found.items()}
-
-    def _lengths(self, mean: int, count: int, generator: torch.Generator) -> Tensor:
-        drawn = torch.randn(count, generator=generator) * SPREAD - SPREAD**2 / 2
-        return (drawn.exp() * mean).clamp(8, 4 * mean).long()
+GENERATION = "generation by transformers"  # a row beside the contenders
+BANDWIDTH = 3.35e12  # bytes a second: https://www.nvidia.com/en-us/data-center/h100 (SXM)
+CONTENDERS: dict[str, dict[str, float]] = {  # to our constants that leave tokens out
+    "TRL": {},
+    "liger_patch, padded": {"LEAST_SAVED": 1.0},
+    "liger_patch, prompts repeated": {"MOST_ROWS": 0},
+    "liger_patch": {},
+}
 
 
 def contenders(
-    model: nn.Module, *, update: Update, tokens: dict[str, int], **_: Any
+    model: nn.Module,
+    *,
+    update: Update,
+    tokens: dict[str, int],
+    names: Collection[str] = tuple(CONTENDERS),
+    **_: Any,
 ) -> dict[str, Callable[[], Loss]]:
     """Return functions that make the contenders, by name. All share the weights of ``model``.
 
     Args:
         tokens: gets what each contender's layers compute in one pass, by name.
     """
-    names: dict[str, dict[str, float]] = {  # our constants that leave tokens out
-        "TRL": {},
-        "liger_patch, padded": {"LEAST_SAVED": 1.0},
-        "liger_patch, prompts repeated": {"MOST_ROWS": 0},
-        "liger_patch": {},
-    }
     return {
         name: partial(_loss, model, update, name, constants, tokens)
-        for name, constants in names.items()
+        for name, constants in CONTENDERS.items()
+        if name in names
     }
 
 
@@ -124,8 +81,10 @@ def _loss(
     constants: dict[str, float],
     tokens: dict[str, int],
 ) -> Loss:
-    trainer = _trainer(shared_copy(model), update, on_kernels=name != "TRL")
-    compute = _dpo_loss if update.trainer == "DPO" else partial(_grpo_loss, prompt=update)
+    flags = {"use_liger_patch": name != "TRL", "bf16": False}  # the weights are in bf16 already
+    source = "liger_patch.integrations.trl_trainers"
+    trainer = make_trainer(shared_copy(model), update, source, **flags)
+    compute = dpo_loss if update.trainer == "DPO" else grpo_loss
 
     def loss(batch: Mapping[str, Tensor]) -> Tensor:
         with _changed(constants), _counted(trainer.model, name, tokens):
@@ -162,109 +121,129 @@ def _counted(model: Any, name: str, tokens: dict[str, int]) -> Iterator[None]:
         hook.remove()
 
 
-def _trainer(model: Any, update: Update, on_kernels: bool) -> Any:
-    from datasets import Dataset
-
-    from liger_patch.integrations import trl_trainers
-
-    config = getattr(trl_trainers, f"{update.trainer}Config")
-    make = getattr(trl_trainers, f"{update.trainer}Trainer")
-    own: dict[str, Any] = {"per_device_train_batch_size": update.sequences}
-    columns, more = ["prompt", "chosen", "rejected"], {}
-    if update.trainer == "GRPO":
-        own |= {"num_generations": GROUP, "max_completion_length": 4 * update.completion}
-        columns, more = (
-            ["prompt"],
-            {"reward_funcs": lambda completions, **_: [0.0] * len(completions)},
-        )
-    args = config(
-        tempfile.mkdtemp(),
-        use_liger_patch=on_kernels,
-        gradient_checkpointing=update.checkpointing,
-        bf16=False,  # the weights are in bf16 already
-        use_cpu=next(model.parameters()).device.type == "cpu",
-        report_to=[],
-        **own,
-    )
-    trainer = make(
-        model,
-        args=args,
-        train_dataset=Dataset.from_dict({name: [TEXT] * update.sequences for name in columns}),
-        processing_class=tiny_tokenizer(),
-        **more,
-    )
-    trainer.current_gradient_accumulation_steps = 1  # as its training loop sets it
-    return trainer
-
-
-def _dpo_loss(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    names = "input_ids", "attention_mask", "completion_mask"
-    return trainer._compute_loss(trainer.model, {name: batch[name] for name in names}, False)
-
-
-def _grpo_loss(trainer: Any, batch: Mapping[str, Tensor], prompt: Update) -> Tensor:
-    ids, mask, completion = (
-        batch[name] for name in ("input_ids", "attention_mask", "completion_mask")
-    )
-    left = int(completion.any(0).int().argmax())  # where completions begin
-    inputs = {
-        "prompt_ids": ids[:, :left],
-        "prompt_mask": mask[:, :left],
-        "completion_ids": ids[:, left:],
-        "completion_mask": mask[:, left:],
-        "advantages": batch["advantages"],
-        "num_items_in_batch": completion.sum(),
-    }
-    return trainer._compute_loss(trainer.model, inputs)
-
-
-LLAMA = next(each for each in MODELS if each.name.startswith("Llama-3.2-1B"))
-
-
-def _update(model: Model, name: str, rows: int, **how: Any) -> Update:
-    short = model.name.partition(",")[0]
-    checkpointing = " + checkpointing" if how.get("checkpointing") else ""
-    return Update(f"{short}, {name}{checkpointing}", model.config, rows, lora_rank=16, **how)
-
-
-DPO = {"trainer": "DPO", "prompt": 120, "completion": 250}
-MATH = {"trainer": "GRPO", "prompt": 150, "completion": 300}
-REASONING = {"trainer": "GRPO", "prompt": 150, "completion": 2500}
-CONTEXT = {"trainer": "GRPO", "prompt": 3000, "completion": 300}
-UPDATES = (
-    _update(LLAMA, "DPO of 16 pairs, 120 + 250", 32, **DPO),
-    _update(LLAMA, "DPO of 16 pairs, 120 + 250", 32, **DPO, checkpointing=True),
-    _update(LLAMA, "GRPO of 32, 150 + 300", 32, **MATH),
-    _update(LLAMA, "GRPO of 16, 150 + 2500", 16, **REASONING, checkpointing=True),
-    _update(LLAMA, "GRPO of 16, 3000 + 300", 16, **CONTEXT, checkpointing=True),
-    _update(QWEN_CUT, "DPO of 8 pairs, 120 + 250", 16, **DPO, checkpointing=True),
-    _update(QWEN_CUT, "GRPO of 16, 150 + 300", 16, **MATH, checkpointing=True),
-    _update(QWEN_CUT, "GRPO of 16, 150 + 2500", 16, **REASONING, checkpointing=True),
-    _update(QWEN_CUT, "GRPO of 16, 3000 + 300", 16, **CONTEXT, checkpointing=True),
-)
-
-
-def _rows(update: Update, rounds: int, device: str = "cuda") -> list[dict]:
+def run_update(
+    update: Update,
+    *,
+    rounds: int,
+    names: Collection[str] | None = None,
+    generation: bool = False,
+    limit: float | None = None,
+    device: str = "cuda",
+) -> Iterator[dict]:
+    """Yield the rows of the contenders; Unsloth's, and that of generation, for GRPO alone."""
     tokens: dict[str, int] = {}
-    of = partial(contenders, update=update, tokens=tokens)
-    rows = run_model(update, rounds=rounds, device=device, of=of)
-    found = ((row, tokens.get(row["contender"])) for row in rows)
-    return [row if count is None else {**row, "tokens": count} for row, count in found]
+    names = (*CONTENDERS, UNSLOTH) if names is None else names
+    of = partial(contenders, update=update, tokens=tokens, names=names)
+    rows = run_model(update, rounds=rounds, device=device, of=of) if {*names} - {UNSLOTH} else []
+    for row in rows:
+        count = tokens.get(row["contender"])
+        yield row if count is None else {**row, "tokens": count}
+    if update.trainer == "DPO":
+        return
+    if UNSLOTH in names:
+        truth = next((row for row in rows if "loss" in row), None)
+        row = run_unsloth(update, rounds=rounds, limit=limit, device=device)
+        if truth is not None and "loss" in row and not agrees(row, truth):
+            row["wrong"] = True
+        yield row
+    if generation:
+        generated = attempt(lambda: _generation(update, device))
+        release_memory()
+        key = {"model": update.name, "contender": GENERATION}
+        if isinstance(generated, Failure):
+            yield {**key, "failure": generated.failure}
+            return
+        yield {**key, **generated}
+        _print_iteration(update, generated, rows)
+
+
+def run_unsloth(update: Update, *, rounds: int, limit: float | None, device: str) -> dict:
+    """Return the row of Unsloth's GRPOTrainer, of a process of its own with ``limit`` seconds."""
+    key = {"model": update.name, "contender": UNSLOTH}
+    print(f"{update.name}: {UNSLOTH} ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        base = replace(update, lora_rank=None, checkpointing=False)
+        saved = attempt(lambda: save(base, folder, device))
+        release_memory()
+        if isinstance(saved, Failure):
+            return {**key, "failure": saved.failure}
+        request = request_of(update, folder, rounds, device)
+        rows: list[dict] = []
+        failure = run_process("rl_unsloth", request, "import unsloth; ", limit, rows)
+    return {**key, **(rows[0] if rows else {"failure": failure})}
+
+
+def _generation(update: Update, device: str) -> dict[str, float]:
+    """Measure one generation of the batch: it lasts as long as its longest completion."""
+    model, batch = update.build(device).eval(), update.batch(device)
+    left = first_of_completions(batch)
+    prompts = {name: batch[name][:, :left] for name in ("input_ids", "attention_mask")}
+    steps = batch["input_ids"].shape[1] - left
+
+    def generate(count: int) -> None:
+        how = {"do_sample": True, "min_new_tokens": count, "max_new_tokens": count}
+        with torch.no_grad():
+            model.generate(**prompts, **how, pad_token_id=0)
+
+    generate(2)
+    allocated, most = 0, 0
+    if device == "cuda":
+        allocated = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    ms = call_ms(lambda: generate(steps), device)
+    if device == "cuda":
+        most = torch.cuda.max_memory_allocated()
+    embeddings = model.get_input_embeddings().weight
+    is_read = model.get_output_embeddings().weight is embeddings
+    weights = [p for p in model.parameters() if is_read or p is not embeddings]
+    return {
+        "ms": ms,
+        "host_ms": ms,
+        "peak_mib": (most - allocated) / MIB,
+        "steps": steps,
+        "read_bytes": sum(p.numel() * p.element_size() for p in weights),  # by each step, at least
+    }
+
+
+def _print_iteration(update: Update, generated: Mapping[str, float], rows: list[dict]) -> None:
+    steps, seconds = generated["steps"], generated["ms"] / 1000
+    least = steps * generated["read_bytes"] / BANDWIDTH
+    print(f"{update.name}: {steps} steps of generation in {seconds:.1f} s, in {least:.1f} at best")
+    for row in rows:
+        if "ms" in row:
+            own = row["ms"] / 1000
+            share, most = own / (own + seconds), own / (own + least)
+            print(
+                f"  {row['contender']}: {own:.2f} s of update are {share:.0%} of the iteration, "
+                f"{most:.0%} at best"
+            )
 
 
 def _cases(options: argparse.Namespace) -> Any:
     chosen = [each for each in UPDATES if any(part in each.name for part in options.model or [""])]
-    return {"rl_steps": [partial(_rows, each, options.rounds) for each in chosen]}
+    how: dict[str, Any] = {"names": options.contender, "rounds": options.rounds}
+    how |= {"generation": options.generation, "limit": options.limit}
+    return {"rl_steps": [partial(run_update, each, **how) for each in chosen]}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", help="only the rows whose name contains this, or another"
     )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        choices=(*CONTENDERS, UNSLOTH),
+        help="only the contender of this name, or another",
+    )
+    parser.add_argument(
+        "--generation", action="store_true", help="GRPO's generation by Transformers too"
+    )
+    parser.add_argument("--limit", type=float, help="seconds for Unsloth's process of a row")
 
 
 BENCHMARK = Benchmark(
-    packages=("transformers", "trl", "peft"),
+    packages=("transformers", "trl", "peft", "unsloth", "unsloth_zoo"),
     cases=_cases,
     table=terminal_steps_table,
     rounds=8,

@@ -45,6 +45,12 @@ def rl_steps_table(report: dict) -> str:
     if any("tokens" in row for row in rows):
         heading += " / tokens"
         note += " prompts repeated: without the padding, but with a prompt for each completion."
+    trls = sorted({row["trl"] for row in rows if "trl" in row})
+    if trls:
+        note += (
+            f" Unsloth: a process of its own, with TRL {' and '.join(trls)}, adapters in float32 "
+            "under autocast, its own checkpointing."
+        )
     return document(report, cells_of(heading, rows, model_of, _with_tokens), note)
 
 

@@ -67,7 +67,7 @@ def test_every_list_of_a_report_has_a_table(name: str):
     options.layers = options.tokens = options.sequences = options.limit = options.gpus = None
     options.gib = options.timed = options.whole_attention = None
     options.engine = options.steps = options.host_gib = options.all_blocks = None
-    options.total = None
+    options.total = options.generation = None
     options.estimated = False
     setattr(options, "try", None)
     options.device = "cuda"
