@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl_models import (
     MARKS,
     apply_trl_patch,
     assert_fused,
+    assert_same,
     lora,
     make_model,
     train,
@@ -56,7 +58,9 @@ def samples() -> Any:
     return Dataset.from_list(rows)
 
 
-def make_trainer(kind: str, folder: Path, adapters: bool, **arguments: Any) -> Any:
+def make_trainer(
+    kind: str, folder: Path, adapters: bool, rewards: Any = reward, **arguments: Any
+) -> Any:
     import trl
 
     options: dict[str, Any] = lora() if adapters else {}
@@ -65,7 +69,7 @@ def make_trainer(kind: str, folder: Path, adapters: bool, **arguments: Any) -> A
         if not adapters:
             options["ref_model"] = widened(make_model("llama", seed=1))
     else:
-        options["reward_funcs"] = reward
+        options["reward_funcs"] = rewards
         data = data.select_columns(["prompt"])
         arguments = {
             "num_generations": GROUP,
@@ -84,6 +88,21 @@ def make_trainer(kind: str, folder: Path, adapters: bool, **arguments: Any) -> A
     )
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Real tokens of each batch, and how many of them the backbone is given."""
+    Calls(monkeypatch, served=True)
+    found: list[tuple[int, int]] = []
+
+    def counted(starts: list[int], lengths: list[int], *others: Any) -> OneRow:
+        row = in_one_row(starts, lengths, *others)
+        found.append((sum(lengths), len(row.places)))
+        return row
+
+    monkeypatch.setattr(unpadded, "in_one_row", counted)
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "adapters", "checkpointing"),
     slow_but(
@@ -96,9 +115,8 @@ def test_each_prompt_runs_once_with_trls_numbers(
     adapters: bool,
     checkpointing: bool | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    seen: list[tuple[int, int]],
 ) -> None:
-    Calls(monkeypatch, served=True)
     trls = train(make_trainer(kind, tmp_path, adapters))
     how: dict[str, Any] = {}
     if checkpointing is not None:
@@ -109,14 +127,6 @@ def test_each_prompt_runs_once_with_trls_numbers(
     for model in models:
         if model is not None:
             apply_trl_patch(model)
-    seen: list[tuple[int, int]] = []  # real tokens of a batch, tokens that the backbone is given
-
-    def counted(starts: list[int], lengths: list[int], *others: Any) -> OneRow:
-        row = in_one_row(starts, lengths, *others)
-        seen.append((sum(lengths), len(row.places)))
-        return row
-
-    monkeypatch.setattr(unpadded, "in_one_row", counted)
     ours = train(trainer)
     assert_fused(trainer.model)
     for name in ("1", "2", "3"):  # of equal answers, whose rewards differ by rounding
@@ -129,3 +139,35 @@ def test_each_prompt_runs_once_with_trls_numbers(
     logged = {"DPO": {"rewards/margins", "logps/chosen"}, "GRPO": {"reward_std", "entropy"}}
     logged["RLOO"] = logged["GRPO"]
     assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
+
+
+def share_of_even_words(completions: list[str], **_: Any) -> list[float]:
+    numbers = [[int(word[1:]) for word in re.findall(r"w\d+", each)] for each in completions]
+    return [sum(n % 2 == 0 for n in each) / max(len(each), 1) for each in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_hundred_steps_have_trls_curve(
+    kind: str, tmp_path: Path, seen: list[tuple[int, int]]
+) -> None:
+    """In which the model learns: DPO's answers by heart, GRPO's reward."""
+    how: dict[str, Any] = {"max_steps": 100, "optim": "adamw_torch", "learning_rate": 3e-3}
+    how["rewards"] = share_of_even_words
+    trls = train(make_trainer(kind, tmp_path, kind == "DPO", **how))
+    trainer = make_trainer(kind, tmp_path, kind == "DPO", **how)
+    apply_trl_patch(trainer.model)
+    ours = train(trainer)
+    assert_fused(trainer.model)
+    assert len(seen) >= 100
+    assert all(computed < real for real, computed in seen)
+    for name in [name for name in trls if name.endswith("rewards/accuracies")]:
+        for each in (ours, trls):  # of equal answers, whose rewards differ by rounding
+            each.pop(name)
+    assert_same(ours, trls)
+    curve = "loss" if kind == "DPO" else "reward"
+    first, last = (
+        torch.stack([ours[f"{step} {curve}"] for step in steps]).mean()
+        for steps in (range(1, 11), range(91, 101))
+    )
+    assert last < 0.7 * first if kind == "DPO" else last > 1.3 * first
