@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from liger_patch.deferred.tensor_parallel import (
 )
 from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
 from liger_patch.kernels.graphs import runs_eagerly
+from liger_patch.readers.quantized_weights import quantized_weight, reader_of
 
 # as torch defines them: DeepSpeed replaces nn.functional.linear
 LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
@@ -190,16 +190,10 @@ def _quantized_layers(head: nn.Module) -> list[nn.Module]:
     """Return the quantized layers in a head that run their class's forward; the head itself may be
     one.
     """
-    if "bitsandbytes" not in sys.modules:
-        return []
-    from liger_patch.readers.quantized_weights import is_quantized
-
-    return [m for m in head.modules() if is_quantized(m) and "forward" not in vars(m)]
+    return [m for m in head.modules() if reader_of(m) is not None and "forward" not in vars(m)]
 
 
 def _quantized_forward(layer: nn.Module, head: Head) -> Callable[[Tensor], Tensor]:
-    from liger_patch.readers.quantized_weights import quantized_weight
-
     forward = layer.forward
 
     def deferring_forward(x: Tensor) -> Tensor:
@@ -211,6 +205,7 @@ def _quantized_forward(layer: nn.Module, head: Head) -> Callable[[Tensor], Tenso
             weight.dtype = torch.get_autocast_dtype(x.device.type)
         bias = None if bias is None else bias.to(weight.dtype)
         call = HeadCall.of(x.to(weight.dtype), weight, bias, head, product=forward)
-        return DeferredLogits.of_head(call).to(x.dtype)
+        logits = DeferredLogits.of_head(call)
+        return logits.to(x.dtype) if weight.casts_result else logits
 
     return deferring_forward

@@ -185,7 +185,7 @@ class ChunkedHead(torch.autograd.Function):
 class Unpacked:
     """A ``QuantizedWeight`` without values: each read makes its rows in a dtype."""
 
-    row_multiple, requires_grad = 1, False
+    row_multiple, requires_grad, casts_result = 1, False, True
 
     def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype

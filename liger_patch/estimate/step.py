@@ -101,8 +101,8 @@ def trace_step(
         _note_places(inner, head, memory)
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
-        weight_4bit = functools.partial(_weight_4bit, step)
-        stack.enter_context(_stood_in(mlp, "_weight_4bit", weight_4bit))
+        read = functools.partial(_quantized_weight, step)
+        stack.enter_context(_stood_in(mlp, "_quantized_weight", read))
         for module in (mlp, experts):
             for name in ("tokens_of_slice", "autocast_dtype"):
                 stack.enter_context(_stood_in(module, name, getattr(operations, name)))
@@ -172,7 +172,7 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     return AUTOCAST(device_type, *arguments, **options)
 
 
-def _weight_4bit(step: TrainingStep, layer: nn.Module, _: torch.dtype) -> Any:
+def _quantized_weight(step: TrainingStep, layer: nn.Module, _: torch.dtype) -> Any:
     """Return the weight of a layer without adapters as feed-forward layers in slices read it."""
     if not isinstance(layer, QuantizedLinear) or step.bits != 4 or layer.bias is not None:
         return None

@@ -36,6 +36,7 @@ from liger_patch.layers.checks import (
     needs_own_code,
 )
 from liger_patch.layers.long_rows import source_of, tokens_of_slice
+from liger_patch.readers.quantized_weights import reader_of
 from liger_patch.subclass import derived_class, once_for_each_class
 
 # projections of an attention or a recurrent layer that read the same input, by their names
@@ -312,10 +313,11 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
         )
     except (KeyError, ValueError):
         return no_stamp
-    if type(base) is nn.Linear:
+    reader = reader_of(base)
+    if reader is None and type(base) is nn.Linear:
         of_base: Any = nn.Linear.forward, nn.functional.linear, type(weight), weight.dtype
     else:
-        of_base = _bitsandbytes() and _bitsandbytes().stamp(base)
+        of_base = reader and reader.stamp(base)
         if of_base is None:
             return no_stamp
     stamp = (
@@ -355,23 +357,28 @@ def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | s
     a, b, dropout, scaling, rate = adapter
     # asked before weights are read: under ZeRO-3, reading gathers them
     if has_hooks(base, a, b, dropout):
+        if "quantization_scheme" in vars(base):
+            return "compressed-tensors, without CompressedTensorsConfig(dequantize=True)"
         return "hooks within the layer"
     x_dtype, dtype, casts = dtypes or _own_dtypes(base)
     result_dtype = dtype
-    if type(base) is nn.Linear:
+    weight: Any = None
+    reader = reader_of(base)
+    if reader is None:
+        if type(base) is not nn.Linear:
+            return f"the base is a {type(base).__name__}"
         if (nn.Linear.forward, nn.functional.linear) != PRODUCT:
             return "another function than torch's linear"
-        weight: Any = None
     else:
-        weight = _quantized_weight(base, dtype)
+        weight = reader.read(base, dtype)
         if isinstance(weight, str):
             return weight
         if weight.dtype != dtype:
             advice = f"Set bnb_4bit_compute_dtype={dtype}" if casts else AUTOCAST_ADVICE
             reason = f"the base computes in {weight.dtype}, other products in {dtype}"
             return OfDtypes(reason, advice)
-        # bitsandbytes casts what a product gives to the dtype of its input
-        result_dtype = torch.promote_types(x_dtype, dtype)
+        if weight.casts_result:
+            result_dtype = torch.promote_types(x_dtype, dtype)
     try:  # not by attribute: nn.Module looks these up in Python
         weight = base._parameters["weight"] if weight is None else weight
         bias = base._parameters["bias"]
@@ -387,23 +394,3 @@ def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | s
         elif isinstance(each, Tensor):  # else no bias, or a quantized weight
             return "weights of a tensor subclass"
     return Plain(LoraProjection(weight, bias, *matrices, scaling, rate), result_dtype, dtype)
-
-
-def _quantized_weight(base: nn.Module, dtype: torch.dtype) -> Any:
-    """Return the weight of a quantized base, or why it is not read."""
-    reader = _bitsandbytes()
-    weight = reader and reader.quantized_weight(base, dtype)
-    if weight is not None:
-        return weight
-    if reader and reader.is_packed(base):
-        return "bitsandbytes packed the base's weight for inference on a CPU"
-    return f"the base is a {type(base).__name__}"
-
-
-def _bitsandbytes() -> Any:
-    """Return the reader of bitsandbytes' layers; None where that is not loaded."""
-    if "bitsandbytes" not in sys.modules:
-        return None
-    from liger_patch.readers import quantized_weights
-
-    return quantized_weights

@@ -6,7 +6,6 @@ another version of Transformers may compute something else under the same names.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, probe_of, results_match
+from liger_patch.readers.quantized_weights import quantized_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 PROBED_HIDDEN, PROBED_SIZE = 3, 5  # features and gates of a probe
@@ -180,16 +180,14 @@ def _as_one_function(x: Tensor, modules: Sequence[Any], activation: str) -> Tens
     for module in modules:
         weight = _plain_weight(module, dtype)
         if weight is None and tokens is not None:
-            weight = _weight_4bit(module, dtype)
+            weight = _quantized_weight(module, dtype)
         if weight is None:
             return None
         parts.append(without_adapter(weight))
     gate, up, down = parts if len(parts) == 3 else (parts[0], None, parts[1])
     y = run_gated_mlp(x, gate, up, down, dtype, activation, tokens)
-    if all(isinstance(part.weight, Tensor) for part in parts):
-        return y
-    # bitsandbytes casts what a product gives to the dtype of its input
-    return y.to(torch.promote_types(x.dtype, y.dtype))
+    casts_result = getattr(down.weight, "casts_result", False)
+    return y.to(torch.promote_types(x.dtype, y.dtype)) if casts_result else y
 
 
 def _keeps_tensors() -> bool:
@@ -215,15 +213,9 @@ def _plain_weight(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
     return weight if own_dtype == dtype else None
 
 
-def _weight_4bit(module: nn.Module, dtype: torch.dtype) -> Any:
-    """Return the weight of a bitsandbytes layer in 4 bits, if its forward multiplies by the
-    dequantized weight in a dtype and does nothing else; else None.
+def _quantized_weight(module: nn.Module, dtype: torch.dtype) -> Any:
+    """Return the weight of a quantized layer, if its forward multiplies by the dequantized weight
+    in a dtype and does nothing else; else None.
     """
-    if "bitsandbytes" not in sys.modules:
-        return None
-    from liger_patch.readers import quantized_weights
-
-    if not quantized_weights.is_4bit(module) or getattr(module, "bias", None) is not None:
-        return None
-    weight = quantized_weights.quantized_weight(module, dtype)
-    return weight if weight is not None and weight.dtype == dtype else None
+    weight = None if getattr(module, "bias", None) is not None else quantized_weight(module, dtype)
+    return weight if weight is not None and weight.is_exact and weight.dtype == dtype else None

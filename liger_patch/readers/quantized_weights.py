@@ -1,46 +1,53 @@
-"""bitsandbytes: the weight of a quantized linear layer, a few rows at a time. Imported only where
-bitsandbytes is loaded.
+"""Linear layers that a library holds quantized: the weight, dequantized a few rows at a time.
 
-V: rows of the weight (vocabulary), H: its columns (hidden size). 4-bit numbers (nf4, fp4) lie two
-to a byte, row after row; each block of ``blocksize`` of them, which may begin within a row, has a
-scale, and with double quantization each block of 256 scales is itself 8-bit numbers with a scale.
-8-bit numbers have a scale per row. Source: bitsandbytes 0.50, ``nn/modules.py`` and
-``autograd/_functions.py``.
+Each format has a reader, a module of this folder, imported only where its library is loaded:
+
+- ``serves(layer, weight)`` returns whether it reads linear layers of one class whose weight is of
+  another;
+- ``read(layer, dtype)`` returns the ``LayerWeight`` for an input in a dtype, or why there is none;
+- ``stamp(layer)`` returns what ``read`` depends on beside the dtype; with an equal stamp the weight
+  that it returned, and that holds the objects that stand here by their identity, can be
+  ``read_again``. None where each call reads anew.
+
+V: rows of the weight (vocabulary), H: its columns (hidden size).
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import sys
 from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import Any
 
 import torch
-from bitsandbytes import functional
-from bitsandbytes.functional import QuantState
-from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
 
-from liger_patch.kernels.backend import serves_triton_device
-from liger_patch.kernels.graphs import is_traced
+READERS = {  # and the module that is loaded where there are such layers
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+}
 
 
 class LayerWeight(ABC):
-    """The weight (V, H) of a ``Linear4bit`` or ``Linear8bitLt``, dequantized a few rows at a time:
-    a ``QuantizedWeight``.
+    """The weight (V, H) of a quantized linear layer: a ``QuantizedWeight``.
 
     It is a snapshot: it does not see when the layer is moved or packed later.
 
     Attributes:
-        stored: the layer's parameter, which holds the quantized numbers.
+        stored: the tensor that holds the quantized numbers.
         shape: (V, H) of the dequantized weight.
         dtype: of the dequantized rows, and of the layer's product with them.
         device: of the quantized numbers and of the rows.
         row_multiple: the least number of rows that is a whole number of blocks. A slice that begins
             at a multiple of it needs no block of the slice before. Any slice is exact.
         requires_grad: False, and of the rows too.
+        casts_result: whether the layer casts its product to the dtype of its input.
+        is_exact: whether the layer multiplies by these rows, and does not round its input.
     """
 
     requires_grad = False
+    casts_result = is_exact = True
 
     def __init__(
         self,
@@ -57,8 +64,8 @@ class LayerWeight(ABC):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows ``start`` to ``stop``, (stop - start, H), in new memory.
 
-        Beside them it takes memory in proportion to them only: two blocks, the scales, and what
-        bitsandbytes or PyTorch takes for so many numbers where one kernel does not do it all.
+        Beside them it takes memory in proportion to them only: two blocks, the scales, and what the
+        library or PyTorch takes for so many numbers where one kernel does not do it all.
 
         Raises:
             ValueError: where not 0 <= start < stop <= V.
@@ -78,226 +85,29 @@ class LayerWeight(ABC):
         """Return rows ``start`` to ``stop``, which are within the weight."""
 
 
-class _Weight4bit(LayerWeight):
-    """Where Triton runs, one kernel dequantizes nf4 and its scales, with bitsandbytes' numbers: its
-    own operations, one after another, keep the host busy for longer than the GPU. Elsewhere they
-    dequantize the blocks that a slice touches as one vector, which is then cut.
-
-    A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
-    a matrix whose H is a multiple of 16 but not of the blocksize.
+def reader_of(layer: nn.Module) -> Any:
+    """Return the reader that serves a layer; None for a layer that is not quantized, or not in a
+    format that is read.
     """
-
-    def __init__(
-        self,
-        layer: Linear4bit,
-        stored: Any,
-        packed: Tensor,  # ceil(V * H / 2) uint8
-        state: Any,  # QuantState, whose fields are typed as optional
-        dtype: torch.dtype,
-    ) -> None:
-        # its tensors, not the state, which bitsandbytes moves and packs in place
-        self._packed, self._absmax, self._code = packed, state.absmax, state.code
-        self._blocksize, self._quant_type = state.blocksize, state.quant_type
-        self._nested: tuple[Tensor, Tensor, Tensor, int] | None = None
-        if state.nested:
-            nested = state.state2
-            self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
-        row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
-        super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
-        is_served = self._quant_type == "nf4" and serves_triton_device(packed)
-        self._fits_kernel = is_served and self._has_kernels_floats()
-
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        width, blocksize = self.shape[1], self._blocksize
-        if self._fits_kernel and not is_traced():
-            from liger_patch.kernels.triton import nf4
-
-            numbers = nf4.dequantized(
-                self._packed,
-                self._code,
-                self._absmax,
-                self._nested,
-                blocksize,
-                start * width,
-                stop * width,
-                self.dtype,
-            )
-            return numbers.view(-1, width)
-        first, last = start * width // blocksize, -(-stop * width // blocksize)
-        packed = self._packed.view(-1)[first * blocksize // 2 : last * blocksize // 2]
-        state = QuantState(
-            absmax=self._scales(first, last),
-            shape=torch.Size([2 * len(packed)]),
-            code=self._code,
-            blocksize=blocksize,
-            quant_type=self._quant_type,
-            dtype=self.dtype,
-        )
-        numbers = functional.dequantize_4bit(packed, state).view(-1)
-        cut = start * width - first * blocksize
-        return numbers[cut : cut + (stop - start) * width].view(-1, width)
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        """Return the scales of the blocks ``first`` to ``last``, float32."""
-        nested = self._nested
-        if nested is None:
-            return self._absmax[first:last]
-        code, nested_absmax, offset, blocksize = nested
-        nested_first, nested_last = first // blocksize, -(-last // blocksize)
-        cut = nested_first * blocksize
-        scales = functional.dequantize_blockwise(
-            self._absmax[cut:last],
-            absmax=nested_absmax[nested_first:nested_last],
-            code=code,
-            blocksize=blocksize,
-        )
-        return scales[first - cut :].add_(offset)
-
-    def read_again(self, *, numbers: bool = True) -> _Weight4bit:
-        """Return the weight as it is now, of a layer whose ``stamp`` has not changed; or one
-        without numbers, to keep for that: no memory of a model that has moved.
-        """
-        again: Any = object.__new__(_Weight4bit)
-        vars(again).update(vars(self), _packed=_packed(self.stored) if numbers else None)
-        return again
-
-    def _has_kernels_floats(self) -> bool:
-        """Return whether the scales are as the Triton kernel reads them: what bitsandbytes made."""
-        floats = (self._absmax,) if self._nested is None else self._nested[:3]
-        if self._nested is not None and self._absmax.dtype != torch.uint8:
-            return False
-        for each in (self._code, *floats):
-            is_float = type(each) is Tensor and each.dtype == torch.float32
-            if not (is_float and each.device == self.device and each.is_contiguous()):
-                return False
-        return True
+    return _reader(type(layer), type(layer._parameters.get("weight")))
 
 
-class _Weight8bit(LayerWeight):
-    """Dequantized as in the layer's own backward.
-
-    Its forward on a GPU, and in eval mode on a CPU, rounds the activations to 8 bits too (but for
-    the columns that exceed ``threshold``): a product with these rows is more exact than that.
-    """
-
-    def __init__(
-        self, layer: Linear8bitLt, numbers: Tensor, scales: Tensor, dtype: torch.dtype
-    ) -> None:
-        stored: Any = layer.weight
-        super().__init__(layer, stored, stored.device, numbers.shape, dtype, 1)
-        self._numbers = numbers  # (V, H) int8
-        self._scales = scales  # (V,) float32: the value of 127
-
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        scales = self._scales[start:stop, None] * (1.0 / 127.0)
-        return self._numbers[start:stop].to(self.dtype).mul_(scales)
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Return whether this is a quantized linear layer of bitsandbytes."""
-    return isinstance(module, (Linear4bit, Linear8bitLt))
-
-
-def is_4bit(module: nn.Module) -> bool:
-    """Return whether this is a 4-bit linear layer of bitsandbytes: these round no activations."""
-    return isinstance(module, Linear4bit)
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Return whether this is a 4-bit layer whose weight is packed for inference on a CPU.
-
-    bitsandbytes does so in a call in eval mode, and does not unpack the weight for training.
-    """
-    return isinstance(module, Linear4bit) and _has_packed(_state(module))
-
-
-def _state(module: Linear4bit) -> Any:
-    # FSDP loses the parameter's class and state: the layer keeps the state for that
-    return getattr(module.weight, "quant_state", None) or module.quant_state
-
-
-def _has_packed(state: Any) -> bool:
-    # in its dictionary: a state computes what it lacks
-    return state is not None and vars(state).get("packing_format_for_cpu", False)
-
-
-def quantized_weight(module: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
-    """Return the weight of a bitsandbytes linear layer whose input comes in ``dtype``.
-
-    None where a product with its dequantized rows (and its bias) is not what the class computes,
-    or where it cannot be read: any other module, a subclass with a ``forward`` of its own, a weight
-    that is not quantized yet, is on the meta device or apart from its scales, and a 4-bit one that
-    bitsandbytes has packed for inference on a CPU. Autocast is not considered.
-    """
-    forward = type(module).forward
-    if forward is Linear4bit.forward and isinstance(module, Linear4bit):
-        return _weight_4bit(module, dtype)
-    if forward is Linear8bitLt.forward and isinstance(module, Linear8bitLt):
-        return _weight_8bit(module, dtype)
+@functools.cache
+def _reader(layer: type, weight: type) -> Any:
+    for name, library in READERS.items():
+        if library in sys.modules:
+            reader = import_module(f"liger_patch.readers.{name}")
+            if reader.serves(layer, weight):
+                return reader
     return None
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """Return the numbers of a 4-bit parameter, two in a byte."""
-    # a plain tensor: bitsandbytes' own slows each look at its attributes
-    with torch._C.DisableTorchFunctionSubclass():
-        packed = weight.detach()
-    if packed.dtype != torch.uint8 or not packed.is_contiguous():
-        packed = packed.reshape(-1).view(torch.uint8)
-    return packed
+def quantized_weight(layer: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
+    """Return the weight of a quantized linear layer whose input comes in ``dtype``.
 
-
-def stamp(module: Any) -> tuple | None:
-    """Return what ``quantized_weight`` depends on beside the dtype, for a layer in 4 bits: with an
-    equal stamp the weight that it returned, and that holds the objects that stand here by their
-    identity, can be ``read_again``. None for other modules, and where FSDP holds the weight.
+    None where a product with its dequantized rows (and its bias) is not what the layer computes, or
+    where it cannot be read. Hooks and autocast are not considered.
     """
-    weight = module._parameters.get("weight")
-    state = vars(weight).get("quant_state") if type(weight) is Params4bit else None
-    if state is None or not isinstance(module, Linear4bit):
-        return None
-    of_state = vars(state)
-    absmax = of_state.get("absmax")  # another one where bitsandbytes has moved the weight
-    how = of_state.get("packing_format_for_cpu"), module.compute_dtype, module.compute_type_is_set
-    return None if absmax is None else (type(module).forward, id(weight), id(absmax), *how)
-
-
-def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
-    weight = module.weight
-    state = _state(module)
-    if type(weight) not in (Params4bit, nn.Parameter) or state is None:
-        return None
-    packed, absmax, blocksize = _packed(weight), state.absmax, state.blocksize
-    if packed.is_meta or absmax.device != packed.device:
-        return None
-    if _has_packed(state):
-        return None
-    height, width = module.out_features, module.in_features
-    if state.shape != (height, width):
-        return None
-    size = height * width
-    # not so for a shard of FSDP, or where bitsandbytes rounded down to a whole quant_storage
-    if packed.numel() != -(-size // 2) or absmax.shape != (-(-size // blocksize),):
-        return None
-    # Linear4bit.forward's own dtype, which its first input may set
-    if module.compute_type_is_set or dtype not in (torch.float32, torch.bfloat16):
-        dtype = module.compute_dtype or dtype
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return None
-    return _Weight4bit(module, weight, packed, state, dtype)
-
-
-def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None:
-    weight = module.weight
-    if type(weight) is not Int8Params or weight.is_meta or module.state.has_fp16_weights:
-        return None
-    # the first forward takes them from the parameter to the state
-    holder = module.state if weight.CB is None else weight
-    numbers, scales = holder.CB, holder.SCB
-    if numbers is None or scales is None or numbers.dtype != torch.int8:
-        return None
-    if not numbers.device == scales.device == weight.device:
-        return None
-    if numbers.shape != (module.out_features, module.in_features):
-        return None
-    return _Weight8bit(module, numbers.detach(), scales.detach(), dtype)
+    reader = reader_of(layer)
+    weight = reader and reader.read(layer, dtype)
+    return weight if isinstance(weight, LayerWeight) else None

@@ -35,6 +35,7 @@ PRECISIONS = ("float64", "bfloat16", "bfloat16 autocast")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (has|with) .tie_word_embeddings:UserWarning",
     "ignore:Could not find a config file in:UserWarning",
+    "ignore:TorchaoLoraLinear was instantiated without:UserWarning",  # it cannot be merged
 )
 
 
@@ -129,6 +130,12 @@ def eight_bits(model: Any) -> Any:
     return model
 
 
+def by_torchao(model: Any) -> Any:
+    ao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    ao.quantize_(model.lm_head, ao.Int8WeightOnlyConfig())
+    return model
+
+
 def both(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda model: second(first(model))
 
@@ -173,7 +180,9 @@ KINDS: dict[str, Kind] = {
     "… fp4, double quantization": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantized=True),
     "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantized=True),
     "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantized=True),
-    "a tensor subclass (torchao)": Kind(
+    "torchao: int8 weights": Kind(by_torchao, trained=FROZEN_HEAD, quantized=True),
+    "… LoRA on int8 weights": Kind(both(by_torchao, adapted()), quantized=True),
+    "any other tensor subclass": Kind(
         replaced(int8), why="not a plain tensor", trained=FROZEN_HEAD, quantized=True
     ),
     "a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),

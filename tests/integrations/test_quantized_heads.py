@@ -24,9 +24,9 @@ from training_step import joined
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, deferred_logits, distillation_loss, patch_status
+from liger_patch.deferred import capture
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels import products
-from liger_patch.readers import quantized_weights
 
 pytestmark = MARKS
 FALLBACK = "liger_patch computes ordinary logits"
@@ -172,7 +172,7 @@ def test_a_4_bit_head_that_cannot_be_read_falls_back(
     """As one that bitsandbytes has packed for inference."""
     model = with_quantized_head(checkpoint.model)
     expected = results(model, tiny_batch(model))
-    monkeypatch.setattr(quantized_weights, "quantized_weight", lambda *_: None)
+    monkeypatch.setattr(capture, "quantized_weight", lambda *_: None)
     with pytest.warns(UserWarning, match="Linear4bit"):
         ours = results(apply_patch(model, layers=False), tiny_batch(model))
     assert patch_status(model).fused is False

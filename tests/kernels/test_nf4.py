@@ -154,8 +154,8 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("bitsandbytes has dequantized")
 
-    monkeypatch.setattr(quantized_weights.functional, "dequantize_4bit", refused)
-    monkeypatch.setattr(quantized_weights.functional, "dequantize_blockwise", refused)
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", refused)
+    monkeypatch.setattr(bnb.functional, "dequantize_blockwise", refused)
     weight = quantized_weights.quantized_weight(layer, dtype)
     assert weight is not None
     for start, stop in [(0, v), (1, 2), (3, v - 1), (v - 1, v)]:

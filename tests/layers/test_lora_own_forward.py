@@ -189,3 +189,17 @@ def test_transforms_of_functions_run_peft_s_own_code(transform: str) -> None:
             else:
                 results.append(torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1])
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "FP8_DYNAMIC"])
+def test_the_forwards_of_compressed_tensors(preset: str) -> None:
+    ct = pytest.importorskip("compressed_tensors.quantization")
+    base = tiny_model(ROWS["llama"])
+    scheme = ct.preset_name_to_scheme(preset, ["Linear"])
+    config = ct.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    if scheme.weights.group_size:
+        scheme.weights.group_size = 16
+    ct.apply_quantization_config(base, config)
+    model = apply_patch(adapted(base=base))
+    said = "compressed-tensors, without CompressedTensorsConfig(dequantize=True)"
+    assert not_plain(model) == {said: 14}

@@ -14,11 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-from liger_patch.readers.quantized_weights import (  # noqa: E402
-    LayerWeight,
-    quantized_weight,
-    stamp,
-)
+from liger_patch.readers.bitsandbytes import stamp  # noqa: E402
+from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(131, 72), (131, 64), (7, 71), (40, 576)]  # no block ends with the first and the third

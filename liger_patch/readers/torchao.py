@@ -1,0 +1,76 @@
+"""torchao's weights, tensor subclasses of plain linear layers: a reader of ``quantized_weights``.
+
+The classes slice and dequantize themselves. Where activations keep their dtype, their product is
+one with the dequantized weight, which torchao keeps for the backward pass. Source: torchao 0.18,
+``quantization/quantize_/workflows``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.readers.quantized_weights import LayerWeight
+
+# the attributes of each class that is read, which are None where activations are not changed
+OF_ACTIVATIONS = {
+    "Float8Tensor": ("act_quant_kwargs",),
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
+
+
+class _Weight(LayerWeight):
+    def __init__(self, layer: nn.Module, weight: Any, dtype: torch.dtype) -> None:
+        # without blocks, or one for all rows: any row can be sliced alone
+        block = (weight.block_size or (1,))[0]
+        row_multiple = 1 if block >= weight.shape[0] else block
+        stored = weight.qdata
+        super().__init__(layer, stored, stored.device, weight.shape, dtype, row_multiple)
+        self._weight = weight
+        self.casts_result = type(weight).__name__ == "Int8Tensor"
+
+    def _dequantized(self, start: int, stop: int) -> Tensor:
+        weight, multiple, cut = self._weight, self.row_multiple, start % self.row_multiple
+        with torch.no_grad():
+            if (start, stop) != (0, self.shape[0]):
+                weight = weight[start - cut : -(-stop // multiple) * multiple]
+            # those in 4 bits dequantize in one dtype alone, in their product too
+            is_intx = type(weight).__name__ == "IntxUnpackedToInt8Tensor"
+            rows = weight.dequantize() if is_intx else weight.dequantize(self.dtype)
+        return rows[cut : cut + stop - start].to(self.dtype)
+
+    def is_current(self) -> bool:
+        return getattr(self._layer.weight, "qdata", None) is self.stored
+
+    def read_again(self, *, numbers: bool = True) -> _Weight:
+        """Return the weight as it is now: where a layer has moved, the same object is elsewhere."""
+        again: Any = object.__new__(_Weight)
+        stored = self._weight.qdata if numbers else None
+        vars(again).update(vars(self), stored=stored, device=self._weight.device)
+        return again
+
+
+def serves(layer: type, weight: type) -> bool:
+    """Return whether weights of a class are torchao's, in a layer that only multiplies."""
+    return layer is nn.Linear and weight.__module__.partition(".")[0] == "torchao"
+
+
+def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
+    """Return the weight of a layer whose input comes in ``dtype``, or why there is none."""
+    weight = layer.weight
+    name = type(weight).__name__
+    if name not in OF_ACTIVATIONS or weight.is_meta:
+        return f"the base's weight is a {name}"
+    if any(getattr(weight, each, None) is not None for each in OF_ACTIVATIONS[name]):
+        return "torchao rounds or scales activations"
+    return _Weight(layer, weight, dtype)
+
+
+def stamp(layer: Any) -> tuple | None:
+    """Return the stamp of a layer."""
+    weight = layer._parameters["weight"]
+    how = OF_ACTIVATIONS.get(type(weight).__name__, ())
+    return id(weight), *(vars(weight).get(each) is None for each in how)
