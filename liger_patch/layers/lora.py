@@ -340,7 +340,7 @@ def _own_dtypes(base: Any) -> Dtypes:
     products.
     """
     dtype = getattr(getattr(base, "weight", None), "dtype", None)
-    if dtype is None or not dtype.is_floating_point:
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
         dtype = getattr(base, "compute_dtype", None) or torch.bfloat16
     return Dtypes(dtype, dtype, casts=True)
 

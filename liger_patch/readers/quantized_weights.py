@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 READERS = {  # and the module that is loaded where there are such layers
     "bitsandbytes": "bitsandbytes",
+    "finegrained_fp8": "transformers.integrations.finegrained_fp8",
     "torchao": "torchao",
 }
 

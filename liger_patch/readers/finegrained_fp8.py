@@ -1,0 +1,64 @@
+"""Transformers' fine-grained FP8 layers: a reader of ``quantized_weights``.
+
+The weight is e4m3, with a scale for each block of (mostly) 128 x 128 numbers, or one for all. Their
+forward rounds activations to e4m3 too, and has kernels for some GPUs; their backward multiplies by
+the dequantized weight. A product with these rows is more exact. Source: Transformers 5.24,
+``integrations/finegrained_fp8.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from liger_patch.readers.quantized_weights import LayerWeight
+
+
+class _Weight(LayerWeight):
+    is_exact = False
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        weight, self._scales = layer.weight, layer.weight_scale_inv
+        self._block = weight.shape if self._scales.numel() == 1 else layer.block_size
+        super().__init__(layer, weight, weight.device, weight.shape, dtype, 1)
+
+    def _dequantized(self, start: int, stop: int) -> Tensor:
+        high, wide = self._block
+        scales = self._scales.detach().float().view(-1, -(-self.shape[1] // wide))
+        scales = scales[torch.arange(start, stop, device=self.device) // high]
+        rows = self.stored.detach()[start:stop].to(self.dtype)
+        whole = rows.shape[1] // wide
+        blocks = rows[:, : whole * wide].unflatten(1, (whole, wide))
+        blocks.mul_(scales[:, :whole, None])  # multiplied in float32, rounded once
+        rows[:, whole * wide :].mul_(scales[:, whole:])
+        return rows
+
+    def read_again(self, *, numbers: bool = True) -> _Weight:
+        """Return the weight as it is now: parameters stay the same objects where they move."""
+        again: Any = object.__new__(_Weight)
+        vars(again).update(vars(self), device=self.stored.device)
+        return again
+
+
+def serves(layer: type, weight: type) -> bool:
+    """Return whether layers of a class are Transformers' own FP8 layers, and no subclass."""
+    return layer is FP8Linear
+
+
+def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
+    """Return the weight of a layer whose input comes in ``dtype``, or why there is none."""
+    weight, scales = layer.weight, layer.weight_scale_inv
+    if weight.dtype != torch.float8_e4m3fn:  # two FP4 numbers in a byte, or dequantized
+        return f"the base is an FP8Linear of {weight.dtype}"
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or weight.device != scales.device:
+        return "the base is an FP8Linear whose weight is elsewhere"
+    return _Weight(layer, dtype)
+
+
+def stamp(layer: Any) -> tuple | None:
+    """Return the stamp of a layer; None where an engine holds its weight."""
+    weight, scales = map(layer._parameters.get, ("weight", "weight_scale_inv"))
+    return None if weight is None else (id(weight), id(scales), weight.dtype, weight.is_meta)

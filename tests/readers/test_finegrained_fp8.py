@@ -1,0 +1,163 @@
+"""Models of Transformers' fine-grained FP8 layers with LoRA adapters, beside PEFT's own forward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from lora_models import LAYER, MARKS, ROWS, WAYS, Calls, adapted, batch_of, training_step
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from training_step import joined
+from transformers.integrations import finegrained_fp8 as fp8
+
+if not hasattr(fp8, "_dequantize_fp8_weight"):
+    pytest.skip("Transformers trains no adapters on FP8 layers yet", allow_module_level=True)
+
+from liger_patch import apply_patch, patch_status
+from liger_patch.kernels import products
+from liger_patch.layers.lora import not_plain
+from liger_patch.readers import finegrained_fp8
+from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight
+
+pytestmark = MARKS
+# of weights 131 x 72: no block of the second ends with them
+BLOCKS = {"whole blocks": (131, 24), "cut blocks": (16, 32), "one scale": None}
+
+
+def layer_of(weight: Tensor, block: tuple[int, int] | None) -> Any:
+    v, h = weight.shape
+    layer = fp8.FP8Linear(h, v, block_size=block)
+    high, wide = block or (v, h)
+    grid = -(-v // high), -(-h // wide)
+    scales = weight.float().abs().max() / 448 * (1 + torch.rand(grid))
+    full = scales.repeat_interleave(high, 0)[:v].repeat_interleave(wide, 1)[:, :h]
+    layer.weight.data = (weight.float() / full).to(torch.float8_e4m3fn)
+    layer.weight_scale_inv.data = scales if block else scales[0, 0]
+    return layer.requires_grad_(False)
+
+
+def read(layer: nn.Module, dtype: torch.dtype) -> LayerWeight:
+    weight = quantized_weight(layer, dtype)
+    assert weight is not None
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rows_are_transformers_rounded_once(name: str, dtype: torch.dtype) -> None:
+    block = BLOCKS[name]
+    layer = layer_of(torch.randn(131, 72), block)
+    truth = fp8._dequantize_fp8_weight(layer.weight, layer.weight_scale_inv, block, torch.float32)
+    weight = read(layer, dtype)
+    assert (weight.shape, weight.dtype) == ((131, 72), dtype)
+    for start, stop in itertools.combinations((0, 1, 15, 16, 130, 131), 2):
+        rows = weight.rows(start, stop)
+        assert not rows.requires_grad
+        assert torch.equal(rows, truth[start:stop].to(dtype)), (start, stop)
+
+
+def test_scales_of_powers_of_two() -> None:
+    layer = layer_of(torch.randn(131, 72), (16, 32))
+    scales = layer.weight_scale_inv.to(torch.float8_e8m0fnu)
+    layer.weight_scale_inv = nn.Parameter(scales.float(), requires_grad=False)
+    expected = read(layer, torch.bfloat16).rows(5, 120)
+    layer.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+    assert torch.equal(read(layer, torch.bfloat16).rows(5, 120), expected)
+
+
+def quantized(block: tuple[int, int] | None, dtype: torch.dtype) -> Any:
+    """A tiny Llama, its head in FP8 too."""
+    base = tiny_model(ROWS["llama"], dtype=dtype)
+    for name, layer in list(base.named_modules()):
+        if isinstance(layer, nn.Linear):
+            base.set_submodule(name, layer_of(layer.weight.detach(), block))
+    return adapted(base=base)
+
+
+def in_float64(model: Any) -> Any:
+    """The same model with the quantized weights written out."""
+    wide = copy.deepcopy(model)
+    for name, layer in list(wide.named_modules()):
+        if isinstance(layer, fp8.FP8Linear):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            rows = read(layer, torch.float32).rows(0, layer.out_features)
+            plain.weight = nn.Parameter(rows, requires_grad=False)
+            wide.set_submodule(name, plain)
+    return wide.double()
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *_: Any) -> Tensor:
+    """Stands for the kernels, which no CPU has: without rounding activations, so more exact."""
+    assert bias is None
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    rows = fp8._dequantize_fp8_weight(weight, scales, block, dtype)
+    return (x.to(dtype) @ rows.t()).to(x.dtype)
+
+
+@pytest.mark.parametrize("way", ["float32", "autocast", "autocast of float32"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_step_is_that_of_the_dequantized_weights(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight exists 16 rows at a time, the head's too. PEFT would make 16-bit adapters FP8."""
+    dtype, _, autocast = WAYS[way]
+    monkeypatch.setattr(products, "SLICE_BYTES", 16 * 2 * 32)
+    monkeypatch.setattr(fp8, "fp8_linear", product)
+    eager = quantized(BLOCKS[name], dtype)
+    model, batch, calls = apply_patch(copy.deepcopy(eager)), batch_of(eager), Calls(monkeypatch)
+    theirs = training_step(eager, batch, autocast=autocast)
+    calls.clear()
+    ours = training_step(model, batch, autocast=autocast)
+    assert calls.taken(model) == (LAYER * 2, [])
+    assert not_plain(model) == {}
+    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    truth, theirs, ours = joined(training_step(in_float64(eager), batch), theirs, ours)
+    assert_no_worse(ours, theirs, truth, torch.bfloat16 if autocast else dtype)
+
+
+def test_a_model_that_was_not_called_counts_as_under_autocast() -> None:
+    assert not_plain(apply_patch(quantized((16, 16), torch.bfloat16))) == {}
+
+
+def test_what_is_not_read() -> None:
+    layer = layer_of(torch.randn(32, 64), (16, 16))
+    meta = copy.deepcopy(layer).to("meta")
+    assert "elsewhere" in str(finegrained_fp8.read(meta, torch.bfloat16))
+    layer.weight.data = layer.weight.data.view(torch.int8)
+    assert finegrained_fp8.read(layer, torch.bfloat16) == "the base is an FP8Linear of torch.int8"
+    assert quantized_weight(fp8.FP8GroupedLinear(16, 16, 2, (16, 16)), torch.bfloat16) is None
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another weight": lambda layer: setattr(layer, "weight", copy.deepcopy(layer.weight)),
+    "other scales": lambda layer: setattr(
+        layer, "weight_scale_inv", copy.deepcopy(layer.weight_scale_inv)
+    ),
+    "dequantized": lambda layer: setattr(layer.weight, "data", layer.weight.data.float()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stamp_sees_a_change(name: str) -> None:
+    layer = layer_of(torch.randn(32, 64), (16, 16))
+    held = layer.weight, layer.weight_scale_inv
+    before = finegrained_fp8.stamp(layer)
+    assert before == finegrained_fp8.stamp(layer)
+    CHANGES[name](layer)
+    assert finegrained_fp8.stamp(layer) != before
+    del held
+
+
+def test_a_weight_is_read_again_where_it_is_now() -> None:
+    layer = layer_of(torch.randn(32, 64), (16, 16))
+    weight: Any = read(layer, torch.float32)
+    kept = weight.read_again(numbers=False)
+    layer.weight_scale_inv.data = layer.weight_scale_inv.data * 2
+    expected = read(layer, torch.float32).rows(3, 20)
+    assert torch.equal(kept.read_again().rows(3, 20), expected)
