@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from liger_patch.readers.quantized_weights import LayerWeight
@@ -53,7 +53,9 @@ def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
     weight, scales = layer.weight, layer.weight_scale_inv
     if weight.dtype != torch.float8_e4m3fn:  # two FP4 numbers in a byte, or dequantized
         return f"the base is an FP8Linear of {weight.dtype}"
-    if type(weight) is not torch.nn.Parameter or weight.is_meta or weight.device != scales.device:
+    is_here = weight.device == scales.device and not weight.is_meta
+    is_whole = weight.shape == (layer.out_features, layer.in_features)
+    if type(weight) is not nn.Parameter or not (is_here and is_whole):
         return "the base is an FP8Linear whose weight is elsewhere"
     return _Weight(layer, dtype)
 

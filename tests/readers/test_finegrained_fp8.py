@@ -127,8 +127,10 @@ def test_a_model_that_was_not_called_counts_as_under_autocast() -> None:
 
 def test_what_is_not_read() -> None:
     layer = layer_of(torch.randn(32, 64), (16, 16))
-    meta = copy.deepcopy(layer).to("meta")
-    assert "elsewhere" in str(finegrained_fp8.read(meta, torch.bfloat16))
+    meta, shard = copy.deepcopy(layer).to("meta"), copy.deepcopy(layer)
+    shard.weight.data = shard.weight.data[:16]
+    for each in (meta, shard):
+        assert "elsewhere" in str(finegrained_fp8.read(each, torch.bfloat16))
     layer.weight.data = layer.weight.data.view(torch.int8)
     assert finegrained_fp8.read(layer, torch.bfloat16) == "the base is an FP8Linear of torch.int8"
     assert quantized_weight(fp8.FP8GroupedLinear(16, 16, 2, (16, 16)), torch.bfloat16) is None

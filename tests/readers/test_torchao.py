@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 ao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 from liger_patch import apply_patch, patch_status  # noqa: E402
-from liger_patch.kernels import products  # noqa: E402
+from liger_patch.kernels import chunk_sizes, gated_mlp, products  # noqa: E402
+from liger_patch.layers import checks  # noqa: E402
 from liger_patch.layers.lora import not_plain  # noqa: E402
 from liger_patch.readers import torchao  # noqa: E402
 from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight  # noqa: E402
@@ -75,13 +76,13 @@ def test_blocks_of_rows_and_one_scale_for_all() -> None:
         assert_rows_are(read(layer), weight.dequantize())
 
 
-def quantized(name: str, dtype: torch.dtype, *, adapters: bool) -> Any:
+def quantized(name: str, dtype: torch.dtype, *, adapters: bool, **options: Any) -> Any:
     """A tiny Llama, its head in the format too."""
     base = tiny_model(ROWS["llama"], dtype=dtype)
     base.requires_grad_(False)
     ao.quantize_(base, FORMATS[name]())
     assert type(base.lm_head.weight).__module__.startswith("torchao")
-    return adapted(base=base, dtype=dtype, wide_adapters=adapters)
+    return adapted(base=base, dtype=dtype, wide_adapters=adapters, **options)
 
 
 def in_float64(model: Any) -> Any:
@@ -112,6 +113,35 @@ def test_a_step_is_that_of_the_dequantized_weights(
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     truth, theirs, ours = joined(training_step(in_float64(eager), batch), theirs, ours)
     assert_no_worse(ours, theirs, truth, torch.bfloat16 if autocast else dtype)
+
+
+@pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
+@pytest.mark.parametrize("name", ["int8", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_feed_forward_layers_without_adapters_in_slices(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
+    monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 5 * 2 * 48 * 10)  # 10 tokens
+    result, runs = gated_mlp._result_of_slices, []
+
+    def counted(x: Tensor, layer: Any, slices: Any, *others: Any) -> Tensor:
+        runs.append(len(slices))
+        return result(x, layer, slices, *others)
+
+    monkeypatch.setattr(gated_mlp, "_result_of_slices", counted)
+    eager = quantized(name, dtype, adapters=True, target_modules=["q_proj", "v_proj"])
+    wide = in_float64(eager)
+    eager.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    eager.enable_input_require_grads()
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    autocast = dtype == torch.bfloat16
+    theirs = training_step(eager, batch, autocast=autocast)
+    ours = training_step(model, batch, autocast=autocast)
+    assert len(runs) == 2  # decoder layers
+    assert min(runs) > 1
+    truth, theirs, ours = joined(training_step(wide, batch), theirs, ours)
+    assert_no_worse(ours, theirs, truth, dtype)
 
 
 def test_no_dense_weight_waits_for_the_backward_pass() -> None:
