@@ -8,7 +8,7 @@ all flags off, all flags on, and such rows, for each dtype in turn.
 import itertools
 from collections.abc import Iterator
 
-from compile_targets import DTYPES, FULL, Cases, arguments
+from compile_targets import DTYPES, FULL, MULTIPLE, Cases, arguments
 from triton.backends.compiler import GPUTarget
 
 FLAGS = (  # softcap, class weight, label smoothing, gradient
@@ -45,7 +45,7 @@ def cross_entropy(target: GPUTarget) -> Cases:
 
 def divergence(target: GPUTarget) -> Cases:
     from liger_patch.kernels.head.divergences import DIVERGENCES
-    from liger_patch.kernels.triton.distillation import MAX_BLOCK_V, block_and_warps
+    from liger_patch.kernels.triton.distillation import block_and_warps
 
     # student's and teacher's softcap, cross entropy, gradient
     flags = ((1, 1, 1, 1), (0, 0, 0, 1), (1, 0, 1, 0), (0, 1, 0, 0))
@@ -55,17 +55,19 @@ def divergence(target: GPUTarget) -> Cases:
     rotated = ((dtypes[i], flags[(i + j) % 4], i) for i in kinds for j in range(4))
     for pair, each, kind in sorted({*everything, *rotated} if target == FULL else {*rotated}):
         softcap, teacher_softcap, has_labels, gradient = each
-        block_v, warps = block_and_warps(MAX_BLOCK_V, target.warp_size)
         student, teacher = pair
+        itemsize = 4 if "*fp32" in pair else 2
+        block_v, warps, vector = block_and_warps(100000, target.warp_size, itemsize)
         given = arguments("*i64", "labels_ptr", if_=has_labels)
         given |= arguments("*fp32", "row_scale_ptr", if_=gradient) | {"loss_ptr": "*fp32"}
         given |= arguments("*fp32", "entropy_ptr", if_=teacher_softcap)
         given |= arguments("fp32", "softcap", if_=softcap)
-        given |= arguments("fp32", "teacher_softcap", if_=teacher_softcap)
-        given |= arguments("fp32", "logit_scale teacher_logit_scale sharpness beta ce_weight")
-        given |= arguments("i32", "student_stride teacher_stride vocab_size")
+        given |= arguments("fp32", "t_softcap", if_=teacher_softcap)
+        given |= arguments("fp32", "logit_scale t_scale factor t_factor")
+        given |= arguments("fp32", "temperature beta ce_weight")
+        given |= arguments(MULTIPLE, "student_stride teacher_stride width") | {"vocab_size": "i32"}
         given |= {"student_ptr": student, "teacher_ptr": teacher}
-        given |= {"DIVERGENCE": kind, "BLOCK_V": block_v}
+        given |= {"DIVERGENCE": kind, "BLOCK_V": block_v, "VECTOR": vector}
         name = f"{DIVERGENCES[kind]}-{student[1:]}-{teacher[1:]}-" + "".join(map(str, each))
         yield name, given, warps
 
