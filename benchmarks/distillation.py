@@ -107,8 +107,8 @@ def _ours(case: Case) -> Loss:
 
 def _liger(case: Case) -> Loss:
     def loss(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
-        module = import_module("liger_kernel.transformers")
-        return module.LigerFusedLinearJSD(jsd_beta=case.beta)(x, weight, teacher, teacher_weight)
+        module = import_module("liger_kernel.transformers").LigerFusedLinearJSD(jsd_beta=case.beta)
+        return module(x, weight, teacher, teacher_weight, None)
 
     return loss
 
