@@ -8,10 +8,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gloo_group import COMMON
+from gloo_group import COMMON, HELPERS, run_alone
 from tiny_models import VOCAB_SIZE
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,16 +98,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, made: Path, code: str, *command: str, steps: int = 9) -> Any:
-    """Run a command of liger_patch on a script in a folder of its own, from another folder."""
+def start(
+    folder: Path, made: Path, code: str, *command: str, steps: int = 9, launcher: str = ""
+) -> Any:
+    """Run a command of liger_patch on a script in a folder of its own, from another folder.
+
+    Args:
+        launcher: a module of Python, and its arguments. Without one, no process imports again what
+            is imported.
+    """
     for each in made.iterdir():
         (folder / each.name).symlink_to(each)
     (folder / "scripts").mkdir()
     (folder / "scripts/train.py").write_text(code)
     (folder / "scripts/helper.py").write_text(f"STEPS = {steps}\n")
     given = [*command, "scripts/train.py", "--lr", "0.1"]
+    if not launcher:
+        run_alone(HELPERS / "command.py", str(folder), *given, folder=folder)
+        done = {name: (folder / name).read_text() for name in ("stdout", "stderr", "status")}
+        return SimpleNamespace(**done | {"returncode": int(done["status"])})
     return subprocess.run(
-        [sys.executable, "-m", *given],
+        [sys.executable, "-m", *launcher.split(), *given],
         cwd=folder,
         env={**os.environ, **COMMON, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -115,10 +127,12 @@ def start(folder: Path, made: Path, code: str, *command: str, steps: int = 9) ->
     )
 
 
-def tried(folder: Path, made: Path, code: str, steps: int = 9) -> tuple[str, dict[str, Any]]:
+def tried(
+    folder: Path, made: Path, code: str, steps: int = 9, launcher: str = ""
+) -> tuple[str, dict[str, Any]]:
     """Return the table and the JSON of ``try``; both runs have the same losses, and fused ones."""
     options = ["--steps", "3", "--json", "table.json"]
-    done = start(folder, made, code, "liger_patch", "try", *options, steps=steps)
+    done = start(folder, made, code, "try", *options, steps=steps, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "table.json").read_text())
     eager, patched = report["runs"]["as it is"], report["runs"]["patched"]
@@ -147,7 +161,7 @@ needs = {
 
 @needs["accelerate"]
 def test_a_script_with_a_trainer_is_compared_and_ended(tmp_path: Path, made: Path) -> None:
-    table, report = tried(tmp_path, made, LOAD + TRAIN)
+    table, report = tried(tmp_path, made, LOAD + TRAIN, launcher="liger_patch")
     assert table.startswith("scripts/train.py, Trainer\n")
     assert "LlamaForCausalLM is patched in Trainer" in report["notes"]
     assert "5 rms_norm" in dict(report["runs"]["patched"]["status"])["layers"]
@@ -204,7 +218,7 @@ if not patch_status(model).patched:
     raise torch.OutOfMemoryError("no\\n  memory")
 """
     code = LOAD + LOOP + fails  # behind step 2 of 3
-    done = start(tmp_path, made, code, "liger_patch", "try", "--steps", "3", steps=2)
+    done = start(tmp_path, made, code, "try", "--steps", "3", steps=2)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[-2] for row in rows if row[:1] == ["loss,"]] == ["-", "-"]
@@ -222,7 +236,7 @@ def test_a_model_that_is_not_patched_is_said_first(tmp_path: Path, made: Path) -
     config = "transformers.AutoConfig.from_pretrained('model')"
     made_here = f"AutoModelForCausalLM.from_config({config})"
     code = "import transformers\n" + LOAD.replace(load, made_here) + LOOP
-    done = start(tmp_path, made, code, "liger_patch", "try", "--steps", "1")
+    done = start(tmp_path, made, code, "try", "--steps", "1")
     assert done.returncode == 1
     assert done.stdout.startswith("nothing was patched: no model reached a Trainer or came")
     (times,) = (line for line in done.stdout.splitlines() if line.startswith("ms a step"))
@@ -237,7 +251,7 @@ def test_a_trainer_has_one_note_and_a_loop_has_it_at_the_end(tmp_path: Path, mad
         ("loop", LOOP + "sys.exit(0)\n", "at from_pretrained: no Trainer came"),
     ):
         (tmp_path / name).mkdir()
-        done = start(tmp_path / name, made, LOAD + code, "liger_patch", "run", steps=1)
+        done = start(tmp_path / name, made, LOAD + code, "run", steps=1)
         assert done.returncode == 0, done.stderr
         said = [line for line in done.stderr.splitlines() if line.startswith("liger_patch: ")]
         assert said == [f"liger_patch: LlamaForCausalLM is patched {how}"]
@@ -249,7 +263,7 @@ def test_a_script_that_raises_or_never_trains_is_one_sentence(tmp_path: Path, ma
         ("nothing", "print('hello')", "scripts/train.py never trains: it calls neither"),
     ):
         (tmp_path / name).mkdir()
-        done = start(tmp_path / name, made, code, "liger_patch", "try")
+        done = start(tmp_path / name, made, code, "try")
         assert done.returncode == 1
         assert done.stdout == ""
         assert said in done.stderr.splitlines()[-1]
@@ -266,8 +280,8 @@ def test_a_script_that_raises_or_never_trains_is_one_sentence(tmp_path: Path, ma
     ],
 )
 def test_run_trains_to_the_end_under_a_launcher(launcher: str, tmp_path: Path, made: Path) -> None:
-    command = [*launcher.split(), "liger_patch", "run"]
-    done = start(tmp_path, made, LOAD + TRAIN, *command, steps=2)
+    launcher += " liger_patch"
+    done = start(tmp_path, made, LOAD + TRAIN, "run", steps=2, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "LlamaForCausalLM is patched in Trainer" in done.stderr
     assert "saved by __main__ ['scripts/train.py', '--lr', '0.1']" in done.stdout
@@ -276,6 +290,6 @@ def test_run_trains_to_the_end_under_a_launcher(launcher: str, tmp_path: Path, m
 
 
 def test_a_script_that_is_none(tmp_path: Path, made: Path) -> None:
-    done = start(tmp_path, made, "", "liger_patch", "run", "missing.py")
+    done = start(tmp_path, made, "", "run", "missing.py")
     assert done.returncode == 2
     assert "argument SCRIPT: expected a file, got missing.py" in done.stderr

@@ -132,6 +132,7 @@ def test_a_compiled_model_runs_peft_s_own_layers() -> None:
 
 @of_the_compiler
 @pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.slow
 def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
     """Those of an unpatched model, and at the call, the head and the loss. Dynamo counts a break
     again in each function around it, of PEFT and of Transformers.
