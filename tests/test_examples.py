@@ -145,6 +145,7 @@ def test_apply_patch_trains_fused(tmp_path: Path):
     assert re.search(r"last loss +fused", printed)
 
 
+@pytest.mark.slow
 def test_distillation_brings_a_student_near_its_teacher(tmp_path: Path):
     printed = run_alone(EXAMPLES / "distillation.py", folder=tmp_path)
     before, after = held_out("KL", printed)

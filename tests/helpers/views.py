@@ -32,6 +32,3 @@ def offset(x):
 def expanded(x):
     """The first row, or element, for all."""
     return x[:1].expand_as(x)
-
-
-VIEWS = [transposed, strided, padded, expanded]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,8 +55,17 @@ def test_no_worse_than_eager(operator, dtype, tokens, device):
     operator.check(operator.tensors(device, dtype, tokens))
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("operator", "names"), of_each(separately))
+def strides() -> Iterator[Any]:
+    """Quick: all tensors in each view, and each alone with strides that are none of a whole one."""
+    for row, operator in OPERATORS.items():
+        *alone, together = separately(operator)
+        for names, view in itertools.product([*alone, together], VIEWS):
+            marks = () if names == together or view is strided else pytest.mark.slow
+            name = f"{row}-{names}-{view.__name__}"
+            yield pytest.param(operator, names, view, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("operator", "names", "view"), [*strides()])
 def test_inputs_of_any_strides(operator, names, view, device):
     for dtype in (operator.dtype, torch.float64):
         tensors = operator.tensors(device, dtype)
