@@ -163,6 +163,7 @@ def shaped(**shapes: tuple[int, ...]) -> Callable[[int], Tensors]:
 
 
 def made_rotary(pairs: bool, tokens: int) -> Tensors:
+    tokens = -(-tokens // 4)  # each is a program, which takes the interpreter a while
     tensors = shaped(q=(2, 3, -1, 16), k=(2, 1, -1, 16))(tokens)
     cos, sin = eager_layers.tables((2, tokens, 10), "any order")
     size = 5 if pairs else 10

@@ -90,7 +90,11 @@ EXTREMES: list[Callable[[dict[str, Tensor]], None]] = [
 ]
 
 
-@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "extreme",
+    slow_but([strong_decay, reflected, similar_keys], EXTREMES),
+    ids=lambda each: each.__name__,
+)
 @pytest.mark.parametrize("dtype", slow_but([torch.float16, torch.float64], DTYPES), ids=str)
 def test_extremes_are_no_worse(extreme, dtype, device):
     inputs = delta_cases.inputs(CHUNK + 20)

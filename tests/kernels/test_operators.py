@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from operators import EVERYTHING, OPERATORS, Operator, as_tuple, upstream_of
+from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from views import columns, expanded, offset, padded, strided, transposed
 
+contiguous = Tensor.contiguous
 VIEWS = [transposed, columns, strided, padded, offset, expanded]
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
@@ -73,13 +75,13 @@ def test_inputs_of_any_strides(operator, names, view, device):
 
 
 @every_operator
-@pytest.mark.parametrize("view", [transposed, strided, expanded])
+@pytest.mark.parametrize("view", slow_but([strided, expanded], [transposed, strided, expanded]))
 def test_upstream_gradients_of_any_strides(operator, view, device):
     operator.check(operator.tensors(device), view=view)
 
 
 @every_operator
-@pytest.mark.parametrize("view", [torch.Tensor.contiguous, transposed, columns, strided])
+@pytest.mark.parametrize("view", slow_but([contiguous, strided], [contiguous, *VIEWS[:3]]))
 def test_saved_tensors_of_any_strides(operator, view, device):
     """As hooks that offload them give them back."""
     tensors = operator.tensors(device)
@@ -110,14 +112,14 @@ def test_results_without_gradients(operator, mode, device):
 
 
 @every_operator
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.float16], LOW_DTYPES), ids=str)
 def test_twice_the_same_bits(operator, dtype, device):
     tensors = operator.tensors(device, dtype)
     assert all(map(torch.equal, *(operator.gradients(tensors) for _ in range(2))))
 
 
 @every_operator
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.float16], LOW_DTYPES), ids=str)
 def test_backward_passes_over_one_graph_give_the_same_bits(operator, dtype, device):
     """And write over nothing that is kept or given."""
     tensors = operator.tensors(device, dtype)
@@ -155,7 +157,7 @@ def test_a_second_derivative_is_refused(operator, quick_device):
 
 
 @every_operator
-@pytest.mark.parametrize("view", [torch.Tensor.contiguous, transposed, padded])
+@pytest.mark.parametrize("view", [contiguous, transposed, padded])
 def test_results_may_be_written_to(operator, view, device):
     tensors = operator.tensors(device, torch.float32)
     first = next(iter(tensors))
