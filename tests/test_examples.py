@@ -160,6 +160,7 @@ def test_return_logits_gives_the_same_loss(tmp_path: Path):
     assert printed.splitlines()[-1] == "same loss, same gradients"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
     options = {

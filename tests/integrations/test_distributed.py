@@ -4,6 +4,7 @@ be. The engines are set up by their libraries' own functions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Run(NamedTuple):
         script: of tests/helpers, which says what the cases mean and what holds of them.
         needs: packages, with the oldest version, and names of SKIPS.
         mark: slow, or gpu for a run on two GPUs.
+        more: cases that are slow.
     """
 
     script: str
@@ -37,15 +39,14 @@ class Run(NamedTuple):
     needs: tuple[str, ...] = ()
     mark: Any = None
     processes: int = 2
+    more: tuple[str, ...] = ()
 
 
 RUNS = {
     "DDP": Run(
         STEP,
-        (
-            *("ddp", "ddp_unused", "ddp_static", "ddp --layers", "ddp_unused --layers"),
-            *("ddp_static --layers", "ddp --no-sync --alone"),
-        ),
+        ("ddp_static", "ddp_unused --layers", "ddp --no-sync --alone"),
+        more=("ddp", "ddp_unused", "ddp --layers", "ddp_static --layers"),
     ),
     # where the whole model is a unit that frees the head, logits can be read once it is gathered
     # again
@@ -56,6 +57,7 @@ RUNS = {
             "fsdp2 --layers",
             "fsdp2_resharded --late evaluation",
             "fsdp2_resharded --layers --late backward",
+            "tensor_parallel --layers",
         ),
         ("fully_shard",),
     ),
@@ -68,31 +70,32 @@ RUNS = {
             "fsdp2_norm_head --layers --labels uneven",
             "fsdp2_tied_head --tied --evaluate",
             "fsdp2_mixed",
+            "fsdp2_head --lora --evaluate",
+            "fsdp2_head --leftover",
+        ),
+        ("fully_shard", "peft"),
+        more=(
             "fsdp2_offload --layers",
             "hsdp_head",
             "hsdp_replicated_head --layers",
-            "fsdp2_head --lora --evaluate",
-            "fsdp2_head --leftover",
             "fsdp2_head --distrusted",
             "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
         ),
-        ("fully_shard", "peft"),
     ),
     "distillation": Run(
         STEP,
         (
             "ddp --distil",
-            "ddp_unused --distil --evaluate",
-            "ddp_static --distil",
-            "fsdp2 --distil",
             "fsdp2_head --distil --layers --evaluate",
-            "fsdp1_head --distil",
             'tensor_parallel --distil --fallback "the vocabulary is distributed over ranks"',
         ),
         ("fully_shard",),
-    ),
-    "distillation, ZeRO-3": Run(
-        STEP, ("""zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",), ("deepspeed",)
+        more=(
+            "ddp_unused --distil --evaluate",
+            "ddp_static --distil",
+            "fsdp2 --distil",
+            "fsdp1_head --distil",
+        ),
     ),
     "FSDP2, compiled": Run(
         STEP, ('fsdp2_head --compiled --fallback "torch.compile traces"',), ("fully_shard",), slow
@@ -121,8 +124,9 @@ RUNS = {
     ),
     "sharded checkpoints": Run(
         "sharded_checkpoints.py",
-        ("fsdp2_head", "hsdp_replicated_head", "accelerate_fsdp2"),
+        ("fsdp2_head",),
         ("fully_shard", "accelerate>=1.15"),
+        more=("hsdp_replicated_head", "accelerate_fsdp2"),
     ),
     "Transformers' own FSDP2": Run(
         STEP, ("transformers_fsdp --layers",), ("fully_shard", "DistributedConfig")
@@ -135,12 +139,10 @@ RUNS = {
             "zero3 --tied --layers --labels uneven --alone",
             "zero3 --model two_losses",
             "zero3_plain --layers --late backward",
+            """zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",
         ),
         ("deepspeed", "peft"),
-    ),
-    "ZeRO, other settings": Run(
-        STEP,
-        (
+        more=(
             "zero2 --late step",
             "zero3 --distrusted",
             "zero3 --model two_losses --lora --evaluate",
@@ -151,41 +153,30 @@ RUNS = {
             "zero3_plain --tied --evaluate --metric",
             "zero3_plain --lora --layers --labels none",
         ),
-        ("deepspeed", "peft"),
-        slow,
     ),
-    "Trainer, ZeRO-3": Run(DEEPSPEED, ("transformers 3",), ("deepspeed",)),
-    "trainers, ZeRO": Run(
+    "Trainer, ZeRO-3": Run(
         DEEPSPEED,
-        ("transformers 1", "transformers 2", "trl 3", "distillation 3"),
+        ("transformers 3",),
         ("deepspeed", "trl"),
-        slow,
+        more=("transformers 1", "transformers 2", "trl 3", "distillation 3"),
     ),
     # of both kinds of checkpoints, with and without adapters
     "feed-forward layers in slices": Run(
-        SLICED, ("ddp", "ddp_static", "fsdp1"), ("hooks at the top", "peft")
+        SLICED, ("ddp", "fsdp1"), ("hooks at the top", "peft"), more=("ddp_static",)
     ),
     "feed-forward layers in slices, FSDP2": Run(SLICED, ("fsdp2",), ("fully_shard", "peft")),
-    "a distributed vocabulary": Run(STEP, ("tensor_parallel --layers",), ("fully_shard",)),
     "plans of torch": Run(
         TENSOR_PARALLEL,
-        (
-            "gathered --layers",
-            "gathered --model gemma2 --tied",
-            "sharded",
-            "sharded --model gemma2 --layers",
-            "sharded --model cohere --tied",
-            "sequence",
-        ),
+        ("gathered --layers", "sharded --model gemma2 --layers", "sequence"),
+        more=("gathered --model gemma2 --tied", "sharded", "sharded --model cohere --tied"),
     ),
     "plans of Transformers": Run(
         TENSOR_PARALLEL,
-        (
+        ("transformers --layers --checkpoints", "transformers --packed --layers"),
+        more=(
             "transformers --layers",
-            "transformers --layers --checkpoints",
             "transformers --tied",
             "transformers --model gemma2 --layers",
-            "transformers --packed --layers",
         ),
     ),
     # their layers have hooks of PEFT and Transformers, and run their own code
@@ -210,7 +201,7 @@ RUNS = {
     "documented engines, others": Run(STEP, tuple(cases_of(*OTHERS[6:])), DOCUMENTED, slow),
     "documented ZeRO": Run(STEP, tuple(cases_of(*DEEPSPEEDS)), DOCUMENTED, slow),
     "documented grid": Run(
-        STEP, tuple(cases_of(*GRID)), (*DOCUMENTED, "DistributedConfig"), processes=4
+        STEP, tuple(cases_of(*GRID)), (*DOCUMENTED, "DistributedConfig"), slow, processes=4
     ),
     "engines on GPUs": Run(
         STEP,
@@ -259,11 +250,15 @@ SKIPS = {  # which of this machine's versions have it
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[each.mark] if each.mark else []) for n, each in RUNS.items()]
-)
-def test_steps_are_eagers(name: str, tmp_path: Path) -> None:
-    each = RUNS[name]
+def runs() -> Iterator[Any]:
+    for name, each in RUNS.items():
+        yield pytest.param(each, id=name, marks=[each.mark] if each.mark else [])
+        if each.more:
+            yield pytest.param(each._replace(cases=each.more), id=f"{name}, more", marks=slow)
+
+
+@pytest.mark.parametrize("each", [*runs()])
+def test_steps_are_eagers(each: Run, tmp_path: Path) -> None:
     for need in each.needs:
         package, _, version = need.partition(">=")
         if need not in SKIPS:

@@ -81,20 +81,6 @@ def test_inputs_are_on_their_way_before_they_are_needed(
     assert come == [True] * fetched
 
 
-def test_a_bound_with_a_retained_graph_and_several_forward_passes() -> None:
-    results = []
-    for gib in (None, 5 * PIECE_BYTES / 2**30):
-        offloaded(model := model_of(num_hidden_layers=5)).host_gib = gib
-        torch.manual_seed(0)
-        short = pytest.warns(UserWarning, match="keeps 4 of 5")
-        with short if gib else contextlib.nullcontext():
-            losses = [model(**tiny_batch_of(model, seed)).loss for seed in (0, 1, 2)]
-        losses[1].backward(retain_graph=True)
-        sum(losses).backward()
-        results.append(gradients(model))
-    assert_same_bits(results[1], results[0])
-
-
 def test_memory_that_is_available_is_read_where_more_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -269,39 +269,3 @@ def test_gradients_where_a_stream_is_far_behind_on_a_gpu(slow: str, reentrant: b
     for expected, value in zip(*results, strict=True):
         assert expected is not None
         assert torch.equal(value, expected)
-
-
-@pytest.mark.gpu
-def test_use_on_another_stream_waits_for_a_slow_copy_on_a_gpu() -> None:
-    lane, other = slow_lane(), torch.cuda.Stream()
-    x = torch.rand(PIECE_BYTES // 4, device="cuda")
-    expected = x.cos()
-    layer_input = LayerInput(x, lane, None)
-    layer_input.send(lane.pieces(1) or ())
-    del x
-    layer_input.release_source()
-    torch.full_like(expected, -1)  # in the memory of x, or in that of what is fetched
-    torch.cuda.synchronize()
-    layer_input.fetch()
-    with torch.cuda.stream(other):
-        found = layer_input.unpack().cos()
-    torch.cuda.synchronize()
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.gpu
-def test_a_slow_copy_to_memory_that_is_not_needed_on_a_gpu() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    lane = slow_lane()
-    layer_input = LayerInput(torch.ones(PIECE_BYTES // 4, device="cuda"), lane, None)
-    layer_input.send(lane.pieces(1) or ())
-    layer_input.release_source()
-    layer_input.fetch()
-    assert layer_input.fetched is not None
-    address = layer_input.fetched.data_ptr()
-    del layer_input
-    values = torch.zeros(PIECE_BYTES // 4, device="cuda")
-    torch.cuda.synchronize()
-    assert values.data_ptr() == address
-    assert not values.any()
