@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from slow_cases import slow_but
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,8 +25,9 @@ from transformers import (
 
 from benchmarks.models import Model
 from liger_patch import apply_patch, patch_status, quantize_experts
-from liger_patch.estimate.estimate import GIB, estimate
-from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
+from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD, Contender
+from liger_patch.estimate.estimate import GIB, longest_rows
+from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep, build
 from liger_patch.memory import longest_row
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,7 +41,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     vocab_size=512,
 )
-EAGER, OURS_HEAD, OURS = 0, 1, 2  # of the estimates
 
 
 def model_of(**options: Any) -> Any:
@@ -50,12 +51,11 @@ def in_status(model: Any) -> str:
     return dict(patch_status(model).rows)["longest row"]
 
 
-def estimated(contender: int, **options: Any) -> int:
+def estimated(contender: Contender, config: Any = CONFIG, **options: Any) -> int:
     """Return the tokens for a GPU of 16 GiB."""
-    found = estimate(
-        copy.deepcopy(CONFIG), TrainingStep(adapter_dtype=torch.bfloat16, **options), GIB
-    )
-    return found[contender].longest[16]
+    config, step = copy.deepcopy(config), TrainingStep(adapter_dtype=torch.bfloat16, **options)
+    _, sizes = build(config, step)
+    return longest_rows(config, step, contender, sizes, GIB, [16])[16].tokens
 
 
 def test_all_weights_of_a_model_patched_or_not() -> None:
@@ -104,7 +104,7 @@ def test_options_are_read_where_they_are() -> None:
     transformers.__version__.startswith("5.0."),
     reason="it asks which experts have tokens: none have values here",
 )
-@pytest.mark.parametrize("quant_type", [None, "nf4", "mxfp4"])
+@pytest.mark.parametrize("quant_type", slow_but(["nf4"], [None, "nf4", "mxfp4"]))
 def test_adapters_on_experts(quant_type: str | None) -> None:
     peft = pytest.importorskip("peft")
     if quant_type == "nf4":
@@ -120,15 +120,9 @@ def test_adapters_on_experts(quant_type: str | None) -> None:
     if quant_type is not None:
         quantize_experts(model, "cpu", quant_type=quant_type)
     apply_patch(model)
-    step = TrainingStep(
-        adapter_dtype=torch.bfloat16,
-        lora_rank=4,
-        lora_targets=("q_proj",),
-        lora_parameters=tuple(targets["target_parameters"]),
-        expert_bytes=EXPERTS_IN_4_BITS.get(quant_type or ""),
-    )
-    tokens = longest_row(model, gib=16)
-    assert tokens == estimate(config, step, GIB)[OURS].longest[16]
+    options = {"lora_parameters": tuple(targets["target_parameters"]), "lora_targets": ("q_proj",)}
+    options["expert_bytes"] = EXPERTS_IN_4_BITS.get(quant_type or "")
+    assert longest_row(model, gib=16) == estimated(OURS, config, lora_rank=4, **options)
     assert ("experts in 4 bits" in in_status(model)) == (quant_type is not None)
 
 

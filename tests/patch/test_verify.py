@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, joined, step, widened
@@ -115,6 +116,7 @@ def gradients_of(value: float) -> Callable[[Callable[..., Tensor]], Callable[...
     return replacement
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 NAN, STATES = float("nan"), "gradient of the hidden states"
 
 
@@ -193,7 +195,7 @@ def learnt(
     ("softcap", "options"), [(None, {}), (None, {"label_smoothing": 0.1}), (5.0, {}), (30.0, {})]
 )
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], DTYPES), ids=str)
 def test_rounding_is_no_difference(
     dtype: torch.dtype, scale: float, softcap: float | None, options: Any, tokens: int
 ) -> None:
@@ -217,7 +219,7 @@ WRONG: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wrong_arguments_are_found(
     dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
