@@ -208,6 +208,7 @@ def test_qlora_names_a_length_that_does_not_fit(monkeypatch, capsys):
     assert "--length must be 2 or more, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse, error
-from rows import FAMILIES, RAISE_IN_EAGER
+from rows import RAISE_IN_EAGER
 from tiny_images import IMAGES
 from tiny_media import with_media
 from tiny_models import ROWS, tiny_batch, tiny_model
@@ -99,14 +99,8 @@ def test_loss_and_each_gradient_agree_in_float64(case: tuple[str, str]) -> None:
     assert_no_worse(ours, eager, eager, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(e, marks=() if ROWS[e[1]].family in FAMILIES else pytest.mark.all_models)
-        for e in CASES
-    ],
-    ids=name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_loss_and_gradients_are_no_worse_than_eager(case: tuple[str, str]) -> None:
     """The errors of five batches added: the largest one of a tiny model is luck to some degree."""
     model = tiny_model(ROWS[case[1]])

@@ -14,6 +14,7 @@ from benchmarks.convergence import (
 from examples.corpus import Corpus, build_corpus
 from liger_patch.layers.replace import LAYERS
 
+pytestmark = pytest.mark.slow
 SETTINGS = Settings(
     vocab_size=300,
     hidden_size=64,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import slow_but
 
 from benchmarks.__main__ import BENCHMARKS, main, run
 from benchmarks.benchmark import Benchmark, command_line, in_json
@@ -128,7 +129,10 @@ def test_lists_of_numbers_are_lines_of_the_json():
     assert "[ 1.5, 2.5, 3.5 ]" in written
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
+REPORTS = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", slow_but(["linear_cross_entropy", "longest_row"], REPORTS))
 def test_a_committed_report_is_shown_and_printed(name: str, tmp_path: Path, capsys):
     """With its pictures, and in the terminal with each contender, also one that has failed."""
     place = tmp_path / f"{name}.json"

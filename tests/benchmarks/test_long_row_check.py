@@ -12,10 +12,13 @@ from benchmarks.__main__ import main
 from benchmarks.longest_report import terminal_check_table
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing. is deprecated:FutureWarning",
-    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing. is deprecated:FutureWarning",
+        "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

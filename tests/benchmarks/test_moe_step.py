@@ -14,6 +14,7 @@ from benchmarks.lora_contenders import Request, is_measured, rows
 from benchmarks.moe_step import CASES, FULL, MXFP4, NF4
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings(
         "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning",
         "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18

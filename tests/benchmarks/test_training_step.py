@@ -16,6 +16,7 @@ from benchmarks.models import MODELS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
 
+pytestmark = pytest.mark.slow
 (WITH_LORA,) = (m for m in MODELS if m.lora_rank is not None and not m.quantized)
 
 

@@ -4,6 +4,7 @@ the backbone sees each prefix once.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from attention_models import SIZES, WARNINGS, Calls, make_model, rows_of
 from exactness import assert_no_worse
 from rows import every_row
 from rows import model_type as row_name
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, gradients, in_float64, joined, step, widened
@@ -68,8 +70,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
-@pytest.mark.parametrize("all_used", [False, True], ids=["completions", "all used"])
+@pytest.mark.parametrize(
+    ("checkpointing", "all_used"),
+    slow_but(
+        [(None, False), (True, True), (False, False)],
+        list(itertools.product([None, True, False], [False, True])),
+    ),
+)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_step_is_exact_in_float64(

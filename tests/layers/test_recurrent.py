@@ -28,6 +28,7 @@ from packed_samples import (
     two_rows,
 )
 from rows import model_type
+from slow_cases import slow_but
 from tiny_models import ROWS, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, call, gradients, joined, patched, step, widened
@@ -85,7 +86,7 @@ def rows_of(lengths: list[list[int]], length: int) -> tuple[PackedRows, Tensor]:
 # --- packed equals separate -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packing", [positions_only, two_rows])
+@pytest.mark.parametrize("packing", slow_but([two_rows], [positions_only, two_rows]))
 @pytest.mark.parametrize(
     "row", [r for r in RECURRENT if r.model_type not in ACROSS], ids=model_type
 )

@@ -245,6 +245,7 @@ def test_ddp_of_a_compiled_model_holds_no_logits(option: str) -> None:
         assert_same_step({"loss": outputs.loss.detach(), **ours}, run(uncompiled, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_other_models_of_a_process_group_compile_none_again() -> None:
     model, graphs, counts = make_model(), Graphs(), []
