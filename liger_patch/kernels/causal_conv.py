@@ -31,13 +31,7 @@ ACTIVATIONS = (None, "silu")
 MAX_WIDTH = 4  # of the Triton form, which holds so many tokens in registers
 
 
-def _conv_results(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sequence_ids: Tensor | None,
-    activation: str | None,
-) -> Tensor:
+def _conv_results(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -49,7 +43,7 @@ def _causal_conv(
     sequence_ids: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    y = _conv_results(x, weight, bias, sequence_ids, activation)
+    y = _conv_results(x)
     if weight.shape[1] <= MAX_WIDTH and serves_triton(x, weight, bias):
         from liger_patch.kernels.triton import causal_conv as causal_conv_triton
 
@@ -62,12 +56,7 @@ def _causal_conv(
 
 
 def _conv_backward_results(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sequence_ids: Tensor | None,
-    activation: str | None,
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
@@ -82,8 +71,7 @@ def _causal_conv_backward(
     sequence_ids: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _conv_backward_results(dy, x, weight, bias, sequence_ids, activation)
-    dx, dweight, dbias = results
+    dx, dweight, dbias = results = _conv_backward_results(dy, x, weight, bias)
     width = weight.shape[1]
     if width <= MAX_WIDTH and serves_triton(x, weight, bias):
         from liger_patch.kernels.triton import causal_conv as causal_conv_triton

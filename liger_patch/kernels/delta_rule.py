@@ -212,16 +212,7 @@ def _states(chunks: _Chunks) -> tuple[Tensor, Tensor, Tensor]:
     return states, new, w
 
 
-def _delta_rule_results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    sequence_ids: Tensor | None,
-    scale: float,
-    normalize: bool,
-) -> Tensor:
+def _delta_rule_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return v.new_empty(v.shape, dtype=q.dtype)
 
 
@@ -240,7 +231,7 @@ def _gated_delta_rule(
     normalize: bool,
 ) -> Tensor:
     if not v.numel():
-        return _delta_rule_results(q, k, v, g, beta, sequence_ids, scale, normalize)
+        return _delta_rule_results(q, k, v)
     compute = _on_triton if _serves_triton(normalize, q, k, v) else _with_pytorch
     return compute(q, k, v, g, beta, sequence_ids, scale, normalize)
 
@@ -267,19 +258,8 @@ def _with_pytorch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _delta_rule_backward_results(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    sequence_ids: Tensor | None,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta = (each.new_empty(each.shape) for each in (q, k, v, g, beta))
-    return dq, dk, dv, dg, dbeta
+def _delta_rule_backward_results(do: Tensor, *others: Any) -> Any:
+    return tuple(each.new_empty(each.shape) for each in others[:5])
 
 
 @operator(_delta_rule_backward_results)
@@ -295,7 +275,7 @@ def _gated_delta_rule_backward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not v.numel():
-        return _delta_rule_backward_results(do, q, k, v, g, beta, sequence_ids, scale, normalize)
+        return _delta_rule_backward_results(do, q, k, v, g, beta)
     serves = _serves_triton(normalize, q, k, v, do)
     compute = _backward_on_triton if serves else _backward_with_pytorch
     return compute(do, q, k, v, g, beta, sequence_ids, scale, normalize)

@@ -29,16 +29,8 @@ ACTIVATIONS = ("silu", "sigmoid")
 MAX_GROUP_SIZE = 8192  # of the Triton form: a group's registers
 
 
-def _gated_norm_results(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group_size: int,
-    activation: str,
-    gate_first: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _gated_norm_results(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    group_size, *_, dtype = others[3:]
     groups = x.shape[-1] // group_size
     rstd = x.new_empty((*x.shape[:-1], groups), dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape, dtype=dtype), rstd
@@ -55,9 +47,7 @@ def _gated_norm(
     gate_first: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    y, rstd = results = _gated_norm_results(
-        x, gate, weight, eps, group_size, activation, gate_first, dtype
-    )
+    y, rstd = results = _gated_norm_results(x, gate, weight, eps, group_size, dtype)
     if group_size <= MAX_GROUP_SIZE and serves_triton(x, gate, weight):
         from liger_patch.kernels.triton import gated_norm as gated_norm_triton
 
@@ -74,16 +64,9 @@ def _gated_norm(
 
 
 def _gated_norm_backward_results(
-    dy: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    activation: str,
-    gate_first: bool,
-    wants_weight: bool,
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight = weight.new_empty(weight.shape if wants_weight else 0)
+    dweight = weight.new_empty(weight.shape if others[-1] else 0)
     return x.new_empty(x.shape), gate.new_empty(gate.shape), dweight
 
 
@@ -98,9 +81,8 @@ def _gated_norm_backward(
     gate_first: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dgate, dweight = results = _gated_norm_backward_results(
-        dy, x, gate, weight, rstd, activation, gate_first, wants_weight
-    )
+    results = _gated_norm_backward_results(dy, x, gate, weight, wants_weight)
+    dx, dgate, dweight = results
     group_size = x.shape[-1] // rstd.shape[-1]
     if group_size <= MAX_GROUP_SIZE and serves_triton(x, gate, weight):
         from liger_patch.kernels.triton import gated_norm as gated_norm_triton

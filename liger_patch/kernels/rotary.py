@@ -26,14 +26,7 @@ from liger_patch.kernels.graphs import differentiable, operator
 
 
 def _rotate_results(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    dtype: torch.dtype,
-    interleaved: bool,
-    grouped: bool,
-    backward: bool,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *others: bool
 ) -> tuple[Tensor, Tensor]:
     found = []
     for x in (q, k):  # tokens in front of attention heads in memory, as products left them
@@ -56,7 +49,7 @@ def rotate(
     backward: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return q and k turned, or turned back."""
-    outputs = _rotate_results(q, k, cos, sin, dtype, interleaved, grouped, backward)
+    outputs = _rotate_results(q, k, cos, sin, dtype)
     if serves_triton(q, k, cos, sin, outputs[0]):
         from liger_patch.kernels.triton import rotary as rotary_triton
 

@@ -67,31 +67,22 @@ def test_json_of_a_config_file(folder: Path, capsys: pytest.CaptureFixture[str])
         assert each["longest"]["16"] < each["longest"]["24"]
 
 
-@pytest.mark.parametrize("as_json", slow_but([True], [False, True]))
 def test_offloaded_checkpoints_have_their_host_memory(
-    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
     LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained(tmp_path)
     given = ["--length", "16384", "--checkpointing", "--checkpoint-offload", "--host-gib", "8"]
-    given += ["--json"] * as_json
     assert main(["estimate", str(tmp_path), *given]) == 0
     printed = capsys.readouterr().out
-    if not as_json:
-        title, *lines = printed.splitlines()
-        said = "offloaded by liger_patch to 8 GiB of the host"
-        assert said in title
-        (host,) = (line for line in lines if line.startswith("host memory"))
-        assert host.split()[2:] == ["-", "0.08", "0.08"]
-        assert "\nGiB of host memory for these " in printed
-        return
-    found = json.loads(printed)
-    settings = found["settings"]
-    assert settings["host_gib"] == 8.0
-    eager, *_, ours = found["contenders"]
-    assert (eager["host"], ours["host"]) == (0, 5 * 16 * 2**20)
-    assert set(eager["longest_host"].values()) == {0}
-    assert 0 < ours["longest_host"]["24"] <= 8 * 2**30
+    title, *lines = printed.splitlines()
+    assert "offloaded by liger_patch to 8 GiB of the host" in title
+    (host,) = (line for line in lines if line.startswith("host memory"))
+    assert host.split()[2:] == ["-", "0.08", "0.08"]
+    of_rows = printed.split("\nGiB of host memory for these ")[1].splitlines()
+    (cells,) = (line.split()[2:] for line in of_rows if line.startswith("24 GiB"))
+    assert cells[0] == "-"
+    assert 0 < float(cells[-1]) <= 8
 
 
 @pytest.mark.parametrize(
@@ -185,33 +176,21 @@ def test_the_text_of_a_model_of_images_is_built_by_its_row(
     assert "-" not in longest.split()
 
 
-@pytest.mark.parametrize("as_json", slow_but([False], [False, True]))
 def test_an_architecture_without_a_row_has_a_note(
-    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "vocab_size": 131}
     BartConfig(is_encoder_decoder=False, is_decoder=True, **sizes).save_pretrained(tmp_path)
-    assert main(["estimate", str(tmp_path), "--length", "64", *["--json"] * as_json]) == 0
-    printed = capsys.readouterr().out
+    assert main(["estimate", str(tmp_path), "--length", "64", "--json"]) == 0
     note = "liger_patch has no test of BartForCausalLM: apply_patch compares its first call"
-    if not as_json:
-        first, *_, last = printed.splitlines()
-        assert " as BartForCausalLM: " in first
-        assert last.startswith(note)
-        assert all(name in printed for name in NAMES)
-        return
-    found = json.loads(printed)
-    assert not found["tested"]
+    found = json.loads(capsys.readouterr().out)
+    assert (found["class"], found["tested"]) == ("BartForCausalLM", False)
     assert [each[: len(note)] for each in found["notes"]] == [note]
     assert [each["name"] for each in found["contenders"]] == NAMES
 
 
-@pytest.mark.parametrize("as_json", slow_but([False], [False, True]))
 def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
-    as_json: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
     gated_delta_rule = {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
@@ -227,18 +206,11 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
         **gated_delta_rule,
     )
     config.save_pretrained(tmp_path)
-    assert main(["estimate", str(tmp_path), "--length", "64", *["--json"] * as_json]) == 0
-    printed = capsys.readouterr().out
-    note = (
+    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
         "The longest sequences are not estimated: how many tensors Qwen3NextForCausalLM makes "
         "depends on the length. --length estimates the peak of another length."
     )
-    if not as_json:
-        assert printed.splitlines()[-1] == note
-        return
-    found = json.loads(printed)
-    assert found["notes"] == [note]
-    assert [each["longest"] for each in found["contenders"]] == [{}]
 
 
 def test_a_loop_over_tokens_is_named_before_it_is_traced(

@@ -64,17 +64,22 @@ def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> N
         assert 0 < some_fit.longest_host[16] <= 2**30
 
 
+def assert_is_the_trace(config: Any, step: Any, contender: Any, *lengths: int, **how: Any) -> Any:
+    """Return how the memory of a step grows, which is traced at other lengths."""
+    growth = estimates.Growth.of(config, step, contender, **how)
+    assert growth is not None
+    for length in lengths:
+        trace, _ = trace_step(config, replace(step, length=length), contender)
+        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+    return growth
+
+
 @pytest.mark.parametrize("contender", [EAGER, OURS], ids=lambda each: each.name)
 @pytest.mark.parametrize("checkpointing", slow_but([True], [False, True]))
 def test_growth_is_the_trace_at_any_length(
     config: LlamaConfig, contender: Any, checkpointing: bool
 ) -> None:
-    step = replace(STEP, checkpointing=checkpointing)
-    growth = estimates.Growth.of(config, step, contender)
-    assert growth is not None
-    for length in (1536, 8192):
-        trace, _ = trace_step(config, replace(step, length=length), contender)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+    assert_is_the_trace(config, replace(STEP, checkpointing=checkpointing), contender, 1536, 8192)
 
 
 @pytest.fixture
@@ -106,15 +111,9 @@ def test_growth_in_slices_is_the_trace_at_any_length(
     config: LlamaConfig, setting: dict[str, Any]
 ) -> None:
     step = replace(STEP, checkpointing=True, chunk_mib=1, **setting)
-    at_once = estimates.longest_unsliced(config, step, OURS)
-    assert at_once == 1024
-    growth = estimates.Growth.of(config, step, OURS, at_once + 1)
-    assert growth is not None
-    for length in (1025, 8192, 40000):
-        trace, _ = trace_step(config, replace(step, length=length), OURS)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
-    longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
-    assert longer is not None
+    assert estimates.longest_unsliced(config, step, OURS) == 1024
+    growth = assert_is_the_trace(config, step, OURS, 1025, 8192, 40000, shortest=1025)
+    longer = assert_is_the_trace(config, step, replace(OURS, slices=False))
     assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * SIZE
 
 
@@ -131,15 +130,10 @@ def test_growth_of_experts_in_slices(slices: int) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
     config = transformers.Qwen3MoeConfig(**TINY, **sizes, head_dim=16)
     step = replace(STEP, checkpointing=True, chunk_mib=1, **SETTINGS["LoRA"])
-    at_once = estimates.longest_unsliced(config, step, OURS)
-    assert at_once == 1024  # by norms, whose results are kept so long
-    growth = estimates.Growth.of(config, step, OURS, at_once + 1)
-    longer = estimates.Growth.of(config, step, replace(OURS, slices=False))
-    assert growth is not None
-    assert longer is not None
-    for length in (1025, 8192, 40000):
-        trace, _ = trace_step(config, replace(step, length=length), OURS)
-        assert growth.peak(length) == pytest.approx(trace.peak()[0], rel=0.01)
+    # by norms, whose results are kept so long
+    assert estimates.longest_unsliced(config, step, OURS) == 1024
+    growth = assert_is_the_trace(config, step, OURS, 1025, 8192, 40000, shortest=1025)
+    longer = assert_is_the_trace(config, step, replace(OURS, slices=False))
     assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * 8 * size
     assert slices == 256
 
