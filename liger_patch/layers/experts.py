@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from liger_patch.deferred.engines import in_process_group
 from liger_patch.kernels.backend import PLAIN_TENSORS, autocast_dtype
 from liger_patch.kernels.chunk_sizes import size_of_experts
 from liger_patch.kernels.expert_steps import Activation, ExpertProjection
@@ -31,7 +32,7 @@ from liger_patch.layers.checks import (
 )
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.mlp import ACTIVATIONS
-from liger_patch.layers.probing import configuration, probe_of, results_match
+from liger_patch.layers.probing import configuration, few_numbers, probe_of, results_match
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 FIRST, LAST = "gate_up_proj", "down_proj"  # names of the weights; biases have another ending
@@ -168,15 +169,9 @@ def _has_own_way(layer: Any) -> bool:
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     if name not in IMPLEMENTATIONS or "_apply_gate" in layer.__dict__:
         return True
-    if "_is_expert_parallel" not in layer.__dict__ and is_distributed():
+    if "_is_expert_parallel" not in layer.__dict__ and in_process_group():
         return True  # an older Transformers, whose experts do not tell
     return has_hooks(*(each for key, each in layer._modules.items() if key != HELD))
-
-
-def is_distributed() -> bool:
-    """Return whether this process is one of several."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _is_of_form(layer: Any) -> bool:
@@ -234,18 +229,13 @@ def _small(module: Any) -> Any:
     for name, (source, features) in {FIRST: (hidden, 2 * size), LAST: (size, hidden)}.items():
         shape = (source, features) if module.is_transposed else (features, source)
         # large enough to be clamped
-        probe._parameters[name] = nn.Parameter(_numbers(count, *shape) * 3.0)
+        probe._parameters[name] = nn.Parameter(few_numbers(count, *shape) * 3.0)
         if module.has_bias:
-            probe._parameters[name + BIAS] = nn.Parameter(_numbers(count, features))
+            probe._parameters[name + BIAS] = nn.Parameter(few_numbers(count, features))
     return probe
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     """Return x, experts and weights of a few tokens; one expert has none."""
     index = torch.tensor([[0, 2], [2, 0], [0, 2]])
-    return _numbers(3, PROBED_HIDDEN) * 3.0, index, _numbers(3, 2).abs()
-
-
-def _numbers(*shape: int) -> Tensor:
-    count = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
-    return count.mul(0.7).sin().view(shape)
+    return few_numbers(3, PROBED_HIDDEN) * 3.0, index, few_numbers(3, 2).abs()

@@ -40,7 +40,7 @@ from liger_patch.kernels.segments import (
 from liger_patch.kernels.sinks import add_sinks, sink_attention
 from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.deferred_mask import DeferredMask
-from liger_patch.layers.probing import results_match
+from liger_patch.layers.probing import few_numbers, results_match
 from liger_patch.subclass import is_transformers, once_for_each_class
 
 EAGER = "eager_attention_forward"  # the name of the function of an attention's own file
@@ -178,8 +178,7 @@ def own_attention_with_sinks(cls: Any) -> Any:
 def _has_sinks(own: Any) -> bool:
     """Return whether a function computes what sinks are, on a few numbers."""
     heads, tokens = 2, 3
-    numbers = torch.arange(3 * heads * tokens * 4, dtype=torch.float32).mul(0.7).sin()
-    query, key, value = numbers.view(3, 1, heads, tokens, 4)
+    query, key, value = few_numbers(3, 1, heads, tokens, 4)
     layer: Any = nn.Module()
     layer.sinks = nn.Parameter(torch.tensor([0.5, -1.0]))
     layer.num_key_value_groups = 1

@@ -28,7 +28,7 @@ from liger_patch.layers.checks import (
 from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
-from liger_patch.layers.probing import configuration, probe_of, results_match
+from liger_patch.layers.probing import configuration, few_numbers, probe_of, results_match
 from liger_patch.readers.quantized_weights import quantized_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
@@ -75,7 +75,7 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
         return _result(layer, gate, run_gated(*gate.products(layer, x), activation))
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
-        return [forward(_with_few_features(module, gate), _few_numbers(2, PROBED_HIDDEN))]
+        return [forward(_with_few_features(module, gate), few_numbers(2, PROBED_HIDDEN))]
 
     return results_match(lambda: results(type(module).forward), lambda: results(on_kernel))
 
@@ -95,7 +95,7 @@ def _with_few_features(module: Any, gate: Gate) -> Any:
     children: dict[str, Any] = {n: m if m is None else _bare(m) for n, m in module._modules.items()}
     probe._modules = children
     for number, (name, shape) in enumerate(shapes.items()):
-        weight = _few_numbers(*shape) + 0.1 * number  # different numbers for gate and up
+        weight = few_numbers(*shape) + 0.1 * number  # different numbers for gate and up
         children[name] = _Product(weight)
     return probe
 
@@ -117,11 +117,6 @@ def _bare(module: nn.Module) -> nn.Module:
     bare.__class__ = type(cls.__name__, (cls,), {"__call__": cls.forward})
     bare.training = False
     return bare
-
-
-def _few_numbers(rows: int, columns: int) -> Tensor:
-    count = torch.arange(rows * columns, dtype=torch.float32)
-    return count.mul(0.7).sin().view(rows, columns)
 
 
 @once_for_each_class

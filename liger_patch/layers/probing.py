@@ -43,6 +43,11 @@ def results_match(*ways: Callable[[], Sequence[Tensor]]) -> bool:
             return False
 
 
+def few_numbers(*shape: int) -> Tensor:
+    """Return numbers in [-1, 1] for a probe, the same at each call."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).mul(0.7).sin().view(shape)
+
+
 def probe_of(module: nn.Module) -> Any:
     """Return a copy of a module, with parameters and buffers of its own, that runs on the kernels'
     operations in PyTorch. No class is called: FSDP2's makes a module of another.
