@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from training_step import step, tell_apart
 from transformers import (
     LlamaForCausalLM,
-    ProphetNetConfig,
-    ProphetNetForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import NOTICE
@@ -70,41 +68,3 @@ def test_losses_of_one_head_sum_into_its_gradient(tied: bool, reads: list[Any]) 
     assert (status.fused, status.reason, reads) == (True, None, [])
     eager, ours = tell_apart(eager, ours)
     assert_no_worse(ours, eager, eager, torch.float32)
-
-
-def test_transformers_own_layers_for_it_compute_no_loss() -> None:
-    """``MtpModel``, for drafts: it adds its first loss to None. Once it does not, it wants a test
-    like that above.
-    """
-    layers = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(layers, "MtpModel"):
-        pytest.skip("this version of Transformers has no MtpModel")
-    main = tiny_model(ROWS["llama"])
-    main.config.num_mtp_layers = 1
-    model = layers.MtpModel(main, 1)
-    batch = tiny_batch(main)
-    states = main.model(batch["input_ids"]).last_hidden_state
-    positions = torch.arange(states.shape[1])[None]
-    with pytest.raises(TypeError, match="NoneType"):
-        model(batch["input_ids"], states, None, positions, None, labels=batch["labels"])
-
-
-def test_a_loss_of_several_tokens_from_one_call_stays_the_models_own() -> None:
-    """ProphetNet's, which takes the logarithm of the softmax itself."""
-    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
-    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "ngram": 2, "num_buckets": 8}
-    heads = dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
-    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-    shape = {"vocab_size": 96, "hidden_size": 32, "max_position_embeddings": 64}
-    config = ProphetNetConfig(**shape, **sizes, **layers, **heads, **off, use_cache=False)
-    model = ProphetNetForConditionalGeneration(config).double().train()
-    ids = torch.randint(3, 96, (2, 9))
-    batch = {"input_ids": ids, "labels": ids}
-    eager = step(model, batch)
-    with pytest.warns(
-        UserWarning, match="a loss of its own: the logits of the head .* were read by"
-    ):
-        ours = step(apply_patch(model), batch)
-    assert not patch_status(model).fused
-    assert eager.keys() == ours.keys()
-    assert all(torch.equal(ours[name], eager[name]) for name in eager if eager[name] is not None)

@@ -1,1 +1,0 @@
-"""The commands of ``python -m liger_patch``, whose ``__main__`` imports them."""

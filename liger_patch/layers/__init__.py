@@ -1,1 +1,0 @@
-"""Run layers on kernels: norms, attention, feed-forward layers."""

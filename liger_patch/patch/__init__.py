@@ -1,1 +1,0 @@
-"""One forward pass of a patched model: its settings, its loss, packed rows, verification."""
