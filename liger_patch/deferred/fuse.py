@@ -12,6 +12,8 @@ from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import is_dtensor, own_rows
 from liger_patch.kernels.backend import autocast_to
+from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.losses import mean_logits
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 from liger_patch.kernels.products import QuantizedWeight
@@ -111,6 +113,18 @@ def fused_log_probs(product: HeadProduct, labels: Tensor, **options: Any) -> Log
     """Compute log-probabilities of labels (N,); options of ``linear_log_probs``."""
     with autocast_to(product.weight.device.type, product.autocast_dtype):
         return linear_log_probs(**operator_arguments(product), labels=labels, **options)
+
+
+def mean_of_all_logits(product: HeadProduct) -> Tensor | None:
+    """Return (N,) the mean over the vocabulary of each row's logits, without the head's product of
+    it; None where a softcap or a vocabulary that is distributed over ranks needs that.
+    """
+    if product.softcap is not None or is_dtensor(product.weight):
+        return None
+    states, low_rank_weight = product.low_rank or (None, None)
+    inputs = HeadInputs(*product[:3], states, low_rank_weight)
+    with torch.no_grad():
+        return mean_logits(inputs, product.logit_scale, lambda rows: rows.flatten(0, -2))
 
 
 def operator_arguments(product: HeadProduct) -> dict[str, Any]:

@@ -161,7 +161,14 @@ def apply_trl_patch(
     return model
 
 
-def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: Any) -> None:
+def patch_for_log_probs(
+    model: nn.Module,
+    outputs: tuple[str, ...],
+    *,
+    temperature: float = 1.0,
+    means_of_all: bool = False,
+    **options: Any,
+) -> None:
     """Let a model to which TRL adds no fused head answer ``model(..., fused_lm_head=True)``.
 
     The call returns TRL's ``FusedCausalLMOutput``, or None where the model's head cannot be fused.
@@ -169,15 +176,16 @@ def patch_for_log_probs(model: nn.Module, outputs: tuple[str, ...], **options: A
     Args:
         model: a Transformers model, or a PEFT wrapper around one.
         outputs: the fields of ``FusedCausalLMOutput`` to compute.
+        temperature: divides the logits.
+        means_of_all: whether ``mean_logits`` are those of tokens without a label too.
         options: of ``apply_patch``.
     """
     target = transformers_model(model)
     apply_patch(target, **options)
     record = record_of(target)
     assert record is not None
-    record.fused_head_call = LogProbsCall(
-        1.0, False, outputs, same_gradient=False, has_own_head=False
-    )
+    how: dict[str, Any] = {"has_own_head": False, "means_of_all": means_of_all}
+    record.fused_head_call = LogProbsCall(temperature, False, outputs, same_gradient=False, **how)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """TRL's DistillationTrainer and experimental GKDTrainer, without the logits of student and teacher.
 
-    from liger_patch.integrations.trl_distillation import DistillationConfig, DistillationTrainer
+    from liger_patch.integrations.trl_trainers import DistillationConfig, DistillationTrainer
     DistillationTrainer(model, teacher, args=DistillationConfig(use_liger_patch=True, ...), ...)
 
 With the flag, both models run on the kernels of liger_patch, and ``linear_distillation`` computes
@@ -10,23 +10,20 @@ the divergence. Losses and metrics stay TRL's.
 from __future__ import annotations
 
 import functools
-import warnings
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl
 from torch import Tensor, nn
 from trl.trainer import distillation_trainer
-from trl.trainer.distillation_config import DistillationConfig as TrlDistillationConfig
 
 from liger_patch.apply import apply_patch, transformers_model
 from liger_patch.deferred.engines import is_partitioned
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.distillation import distillation_loss
 from liger_patch.integrations.trl import OnKernels
-from liger_patch.integrations.trl_head import LEFT_TO_TRL, SUPPORTED, Flag
+from liger_patch.integrations.trl_head import LEFT_TO_TRL, SUPPORTED
 from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.patch import flags
@@ -34,28 +31,14 @@ from liger_patch.patch.forward import deferred_logits, record_of
 from liger_patch.patch.packing import IGNORE_INDEX
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TRL's, of all that is experimental
-    from trl.experimental import gkd
-
 TRLS_LOSS = "_chunked_divergence_loss"  # that DistillationTrainer hands hidden states and heads
 
 if TRLS_LOSS not in distillation_trainer.DistillationTrainer._compute_loss.__code__.co_names:
     raise ImportError(f"liger_patch supports {SUPPORTED}, got trl {trl.__version__}")
 
 
-@dataclass
-class DistillationConfig(Flag, TrlDistillationConfig):
-    """TRL's ``DistillationConfig`` with ``use_liger_patch``."""
-
-
-@dataclass
-class GKDConfig(Flag, gkd.GKDConfig):
-    """TRL's ``GKDConfig`` with ``use_liger_patch``."""
-
-
-class DistillationTrainer(OnKernels, distillation_trainer.DistillationTrainer):
-    """TRL's ``DistillationTrainer``; with ``DistillationConfig(use_liger_patch=True)``, on kernels.
+class OfHeads(OnKernels):
+    """DistillationTrainer.
 
     TRL's own method finds the hidden states of the completions and both heads. It runs here with
     another function in the place of the one that it hands them to.
@@ -67,10 +50,10 @@ class DistillationTrainer(OnKernels, distillation_trainer.DistillationTrainer):
     def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         given = unwrapped_student, inputs, num_items_in_batch
         record = record_of(transformers_model(unwrapped_student))
+        trls: Any = super()
+        function = trls._compute_loss.__func__
         if self._options is None or record is None:  # without the flag, or reverted
-            return super()._compute_loss(*given)
-        trls: Any = super()._compute_loss
-        function = trls.__func__
+            return function(self, *given)
         names = {**function.__globals__, TRLS_LOSS: functools.partial(_divergence, record)}
         return FunctionType(function.__code__, names)(self, *given)
 
@@ -135,8 +118,8 @@ def _whole(tensor: Any, dtype: torch.dtype | None = None) -> Any:
     return tensor.full_tensor().to(dtype=dtype) if is_dtensor(tensor) else tensor
 
 
-class GKDTrainer(OnKernels, gkd.GKDTrainer):
-    """TRL's ``GKDTrainer``; with ``GKDConfig(use_liger_patch=True)``, on kernels.
+class OfLogits(OnKernels):
+    """GKDTrainer.
 
     A subclass with a ``generalized_jsd_loss`` of its own gets the logits, as from TRL.
     """
@@ -155,11 +138,12 @@ class GKDTrainer(OnKernels, gkd.GKDTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return TRL's loss, the divergence of all labels' tokens at temperature 1."""
-        has_own_loss = self.generalized_jsd_loss is not gkd.GKDTrainer.generalized_jsd_loss
+        trls, trainer = cast(Any, super()), cast(Any, self)
+        has_own_loss = trainer.generalized_jsd_loss is not trls.generalized_jsd_loss
         if self._options is None or has_own_loss or flags.return_logits() is True:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return trls.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        teacher: Any = self.teacher_model.eval()
+        teacher = trainer.teacher_model.eval()
         with deferred_logits():
             outputs = model(**given)
             with torch.no_grad():
@@ -169,7 +153,7 @@ class GKDTrainer(OnKernels, gkd.GKDTrainer):
             others,
             inputs["labels"],
             divergence="jsd",
-            beta=self.beta,
+            beta=trainer.beta,
             num_items_in_batch=num_items_in_batch,
         )
         return (loss, outputs) if return_outputs else loss

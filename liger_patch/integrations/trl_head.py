@@ -18,7 +18,12 @@ import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_patch.deferred.fuse import Decision, HeadProduct, fused_log_probs
+from liger_patch.deferred.fuse import (
+    Decision,
+    HeadProduct,
+    fused_log_probs,
+    mean_of_all_logits,
+)
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.linear_log_probs import LogProbs
@@ -69,8 +74,7 @@ class Flag:
         if self.use_liger_patch and not vars(self).get(FLAG_READ):
             message = (
                 f"{type(self).__name__}(use_liger_patch=True) was given to a trainer that does not "
-                "know the flag: take that of liger_patch.integrations.trl, trl_trainers, "
-                "trl_preferences or trl_distillation"
+                "know the flag: take that of liger_patch.integrations.trl or trl_trainers"
             )
             if flags.return_logits() is False:
                 raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss: {message}")
@@ -146,6 +150,7 @@ class LogProbsCall:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.
         same_gradient: see ``linear_log_probs``.
         has_own_head: whether TRL has added its own head to the model, for what cannot be fused.
+        means_of_all: whether ``mean_logits`` are those of tokens without a label too.
         left_to_trl: why a forward pass found that the head cannot be fused: all later calls are
             left to TRL. None before that.
     """
@@ -155,6 +160,7 @@ class LogProbsCall:
     outputs: tuple[str, ...]
     same_gradient: bool
     has_own_head: bool = True
+    means_of_all: bool = False
     left_to_trl: str | None = None
 
     @property
@@ -212,6 +218,7 @@ class LogProbsCall:
                 return None
             targets = _targets(own)
             used = functools.partial(used_tokens, model, record, targets, IGNORE_INDEX, kwargs)
+            used = None if self.means_of_all else used
             with UsedTokens(used, sees_before=has_other_layers(model)):
                 outputs = forward(*args, **_of_other_calls(kwargs))
         logits: Tensor = outputs.logits
@@ -226,15 +233,25 @@ class LogProbsCall:
             self.left_to_trl = decision.reason
             return None
         record.before_loss()
+        names, of_all = self.outputs, None
+        if self.means_of_all:
+            of_all = mean_of_all_logits(decision.product)
+            if of_all is None:
+                labels = labels.clamp(min=0)  # the head's product of all tokens
+            else:
+                of_all = of_all / self.temperature
+                names = [name for name in names if name != "mean_logits"]
         flat = fused_log_probs(
             decision.product,
             labels.reshape(-1),
             temperature=self.temperature,
-            outputs=self.outputs,
+            outputs=names,
             same_gradient=self.same_gradient,
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
+        if of_all is not None:
+            flat = flat._replace(mean_logits=of_all)
         return self._output(model, outputs, labels, flat, own)
 
     def _output(

@@ -1,148 +1,251 @@
-"""TRL's experimental ORPO and CPO (SimPO) trainers, without the logits of both answers.
+"""TRL's experimental trainers that take logits, without them: ORPO, CPO (SimPO), TPO, Online-DPO,
+A2PO, SDFT and SDPO.
 
-    from liger_patch.integrations.trl_preferences import CPOConfig, CPOTrainer
+    from liger_patch.integrations.trl_trainers import CPOConfig, CPOTrainer
     CPOTrainer(model, args=CPOConfig(use_liger_patch=True, loss_type="simpo", ...), ...)
 
-These trainers have no fused head: they take the logits of a batch and compute log-probabilities,
-a likelihood and means of logits from them. Here ``linear_log_probs`` computes these, for all
-positions: TRL's metrics ``logits/*`` are means over prompts and padding too. Losses and metrics
-stay TRL's. B: pairs, T: tokens of the longest answer with its prompt.
+All that their losses and metrics read of logits (B, T, V) is of the tokens that follow. One call
+of the model computes it by ``linear_log_probs``, and TRL's own code gets it in place of the logits.
+B: sequences, T: tokens of each, V: vocabulary, K: tokens of the longest answer.
 """
 
 from __future__ import annotations
 
-import warnings
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from liger_patch.apply import transformers_model
+from liger_patch.integrations import trl_trainers
 from liger_patch.integrations.trl import OnKernels, patch_for_log_probs
-from liger_patch.integrations.trl_head import Flag, is_flagged
-from liger_patch.patch import flags
+from liger_patch.integrations.trl_head import LogProbsCall
+from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import IGNORE_INDEX
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TRL's, of all that is experimental
-    from trl.experimental import cpo, orpo
-
-if TYPE_CHECKING:
-    from transformers import Trainer as TransformersTrainer
-else:
-    TransformersTrainer = object
+SAME_FOR_ALL = ("reshape", "view", "contiguous", "detach")  # methods that keep the vocabulary whole
+OF_TENSORS = ("shape", "dtype", "device", "ndim")
 
 
-@dataclass
-class ORPOConfig(Flag, orpo.ORPOConfig):
-    """TRL's ``ORPOConfig`` with ``use_liger_patch``, for ``ORPOTrainer`` of this module."""
+class NextTokens:
+    """What stands for logits (..., V) in TRL's code: what it reads of them.
+
+    Attributes:
+        fields: (..., 1), as if of a vocabulary of one token: "labels" are the tokens that follow,
+            and the others are outputs of ``LogProbsCall``.
+    """
+
+    def __init__(self, fields: dict[str, Tensor]) -> None:
+        self.fields = fields
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> NextTokens:
+        return NextTokens({name: function(value) for name, value in self.fields.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_TENSORS:
+            return getattr(self.fields["log_probs"], name)
+        if name in SAME_FOR_ALL:
+            return lambda *given: self._each(lambda value: getattr(value, name)(*given))
+        raise AttributeError(
+            f"'{name}' of logits is not computed with use_liger_patch=True; "
+            "LIGER_PATCH_RETURN_LOGITS=1 gives the logits"
+        )
+
+    def __getitem__(self, index: Any) -> NextTokens:
+        return self._each(lambda value: value[index])
+
+    def chunk(self, chunks: int, dim: int = 0) -> list[NextTokens]:
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def split(self, size: int, dim: int = 0) -> list[NextTokens]:
+        parts = [value.split(size, dim) for value in self.fields.values()]
+        return [
+            NextTokens(dict(zip(self.fields, each, strict=True)))
+            for each in zip(*parts, strict=True)
+        ]
+
+    def stride(self, dim: int) -> int:
+        return 0  # no memory: TRL's own Triton kernels take it for unsupported
+
+    def __truediv__(self, temperature: float) -> NextTokens:
+        return self  # the model's call has divided by it
+
+    def log_softmax(self, dim: int) -> NextTokens:
+        return self
+
+    def __mul__(self, log_probs: NextTokens) -> Tensor:
+        """Return what adds up to p log p over the vocabulary: ``exp`` of these is p."""
+        return -self.fields["entropy"]
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        means = self.fields["mean_logits"]
+        return means.mean() if dim is None else means.squeeze(-1)
+
+    def argmax(self, dim: int) -> Tensor:
+        return torch.where(self.fields["is_top1"], self.fields["labels"], -1).squeeze(-1)
+
+    def sum(self) -> Tensor:
+        return self.fields["log_probs"].sum()  # only ever times 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        logits = args[0]
+        index: Any = (*args[1:], (kwargs or {}).get("index"))[0]
+        if not isinstance(logits, cls):
+            return NotImplemented
+        if func in (torch.exp, functional.log_softmax):
+            return logits
+        log_probs = logits.fields["log_probs"]
+        if func is torch.logsumexp:
+            return torch.zeros_like(log_probs[..., 0])
+        if func in (torch.gather, torch.take_along_dim) and index.shape == log_probs.shape:
+            return log_probs
+        if func is functional.cross_entropy:
+            supervised = index != IGNORE_INDEX
+            return -(log_probs[:, 0] * supervised).sum() / supervised.sum()
+        return NotImplemented
 
 
-@dataclass
-class CPOConfig(Flag, cpo.CPOConfig):
-    """TRL's ``CPOConfig`` with ``use_liger_patch``, for ``CPOTrainer`` of this module."""
+def _call(
+    model: Callable[..., Any],
+    counted: Tensor | None,  # (B, T)
+    last: int | None,
+    input_ids: Tensor,  # (B, T)
+    **inputs: Any,
+) -> Any:
+    """Call a model as TRL's loss does, and return ``NextTokens`` in place of its logits.
+
+    Args:
+        counted: 0 for the tokens whose log-probabilities count for nothing.
+        last: how many tokens at the end are asked for. None for all of both.
+    """
+    following = functional.pad(input_ids[:, 1:], (0, 1))
+    labels = following
+    if counted is not None:
+        labels = labels.masked_fill(functional.pad(counted[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+    kept = None if last is None else last + 1
+    if kept is not None and kept < labels.shape[1]:
+        labels = torch.cat([torch.full_like(labels[:, :-kept], IGNORE_INDEX), labels[:, -kept:]], 1)
+    to_keep = {name: inputs.pop(name) for name in ("logits_to_keep",) if name in inputs}
+    output = model(input_ids, shift_labels=labels, fused_lm_head=True, **inputs)
+    if output is None:  # the head cannot be fused, and a warning has said why
+        return model(input_ids, **to_keep, **inputs)
+    names = [name for name in ("log_probs", "entropy", "mean_logits", "is_top1") if name in output]
+    fields = {**{name: output[name] for name in names}, "labels": following}
+    logits = NextTokens({name: value[..., None] for name, value in fields.items()})
+    return SimpleNamespace(
+        logits=logits[:, -kept:] if kept is not None and to_keep else logits,
+        aux_loss=output.aux_loss,
+    )
 
 
-class _WithoutLogits(OnKernels, ABC, TransformersTrainer):
-    """What both trainers do with the flag. Without it they are TRL's to the last call."""
+class _WithoutLogits(OnKernels):
+    """What these trainers do with the flag. Without it they are TRL's to the last call."""
 
-    is_encoder_decoder: bool
+    outputs: tuple[str, ...] = ("log_probs",)  # of ``LogProbsCall``
+    means_of_all = False
 
     def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
-        if not self.is_encoder_decoder:
-            patch_for_log_probs(model, ("log_probs", "mean_logits"), **options)
+        config: Any = model.config
+        if not config.is_encoder_decoder:
+            options |= {"temperature": self._temperature(), "means_of_all": self.means_of_all}
+            patch_for_log_probs(model, self.outputs, **options)
 
-    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
-        """Return TRL's numbers of the chosen and the rejected answers."""
-        trls: Any = super()
-        if not is_flagged(self.args) or self.is_encoder_decoder or flags.return_logits() is True:
-            return trls.concatenated_forward(model, batch)
+    def _temperature(self) -> float:
+        return 1.0
+
+    def _asking(self, model: Any, counted: Tensor | None = None, last: int | None = None) -> Any:
+        """Return what TRL's method calls as the model: see ``_call``."""
         trainer: Any = self
-        inputs = trainer.concatenated_inputs(
-            batch, padding_value=self._padding(), device=self.accelerator.device
-        )
-        ids, mask = inputs["concatenated_input_ids"], inputs["concatenated_attention_mask"]
-        routers = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
-        next_ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
-        output = model(
-            ids, attention_mask=mask, shift_labels=next_ids, fused_lm_head=True, **routers
-        )
-        if output is None:  # the head cannot be fused, and a warning has said why
-            return trls.concatenated_forward(model, batch)
-        answers = inputs["concatenated_labels"]
-        chosen = len(batch["chosen_labels"])
-        log_probs, means = output.log_probs[:, :-1], output.mean_logits
-        log_p = _of_answers(log_probs, answers, self._is_averaged())
-        likelihood = self._likelihood(log_probs[:chosen], ids[:chosen], mask[:chosen], answers)
-        means = means[:, : self._positions(means.shape[1])]
-        found = log_p[:chosen], log_p[chosen:], means[:chosen], means[chosen:], likelihood
-        return (*found, output.aux_loss) if trainer.aux_loss_enabled else found
-
-    @abstractmethod
-    def _padding(self) -> int:
-        """Return the token that pads the batch."""
-
-    @abstractmethod
-    def _is_averaged(self) -> bool:
-        """Return whether an answer's log-probabilities are averaged, not summed."""
-
-    @abstractmethod
-    def _positions(self, tokens: int) -> int:
-        """Return over how many positions TRL averages the logits."""
-
-    @abstractmethod
-    def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-        """Return TRL's negative log-likelihood of the chosen rows."""
+        record = record_of(transformers_model(trainer.accelerator.unwrap_model(model)))
+        if record is None or not isinstance(record.fused_head_call, LogProbsCall):
+            return model
+        return functools.partial(_call, model, counted, last)
 
 
-class ORPOTrainer(_WithoutLogits, orpo.ORPOTrainer):
-    """TRL's ``ORPOTrainer``; with ``ORPOConfig(use_liger_patch=True)``, without logits."""
+class OfAnswers(_WithoutLogits):
+    """CPO. Only answers pass through the head, unless it has a softcap: TRL's metrics ``logits/*``
+    are means over prompts and padding too.
+    """
 
-    def _padding(self) -> int:
-        padding: Any = self.padding_value
-        return padding
+    outputs = ("log_probs", "mean_logits")
+    means_of_all = True
 
-    def _is_averaged(self) -> bool:
-        return True
+    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        trls: Any = super()
+        parts = self._counted(batch)
+        longest = max(part.shape[1] for part in parts)
+        counted = [functional.pad(part, (0, longest - part.shape[1])) for part in parts]
+        return trls.concatenated_forward(self._asking(model, torch.cat(counted)), batch)
 
-    def _positions(self, tokens: int) -> int:
-        return tokens - 1
-
-    def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-        return _mean_loss(log_probs, torch.where(mask == 1, ids, IGNORE_INDEX))  # of prompts too
-
-
-class CPOTrainer(_WithoutLogits, cpo.CPOTrainer):
-    """TRL's ``CPOTrainer``; with ``CPOConfig(use_liger_patch=True)``, without logits."""
-
-    def _padding(self) -> int:
-        padding: Any = self.pad_token_id
-        return padding
-
-    def _is_averaged(self) -> bool:
-        return self.loss_type in ("ipo", "simpo")
-
-    def _positions(self, tokens: int) -> int:
-        return tokens
-
-    def _likelihood(self, log_probs: Tensor, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-        if self.cpo_alpha == 0:
-            return torch.zeros((), device=log_probs.device)
-        return _mean_loss(log_probs, answers[: len(log_probs)])
+    def _counted(self, batch: dict[str, Any]) -> list[Tensor]:
+        """Return (B, T) bool of the chosen and of the rejected rows."""
+        return [batch[f"{kind}_labels"] != IGNORE_INDEX for kind in ("chosen", "rejected")]
 
 
-def _of_answers(
-    log_probs: Tensor,  # (2 B, T - 1)
-    labels: Tensor,  # (2 B, T)
-    averaged: bool,
-) -> Tensor:
-    """Return (2 B,), the sum or the mean of each answer's log-probabilities."""
-    supervised = labels[:, 1:] != IGNORE_INDEX
-    total = (log_probs * supervised).sum(-1)
-    return total / supervised.sum(-1) if averaged else total
+class OfAnswersAndPrompts(OfAnswers):
+    """ORPO, whose likelihood is that of the chosen prompts too."""
+
+    def _counted(self, batch: dict[str, Any]) -> list[Tensor]:
+        return [batch["chosen_attention_mask"] == 1, super()._counted(batch)[1]]
 
 
-def _mean_loss(log_probs: Tensor, labels: Tensor) -> Tensor:
-    supervised = labels[:, 1:] != IGNORE_INDEX
-    return -(log_probs * supervised).sum() / supervised.sum()
+class OfTriples(_WithoutLogits):
+    """TPO."""
+
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        trls: Any = super()
+        if not return_outputs:
+            model = self._asking(model, inputs["completion_mask"])
+        return trls._compute_loss(model, inputs, return_outputs)
+
+
+class OfPairs(_WithoutLogits):
+    """Online-DPO, whose metrics count what follows an answer's end."""
+
+    def _forward(
+        self, model: Any, prompt_ids: Any, prompt_mask: Any, ids: Any, *others: Any
+    ) -> Any:
+        trls: Any = super()
+        asked = self._asking(model, last=ids.shape[1])
+        return trls._forward(asked, prompt_ids, prompt_mask, ids, *others)
+
+
+class OfSequences(_WithoutLogits):
+    """A2PO."""
+
+    def _get_sequence_logps(
+        self, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int
+    ) -> Any:
+        trls: Any = super()
+        asked = self._asking(model, mask, logits_to_keep)
+        return trls._get_sequence_logps(asked, ids, mask, logits_to_keep)
+
+
+class OfOneself(_WithoutLogits):
+    """SDFT and SDPO of the tokens that were sampled; other modes compare logits."""
+
+    def _temperature(self) -> float:
+        trainer: Any = self
+        return trainer.args.temperature
+
+    def _forward_logits(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
+    ) -> Any:
+        trls, trainer = cast(Any, super()), cast(Any, self)
+        if trainer.args.distillation_mode == "sampled_token":
+            model = self._asking(model, attention_mask, logits_to_keep)
+        return trls._forward_logits(model, input_ids, attention_mask, logits_to_keep)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what version 0.1 had here: the trainers of ORPO and CPO."""
+    return getattr(trl_trainers, name)

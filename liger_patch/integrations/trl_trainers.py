@@ -1,69 +1,70 @@
-"""TRL's DPO, KTO, GRPO and RLOO trainers with one flag, as the ``SFTTrainer`` of ``trl.py``.
+"""TRL's trainers with one flag, as the ``SFTTrainer`` of ``trl.py``.
 
     from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
     DPOTrainer(model, args=DPOConfig(use_liger_patch=True, ...), ...)
 
-With the flag, policy and reference run on the kernels of liger_patch from their first call on.
-Losses and metrics stay TRL's.
+With the flag, all models of a trainer run on the kernels of liger_patch from their first call on.
+Losses and metrics stay TRL's. A configuration and a trainer of each of TRAINERS are made when they
+are asked for: TRL takes seconds to import them.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
-
-from trl.trainer.dpo_config import DPOConfig as TrlDPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer as TrlDPOTrainer
-from trl.trainer.grpo_config import GRPOConfig as TrlGRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer as TrlGRPOTrainer
-from trl.trainer.kto_config import KTOConfig as TrlKTOConfig
-from trl.trainer.kto_trainer import KTOTrainer as TrlKTOTrainer
-from trl.trainer.rloo_config import RLOOConfig as TrlRLOOConfig
-from trl.trainer.rloo_trainer import RLOOTrainer as TrlRLOOTrainer
 
 from liger_patch.integrations.trl import OnKernels
 from liger_patch.integrations.trl_head import Flag
 
+# kind -> the module of its trainer in TRL, and the class here of what it does with the flag
+TRAINERS = {
+    "A2PO": ("trl.experimental.a2po", "trl_preferences.OfSequences"),
+    "AsyncGRPO": ("trl.experimental.async_grpo", "trl.OnKernels"),
+    "CPO": ("trl.experimental.cpo", "trl_preferences.OfAnswers"),
+    "DPO": ("trl", "trl_trainers.WithReference"),
+    "Distillation": ("trl", "trl_distillation.OfHeads"),
+    "GKD": ("trl.experimental.gkd", "trl_distillation.OfLogits"),
+    "GMPO": ("trl.experimental.gmpo", "trl.OnKernels"),
+    "GRPO": ("trl", "trl.OnKernels"),
+    "KTO": ("trl", "trl_trainers.WithReference"),
+    "ORPO": ("trl.experimental.orpo", "trl_preferences.OfAnswersAndPrompts"),
+    "OnlineDPO": ("trl.experimental.online_dpo", "trl_preferences.OfPairs"),
+    "RLOO": ("trl", "trl.OnKernels"),
+    "SDFT": ("trl.experimental.sdft", "trl_preferences.OfOneself"),
+    "SDPO": ("trl.experimental.sdpo", "trl_preferences.OfOneself"),
+    "TPO": ("trl.experimental.tpo", "trl_preferences.OfTriples"),
+}
 
-@dataclass
-class DPOConfig(Flag, TrlDPOConfig):
-    """TRL's ``DPOConfig`` with ``use_liger_patch``, for ``DPOTrainer`` of this module."""
 
+class WithReference(OnKernels):
+    """DPO and KTO."""
 
-@dataclass
-class KTOConfig(Flag, TrlKTOConfig):
-    """TRL's ``KTOConfig`` with ``use_liger_patch``, for ``KTOTrainer`` of this module."""
-
-
-@dataclass
-class GRPOConfig(Flag, TrlGRPOConfig):
-    """TRL's ``GRPOConfig`` with ``use_liger_patch``, for ``GRPOTrainer`` of this module."""
-
-
-@dataclass
-class RLOOConfig(Flag, TrlRLOOConfig):
-    """TRL's ``RLOOConfig`` with ``use_liger_patch``, for ``RLOOTrainer`` of this module."""
-
-
-class _WithReference(OnKernels):
     def _precompute_ref_logps(self, *arguments: Any, **named: Any) -> Any:
-        """Compute the reference on the kernels too: DPO's and KTO's constructors call this."""
+        """Compute the reference on the kernels too: the constructors call this."""
         self._patch()
         trls: Any = super()
         return trls._precompute_ref_logps(*arguments, **named)
 
 
-class DPOTrainer(_WithReference, TrlDPOTrainer):
-    """TRL's ``DPOTrainer``; with ``DPOConfig(use_liger_patch=True)``, on kernels."""
-
-
-class KTOTrainer(_WithReference, TrlKTOTrainer):
-    """TRL's ``KTOTrainer``; with ``KTOConfig(use_liger_patch=True)``, on kernels."""
-
-
-class GRPOTrainer(OnKernels, TrlGRPOTrainer):
-    """TRL's ``GRPOTrainer``; with ``GRPOConfig(use_liger_patch=True)``, on kernels."""
-
-
-class RLOOTrainer(OnKernels, TrlRLOOTrainer):
-    """TRL's ``RLOOTrainer``; with ``RLOOConfig(use_liger_patch=True)``, on kernels."""
+def __getattr__(name: str) -> Any:
+    kind = name.removesuffix("Config").removesuffix("Trainer")
+    if kind == name or kind not in TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, (ours, on_kernels) = TRAINERS[kind][0], TRAINERS[kind][1].split(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's, of all that is experimental
+        trls = getattr(importlib.import_module(module), name)
+    own: dict[str, Any] = {"__module__": __name__}
+    if name.endswith("Config"):
+        own["__doc__"] = f"TRL's ``{name}`` with ``use_liger_patch``, for ``{kind}Trainer``."
+        made = dataclass(type(name, (Flag, trls), own))
+    else:
+        own["__doc__"] = (
+            f"TRL's ``{name}``; on kernels with ``{kind}Config(use_liger_patch=True)``."
+        )
+        base = getattr(importlib.import_module(f"liger_patch.integrations.{ours}"), on_kernels)
+        made = type(name, (base, trls), own)
+    globals()[name] = made  # one class, which pickles find again
+    return made

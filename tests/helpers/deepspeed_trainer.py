@@ -118,7 +118,7 @@ def train_with_trl(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
 def train_with_distillation(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
     from tiny_text import prompts_and_completions, tiny_tokenizer
 
-    from liger_patch.integrations.trl_distillation import DistillationConfig, DistillationTrainer
+    from liger_patch.integrations.trl_trainers import DistillationConfig, DistillationTrainer
 
     options = {"bf16": False, "gradient_checkpointing": False, "max_completion_length": 4}
     how = {**configuration(stage, folder), **options, "use_liger_patch": patch}

@@ -135,10 +135,6 @@ def of_trl(kind: str, data: Callable[[], Any], **options: Any) -> Callable[..., 
         from liger_patch.integrations import trl_trainers as others
 
         module: Any = sft if kind == "SFT" else others
-        if kind in ("ORPO", "CPO"):
-            from liger_patch.integrations import trl_preferences as module
-        elif kind in ("Distillation", "GKD"):
-            from liger_patch.integrations import trl_distillation as module
         samples, named, how = data(), {}, {**OPTIONS, **options, "use_liger_patch": True}
         if kind in ("GRPO", "RLOO"):
             samples = samples.select_columns(["prompt"])

@@ -134,7 +134,8 @@ def train(trainer: Any) -> Step:
     before = {name: values.detach().clone() for name, values in model.named_parameters()}
     with in_float64() if model.dtype == torch.float64 else contextlib.nullcontext():
         trainer.train()
-        trainer.evaluate()
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
     numbers = {
         f"{entry['step']} {name}": torch.tensor(value, dtype=torch.float64)
         for entry in trainer.state.log_history
@@ -145,6 +146,7 @@ def train(trainer: Any) -> Step:
     moved = {
         name: values.detach().double() - before[name].double()
         for name, values in model.named_parameters()
+        if name in before  # SDPO adds adapters that follow those
     }
     return {**numbers, **moved}
 

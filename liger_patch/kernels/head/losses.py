@@ -99,7 +99,7 @@ def log_probs_and_gradients(
     if result.statistics is not None:
         values |= result.statistics._asdict()
     if "mean_logits" in set(outputs) - asked:
-        values["mean_logits"] = _mean_logits(inputs, config)
+        values["mean_logits"] = mean_logits(inputs, config.options.logit_scale, labels.gather)
     results = [
         # no view: autograd forbids in-place changes of the views that a function returns
         labels.scatter(values[name].clone()) if name in outputs else None
@@ -165,9 +165,11 @@ def _gradients(
     return run_chunks(config, inputs, row_scale, config.wanted, upstream=upstream).gradients
 
 
-def _mean_logits(inputs: HeadInputs, config: ChunkConfig) -> Tensor:
-    """Return (n,) the mean over the vocabulary of logits without a softcap: it is linear in the
-    weight.
+def mean_logits(
+    inputs: HeadInputs, logit_scale: float, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return (n,) the mean over the vocabulary of logits without a softcap, for the rows that
+    ``gather`` takes: it is linear in the weight.
     """
     total = None
     with without_autocast(inputs.hidden_states.device.type):
@@ -175,10 +177,10 @@ def _mean_logits(inputs: HeadInputs, config: ChunkConfig) -> Tensor:
             dtype = accumulation_dtype(states.dtype)
             parts = [part.sum(0, dtype=dtype) for _, part in weight_slices(weight)]
             rows = torch.stack(parts).sum(0)
-            slabs = config.labels.gather(states).split(SLAB)
+            slabs = gather(states).split(SLAB)
             product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
             total = product if total is None else total + product
         assert total is not None
         if inputs.bias is not None:
             total = total + inputs.bias.sum(dtype=total.dtype)
-    return total * (config.options.logit_scale / inputs.weight.shape[0])
+    return total * (logit_scale / inputs.weight.shape[0])

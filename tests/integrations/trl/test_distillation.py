@@ -44,7 +44,7 @@ def make_trainer(
     import trl
     from trl.experimental import gkd
 
-    from liger_patch.integrations import trl_distillation as ours
+    from liger_patch.integrations import trl_trainers as ours
 
     trls: Any = {"Distillation": trl, "GKD": gkd}[kind]
     module = trls if flag is None else ours

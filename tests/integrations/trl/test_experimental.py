@@ -1,4 +1,4 @@
-"""TRL's experimental ORPO and CPO trainers: TRL's own numbers and weights, without logits."""
+"""TRL's experimental trainers that take logits: TRL's own numbers and weights, without logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_text import preferences, tiny_tokenizer
+import torch
+from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from training_step import widened
 from trl_models import (
     DEFAULTS,
@@ -21,34 +22,76 @@ from trl_models import (
 
 from liger_patch import patch_status
 
-pytestmark = MARKS
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
+]
+ON_POLICY: dict[str, Any] = {"max_completion_length": 6}
+SELF_DISTILLATION = {
+    **ON_POLICY,
+    "distillation_mode": "sampled_token",
+    "distillation_alpha": 1.0,
+    "num_generations": 2,
+    "teacher_model_kind": "live",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ORPO": {"max_length": 32},
+    "CPO": {"max_length": 32},
+    "TPO": {},
+    "OnlineDPO": {"max_new_tokens": 6, "max_length": 32},
+    "A2PO": {**ON_POLICY, "num_value_samples": 2, "filter_all_incorrect": False},
+    "SDFT": {**SELF_DISTILLATION, "temperature": 0.7},
+    "SDPO": SELF_DISTILLATION,
+}
+REWARDED = ("OnlineDPO", "A2PO", "SDPO")
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(each.split()) % 2) for each in completions]
+
+
+def data_of(kind: str) -> Any:
+    if kind in ("ORPO", "CPO"):
+        return preferences()
+    if kind == "TPO":
+        samples = preferences()
+        return samples.add_column("reference", samples.shuffle(seed=0)["chosen"])
+    samples = prompts_and_completions().select_columns(["prompt"])
+    if kind != "SDFT":
+        return samples
+    return samples.add_column("privileged_context", samples.shuffle(seed=0)["prompt"])
 
 
 def make_trainer(
     kind: str, model_type: str, folder: Path, flag: bool | None, *, adapters: Any = None, **how: Any
 ) -> Any:
     """Of TRL, with its configuration, for None; else of this package, with the flag on or off."""
-    from trl.experimental import cpo, orpo
+    import importlib
 
-    from liger_patch.integrations import trl_preferences as ours
+    from liger_patch.integrations import trl_trainers as ours
 
-    trls = {"ORPO": orpo, "CPO": cpo}[kind]
+    trls = importlib.import_module(ours.TRAINERS[kind][0])
     module = trls if flag is None else ours
-    how = {**DEFAULTS, "max_length": 32, **how}
+    how = {**DEFAULTS, **OPTIONS[kind], **how}
     if flag is not None:
         how["use_liger_patch"] = flag
     model = widened(make_model(model_type))
     if "moe" in model_type:
         model.config.output_router_logits = True
-    samples = preferences()
-    return getattr(module, f"{kind}Trainer")(
+    samples = data_of(kind)
+    named: dict[str, Any] = {} if adapters is None else lora(target_modules=adapters)
+    if kind in REWARDED:
+        named["reward_funcs"] = [reward]
+    made = getattr(module, f"{kind}Trainer")(
         model=model,
         args=getattr(module, f"{kind}Config")(str(folder), **how),
         train_dataset=samples,
-        eval_dataset=samples,
+        eval_dataset=None if kind == "OnlineDPO" else samples,  # TRL's fails
         processing_class=tiny_tokenizer(),
-        **({} if adapters is None else lora(target_modules=adapters)),
+        **named,
     )
+    torch.manual_seed(0)  # of samples
+    return made
 
 
 @pytest.mark.parametrize(
@@ -63,18 +106,54 @@ def make_trainer(
         pytest.param("CPO", "llama", {"loss_type": "ipo"}, id="cpo, ipo"),
         pytest.param("CPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="cpo, lora on head"),
         pytest.param("CPO", "llama", {"gradient_accumulation_steps": 2}, id="cpo, accumulation"),
+        pytest.param("TPO", "llama", {}, id="tpo"),
+        pytest.param("TPO", "gemma2", {"loss_type": "tpo-l", "tpo_alpha": 0.0}, id="tpo-l"),
+        pytest.param("TPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="tpo, lora on head"),
+        pytest.param("OnlineDPO", "llama", {}, id="online dpo"),
+        pytest.param("OnlineDPO", "gemma2", {"loss_type": "ipo"}, id="online dpo, ipo"),
+        pytest.param("OnlineDPO", "llama", {"adapters": ["q_proj"]}, id="online dpo, lora"),
+        pytest.param("A2PO", "llama", {}, id="a2po"),
+        pytest.param("A2PO", "gemma2", {"gradient_accumulation_steps": 2}, id="a2po, softcap"),
+        pytest.param("SDFT", "llama", {}, id="sdft"),
+        pytest.param(
+            "SDFT",
+            "gemma2",
+            {"adapters": ["q_proj"], "teacher_model_kind": "base"},
+            id="sdft, lora",
+        ),
+        pytest.param("SDPO", "llama", {}, id="sdpo"),
+        pytest.param("SDPO", "gemma2", {"distillation_weight": 0.0}, id="sdpo, policy"),
+        pytest.param(
+            "SDPO",
+            "llama",
+            {"adapters": ["q_proj"], "teacher_model_kind": "ema", "distillation_weight": 0.5},
+            id="sdpo, lora",
+        ),
     ],
 )
-def test_answers_are_trained_with_trls_numbers(
+def test_models_are_trained_with_trls_numbers(
     kind: str, model_type: str, how: dict[str, Any], reads: list[Any], tmp_path: Path
 ) -> None:
     trls = train(make_trainer(kind, model_type, tmp_path, None, **how))
     trainer = make_trainer(kind, model_type, tmp_path, True, **how)
     ours = train(trainer)
     assert reads == []
-    assert_fused(trainer.model)
+    for name in ("model", "ref_model", "teacher_model"):
+        if getattr(trainer, name, None) is not None:
+            assert_fused(getattr(trainer, name))
+    for numbers in (ours, trls):
+        numbers.pop("1 implicit_reward", None)  # 0, of a policy that is its reference
     assert_same(ours, trls)
-    assert {"3 logits/chosen", "3 logps/rejected", "3 nll_loss", "3 eval_loss"} <= ours.keys()
+    logged = {
+        "ORPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
+        "CPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
+        "TPO": ("logits/chosen", "entropy", "mean_token_accuracy", "eval_loss"),
+        "OnlineDPO": ("logps/chosen", "objective/kl", "objective/entropy", "rewards/margins"),
+        "A2PO": ("implicit_reward", "eval_loss"),
+        "SDFT": ("self_distillation/distillation_loss", "eval_loss"),
+        "SDPO": ("self_distillation/reward_mean", "completions/mean_length", "eval_loss"),
+    }
+    assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
 
 
 @pytest.mark.parametrize("kind", ["ORPO", "CPO"])
