@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from documents import check_section
-from support_cases import trainers_table
 
 from benchmarks.distributed_tables import distributed_table
 from benchmarks.head_tables import distillation_table, readme_table
@@ -98,7 +97,6 @@ README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "lora_summary": (README, of_results(lora_summary, "lora_step", "Gemma-3-4B.*QLoRA")),
     "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
-    "support_trainers": (DOCS / "trl.md", trainers_table),
     "versions": (PAGE, versions),
 } | {name: (PAGE, of_results(*quoted)) for name, quoted in QUOTED.items()}
 

@@ -161,33 +161,6 @@ def apply_trl_patch(
     return model
 
 
-def patch_for_log_probs(
-    model: nn.Module,
-    outputs: tuple[str, ...],
-    *,
-    temperature: float = 1.0,
-    means_of_all: bool = False,
-    **options: Any,
-) -> None:
-    """Let a model to which TRL adds no fused head answer ``model(..., fused_lm_head=True)``.
-
-    The call returns TRL's ``FusedCausalLMOutput``, or None where the model's head cannot be fused.
-
-    Args:
-        model: a Transformers model, or a PEFT wrapper around one.
-        outputs: the fields of ``FusedCausalLMOutput`` to compute.
-        temperature: divides the logits.
-        means_of_all: whether ``mean_logits`` are those of tokens without a label too.
-        options: of ``apply_patch``.
-    """
-    target = transformers_model(model)
-    apply_patch(target, **options)
-    record = record_of(target)
-    assert record is not None
-    how: dict[str, Any] = {"has_own_head": False, "means_of_all": means_of_all}
-    record.fused_head_call = LogProbsCall(temperature, False, outputs, same_gradient=False, **how)
-
-
 @contextlib.contextmanager
 def patched_on_error(*reverted: tuple[Any, dict[str, Any]]) -> Iterator[None]:
     """Patch models again, with what ``revert_for_trl`` returned, where a constructor fails."""

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from liger_patch.apply import transformers_model
+from liger_patch.apply import apply_patch, transformers_model
 from liger_patch.integrations import trl_trainers
-from liger_patch.integrations.trl import OnKernels, patch_for_log_probs
+from liger_patch.integrations.trl import OnKernels
 from liger_patch.integrations.trl_head import LogProbsCall
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import IGNORE_INDEX
 
 SAME_FOR_ALL = ("reshape", "view", "contiguous", "detach")  # methods that keep the vocabulary whole
 OF_TENSORS = ("shape", "dtype", "device", "ndim")
+FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1")  # of TRL's output, that are read
 
 
 class NextTokens:
@@ -95,8 +96,7 @@ class NextTokens:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        logits = args[0]
-        index: Any = (*args[1:], (kwargs or {}).get("index"))[0]
+        logits, index = args[0], (kwargs or {}).get("index", args[-1])
         if not isinstance(logits, cls):
             return NotImplemented
         if func in (torch.exp, functional.log_softmax):
@@ -125,23 +125,21 @@ def _call(
         counted: 0 for the tokens whose log-probabilities count for nothing.
         last: how many tokens at the end are asked for. None for all of both.
     """
-    following = functional.pad(input_ids[:, 1:], (0, 1))
+    following = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     labels = following
     if counted is not None:
         labels = labels.masked_fill(functional.pad(counted[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
-    kept = None if last is None else last + 1
-    if kept is not None and kept < labels.shape[1]:
-        labels = torch.cat([torch.full_like(labels[:, :-kept], IGNORE_INDEX), labels[:, -kept:]], 1)
-    to_keep = {name: inputs.pop(name) for name in ("logits_to_keep",) if name in inputs}
+    if last is not None:
+        before = torch.arange(labels.shape[1], device=labels.device) < labels.shape[1] - last - 1
+        labels = labels.masked_fill(before, IGNORE_INDEX)
+    kept = {name: inputs.pop(name) for name in ("logits_to_keep",) if name in inputs}
     output = model(input_ids, shift_labels=labels, fused_lm_head=True, **inputs)
     if output is None:  # the head cannot be fused, and a warning has said why
-        return model(input_ids, **to_keep, **inputs)
-    names = [name for name in ("log_probs", "entropy", "mean_logits", "is_top1") if name in output]
-    fields = {**{name: output[name] for name in names}, "labels": following}
+        return model(input_ids, **kept, **inputs)
+    fields = {"labels": following, **{name: output[name] for name in FIELDS if name in output}}
     logits = NextTokens({name: value[..., None] for name, value in fields.items()})
     return SimpleNamespace(
-        logits=logits[:, -kept:] if kept is not None and to_keep else logits,
-        aux_loss=output.aux_loss,
+        logits=logits[:, -kept["logits_to_keep"] :] if kept else logits, aux_loss=output.aux_loss
     )
 
 
@@ -151,14 +149,16 @@ class _WithoutLogits(OnKernels):
     outputs: tuple[str, ...] = ("log_probs",)  # of ``LogProbsCall``
     means_of_all = False
 
-    def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
-        config: Any = model.config
-        if not config.is_encoder_decoder:
-            options |= {"temperature": self._temperature(), "means_of_all": self.means_of_all}
-            patch_for_log_probs(model, self.outputs, **options)
-
-    def _temperature(self) -> float:
-        return 1.0
+    def _patch_model(
+        self, name: str, model: nn.Module, *, temperature: float = 1.0, **options: Any
+    ) -> None:
+        target = transformers_model(model)
+        if target.config.is_encoder_decoder:
+            return
+        record = record_of(apply_patch(target, **options))
+        assert record is not None
+        how: dict[str, Any] = {"has_own_head": False, "means_of_all": self.means_of_all}
+        record.fused_head_call = LogProbsCall(temperature, False, self.outputs, False, **how)
 
     def _asking(self, model: Any, counted: Tensor | None = None, last: int | None = None) -> Any:
         """Return what TRL's method calls as the model: see ``_call``."""
@@ -233,9 +233,9 @@ class OfSequences(_WithoutLogits):
 class OfOneself(_WithoutLogits):
     """SDFT and SDPO of the tokens that were sampled; other modes compare logits."""
 
-    def _temperature(self) -> float:
-        trainer: Any = self
-        return trainer.args.temperature
+    def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
+        temperature = cast(Any, self).args.temperature
+        super()._patch_model(name, model, temperature=temperature, **options)
 
     def _forward_logits(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int

@@ -1,4 +1,4 @@
-"""The cells of the support matrix in docs/trl.md: what trains what, and how.
+"""The cells of a matrix, what trains what heads, and how. docs/trl.md says it in words.
 
 test_support runs each.
 """
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from documents import table_of
 from tiny_models import tiny_batch, tiny_model
 from tiny_text import (
     conversations,
@@ -164,23 +163,21 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 TRAINERS: dict[str, Callable[..., Any]] = {
     "your own loop": own_loop,
-    "Transformers, Trainer": of_transformers,
-    "TRL, SFT": of_trl("SFT", prompts_and_completions),
-    "TRL, DPO": of_trl("DPO", preferences),
-    "TRL, KTO": of_trl("KTO", judgements),
-    "TRL, GRPO": of_trl("GRPO", prompts_and_completions),
-    "TRL, RLOO": of_trl("RLOO", prompts_and_completions),
-    "TRL, distillation": of_trl("Distillation", prompts_and_completions),
-    "TRL, GKD": of_trl("GKD", conversations, max_length=32, lmbda=0.0),
-    "TRL, ORPO": of_trl("ORPO", preferences, max_length=32),
-    "TRL, CPO and SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
+    "Transformers' Trainer": of_transformers,
+    "SFT": of_trl("SFT", prompts_and_completions),
+    "DPO": of_trl("DPO", preferences),
+    "KTO": of_trl("KTO", judgements),
+    "GRPO": of_trl("GRPO", prompts_and_completions),
+    "RLOO": of_trl("RLOO", prompts_and_completions),
+    "distillation": of_trl("Distillation", prompts_and_completions),
+    "GKD": of_trl("GKD", conversations, max_length=32, lmbda=0.0),
+    "ORPO": of_trl("ORPO", preferences, max_length=32),
+    "CPO and SimPO": of_trl("CPO", preferences, max_length=32, loss_type="simpo"),
 }
 
 
 # their head reads `lm_head.weight`: they raise where an adapter is on it
-OF_TRLS_HEAD = [
-    f"TRL, {kind}" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "distillation", "GKD")
-]
+OF_TRLS_HEAD = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "distillation", "GKD")
 
 
 def outcome(trainer: str, head: Head) -> str:
@@ -188,11 +185,3 @@ def outcome(trainer: str, head: Head) -> str:
     if trainer in OF_TRLS_HEAD and "lm_head" in head.targets:
         return "TRL refuses"
     return "logits" if head.dora else "fused"
-
-
-def trainers_table() -> str:
-    """Return a row a trainer, a column a head."""
-    lines = [["trained by", *HEADS]]
-    for trainer in TRAINERS:
-        lines.append([trainer, *(outcome(trainer, head) for head in HEADS.values())])
-    return table_of(lines)

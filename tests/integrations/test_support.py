@@ -1,4 +1,4 @@
-"""Each cell of the support matrix in docs/trl.md, with a model of each family: fused or not, as
+"""Each cell of the matrix of ``support_cases``, with a model of each family: fused or not, as
 the matrix says, with the numbers of the same trainer on logits.
 """
 
@@ -103,7 +103,7 @@ def test_every_cell_is_what_the_table_says(
         return
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     _, on_logits = train()
-    if trainer == "TRL, RLOO":  # its advantages add up to 0: of the loss only gradients are left
+    if trainer == "RLOO":  # its advantages add up to 0: of the loss only gradients are left
         ours, on_logits = (
             {name: value for name, value in each.items() if not name.endswith("loss")}
             for each in (ours, on_logits)

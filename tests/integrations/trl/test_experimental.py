@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
+from torch import Tensor
 from training_step import widened
 from trl_models import (
     DEFAULTS,
@@ -21,6 +22,7 @@ from trl_models import (
 )
 
 from liger_patch import patch_status
+from liger_patch.deferred import fuse
 
 pytestmark = [
     *MARKS,
@@ -156,7 +158,7 @@ def test_models_are_trained_with_trls_numbers(
     assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
 
 
-@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+@pytest.mark.parametrize("kind", ["ORPO", "TPO", "A2PO"])
 def test_without_the_flag_or_with_logits_it_is_trls(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,3 +177,44 @@ def test_a_head_that_cannot_be_fused_is_trls(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}: backward hooks of the head"):
         results = train(ours)
     assert_same(results, train(trls))
+
+
+def test_modes_that_compare_logits_are_trls(tmp_path: Path) -> None:
+    how = {"distillation_mode": "topk_logits", "distillation_topk": 5}
+    trls, ours = (train(make_trainer("SDFT", "llama", tmp_path, f, **how)) for f in (None, True))
+    assert_same(ours, trls)
+
+
+def test_answers_alone_pass_through_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But of a head with a softcap, for the means of all logits."""
+    counts: list[int] = []
+    own = fuse.linear_log_probs
+
+    def counted(*, labels: Tensor, **named: Any) -> Any:
+        counts.append(int((labels != -100).sum()))
+        return own(labels=labels, **named)
+
+    monkeypatch.setattr(fuse, "linear_log_probs", counted)
+    for model_type in ("llama", "gemma2"):
+        trainer = make_trainer("CPO", model_type, tmp_path, True, max_steps=1)
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.compute_loss(trainer.model, batch)
+        answers = [batch[f"{kind}_labels"] for kind in ("chosen", "rejected")]
+        longest = max(each.shape[1] for each in answers)
+        supervised = sum(int((each != -100).sum()) for each in answers)
+        of_all = sum(len(each) for each in answers) * longest
+        assert counts.pop() == (supervised if model_type == "llama" else of_all)
+
+
+def test_other_reads_of_logits_are_errors() -> None:
+    from liger_patch.integrations.trl_preferences import NextTokens
+
+    logits: Any = NextTokens({"log_probs": torch.zeros(2, 3, 1)})
+    with pytest.raises(AttributeError, match=r"'topk' of logits is not computed.*RETURN_LOGITS=1"):
+        logits.topk(2)
+    with pytest.raises(TypeError, match="topk"):
+        torch.topk(logits, 2)
+    with pytest.raises(TypeError, match="gather"):  # of more classes than the label
+        torch.gather(logits, -1, torch.zeros(2, 3, 2, dtype=torch.long))
