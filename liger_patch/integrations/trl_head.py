@@ -233,25 +233,20 @@ class LogProbsCall:
             self.left_to_trl = decision.reason
             return None
         record.before_loss()
-        names, of_all = self.outputs, None
-        if self.means_of_all:
-            of_all = mean_of_all_logits(decision.product)
-            if of_all is None:
-                labels = labels.clamp(min=0)  # the head's product of all tokens
-            else:
-                of_all = of_all / self.temperature
-                names = [name for name in names if name != "mean_logits"]
+        means = mean_of_all_logits(decision.product) if self.means_of_all else None
+        if self.means_of_all and means is None:
+            labels = labels.clamp(min=0)  # the head's product of all tokens
         flat = fused_log_probs(
             decision.product,
             labels.reshape(-1),
             temperature=self.temperature,
-            outputs=names,
+            outputs=[n for n in self.outputs if means is None or n != "mean_logits"],
             same_gradient=self.same_gradient,
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
-        if of_all is not None:
-            flat = flat._replace(mean_logits=of_all)
+        if means is not None:
+            flat = flat._replace(mean_logits=means / self.temperature)
         return self._output(model, outputs, labels, flat, own)
 
     def _output(

@@ -6,7 +6,7 @@ A2PO, SDFT and SDPO.
 
 All that their losses and metrics read of logits (B, T, V) is of the tokens that follow. One call
 of the model computes it by ``linear_log_probs``, and TRL's own code gets it in place of the logits.
-B: sequences, T: tokens of each, V: vocabulary, K: tokens of the longest answer.
+B: sequences, T: tokens of each, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -63,11 +63,9 @@ class NextTokens:
         return self.split(-(-self.shape[dim] // chunks), dim)
 
     def split(self, size: int, dim: int = 0) -> list[NextTokens]:
-        parts = [value.split(size, dim) for value in self.fields.values()]
-        return [
-            NextTokens(dict(zip(self.fields, each, strict=True)))
-            for each in zip(*parts, strict=True)
-        ]
+        count = -(-self.shape[dim] // size)
+        parts = (lambda value, i=i: value.split(size, dim)[i] for i in range(count))
+        return [self._each(part) for part in parts]
 
     def stride(self, dim: int) -> int:
         return 0  # no memory: TRL's own Triton kernels take it for unsupported
@@ -128,7 +126,8 @@ def _call(
     following = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     labels = following
     if counted is not None:
-        labels = labels.masked_fill(functional.pad(counted[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+        ignored = functional.pad(counted[:, 1:].to(labels.device), (0, 1)) == 0
+        labels = labels.masked_fill(ignored, IGNORE_INDEX)
     if last is not None:
         before = torch.arange(labels.shape[1], device=labels.device) < labels.shape[1] - last - 1
         labels = labels.masked_fill(before, IGNORE_INDEX)

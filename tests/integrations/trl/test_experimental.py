@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
-from training_step import widened
+from training_step import Step, widened
 from trl_models import (
     DEFAULTS,
     LEFT_TO_TRL,
@@ -23,6 +23,7 @@ from trl_models import (
 
 from liger_patch import patch_status
 from liger_patch.deferred import fuse
+from liger_patch.layers import unpadded
 
 pytestmark = [
     *MARKS,
@@ -82,18 +83,26 @@ def make_trainer(
         model.config.output_router_logits = True
     samples = data_of(kind)
     named: dict[str, Any] = {} if adapters is None else lora(target_modules=adapters)
+    tokenizer = tiny_tokenizer()
     if kind in REWARDED:
         named["reward_funcs"] = [reward]
+        tokenizer.padding_side = "left"
     made = getattr(module, f"{kind}Trainer")(
         model=model,
         args=getattr(module, f"{kind}Config")(str(folder), **how),
         train_dataset=samples,
         eval_dataset=None if kind == "OnlineDPO" else samples,  # TRL's fails
-        processing_class=tiny_tokenizer(),
+        processing_class=tokenizer,
         **named,
     )
     torch.manual_seed(0)  # of samples
     return made
+
+
+def same_as_trls(ours: Step, trls: Step) -> None:
+    for numbers in (ours, trls):
+        numbers.pop("1 implicit_reward", None)  # 0, of A2PO's policy that is its reference
+    assert_same(ours, trls)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +152,7 @@ def test_models_are_trained_with_trls_numbers(
     for name in ("model", "ref_model", "teacher_model"):
         if getattr(trainer, name, None) is not None:
             assert_fused(getattr(trainer, name))
-    for numbers in (ours, trls):
-        numbers.pop("1 implicit_reward", None)  # 0, of a policy that is its reference
-    assert_same(ours, trls)
+    same_as_trls(ours, trls)
     logged = {
         "ORPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
         "CPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
@@ -206,6 +213,25 @@ def test_answers_alone_pass_through_the_head(
         supervised = sum(int((each != -100).sum()) for each in answers)
         of_all = sum(len(each) for each in answers) * longest
         assert counts.pop() == (supervised if model_type == "llama" else of_all)
+
+
+@pytest.mark.parametrize("kind", ["TPO", "A2PO", "SDFT", "SDPO"])
+def test_padding_is_left_out(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calls for a loss: generation runs rows of a batch."""
+    trls = train(make_trainer(kind, "llama", tmp_path, None))
+    monkeypatch.setattr(unpadded, "may_serve_flash_attention", lambda *_: True)
+    trainer = make_trainer(kind, "llama", tmp_path, True)
+    rows: list[int] = []
+
+    def hook(_: Any, given: tuple[Tensor, ...]) -> None:
+        rows.append(given[0].shape[0])
+
+    hook.__module__ = "torch.nn"  # one of yours keeps the padding
+    trainer.model.model.rotary_emb.register_forward_pre_hook(hook)
+    same_as_trls(train(trainer), trls)
+    assert_fused(trainer.model)
+    assert 1 in rows
+    assert kind != "TPO" or {*rows} == {1}
 
 
 def test_other_reads_of_logits_are_errors() -> None:
