@@ -10,8 +10,8 @@ with layers. Every held-out loss is that of the trained weights in an unpatched 
 autocast. Exits with 1 where a patched run's last held-out loss is farther from eager's than eager's
 seeds are from each other.
 
-With adapters, PEFT trains r=16 on every linear layer but the head of a frozen base, in bf16 (LoRA)
-or nf4 (QLoRA). Base and adapters are random, so the loss falls less far than with all weights.
+With adapters, PEFT trains r=16 on every linear layer but the head of a frozen base, in bf16 (LoRA),
+nf4 (QLoRA) or FP8. Base and adapters are random, so the loss falls less far than with all weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformers import (
 
 from examples.corpus import Corpus, build_corpus
 from examples.small_model import move_within_rounding, small_model, text_model_types
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch, patch_status, quantize_base
 
 from .benchmark import Benchmark, Cases
 from .convergence_report import judgement, terminal_convergence_table, verdicts
@@ -45,7 +45,7 @@ from .measure import release_memory
 
 MODEL_TYPES = ("llama", "qwen3", "gemma2")  # plain; norms of heads; caps, 1 + weight, GELU
 WITH_ADAPTERS = ("llama", "qwen3")
-ADAPTERS = ("none", "LoRA", "QLoRA")
+ADAPTERS = ("none", "LoRA", "QLoRA", "FP8")
 DIGITS = 5  # of a loss in nats; seeds differ in the second or third
 # Two seeds may agree by accident, four hardly. Of a qwen3 with 2 M parameters after 300 steps in
 # float32, seeds 0 and 2 were 0.003 nats apart, 0 and 3 0.13, and 0 and its weights rounded 0.017.
@@ -183,6 +183,8 @@ def _with_adapters(model: nn.Module, settings: Settings, device: str) -> Any:
             base = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, device_map={"": device}, quantization_config=in_4_bits
             )
+    if settings.adapters == "FP8":
+        quantize_base(base, "fp8")
     return get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM"))
 
 

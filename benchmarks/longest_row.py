@@ -51,7 +51,7 @@ from .lora_contenders import Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
-from .names import COMPILED, FLEX
+from .names import COMPILED, FLEX, FP8
 from .row_estimate import Guesses, estimating
 from .row_search import Search
 
@@ -59,7 +59,7 @@ LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
 POSITIONS = 2**21
 MOST = 2**20 + 2**18  # tokens
 # no windows slide here, and compiling takes long
-CONTENDERS = tuple(name for name in LORA_CONTENDERS if name not in (FLEX, COMPILED))
+CONTENDERS = tuple(name for name in LORA_CONTENDERS if name not in (FLEX, COMPILED, FP8))
 WHOLE = 65536  # tokens of a row that attends to all before
 TIMED = (16384, 65536, 262144)
 QWEN_CONFIG = copy.deepcopy(QWEN.config)

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +22,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from liger_patch import apply_patch
+from liger_patch import apply_patch, quantize_base
 
 from .held_experts import held_model
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
 from .models import Model, has_sliding_attention
-from .names import COMPILED, FLEX, LOWER_BOUND, OURS
+from .names import COMPILED, FLEX, FP8, LOWER_BOUND, OURS
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -252,6 +252,13 @@ def _ours_offloaded(request: Request, setting: Setting) -> Any:
     return model
 
 
+def _ours_fp8(request: Request, setting: Setting) -> Any:
+    model = _eager(replace(request, device="cpu"), setting)
+    quantize_base(model, "fp8", device=request.device).to(request.device)
+    apply_patch(model)
+    return model
+
+
 def _ours_flex(request: Request, setting: Setting) -> Any:
     model = _eager(request, setting, "flex_attention")
     apply_patch(model)
@@ -271,6 +278,7 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "Liger-Kernel": _liger,
     "Unsloth": _unsloth,
     OURS: _ours,
+    FP8: _ours_fp8,
     OFFLOADED: _ours_offloaded,
     FLEX: _ours_flex,
     COMPILED: _ours_compiled,
@@ -283,6 +291,8 @@ def is_measured(contender: str, config: Any, setting: Setting) -> bool:
         return contender == OURS
     if setting.experts and contender == ("Liger-Kernel" if setting.rank else "Unsloth"):
         return False  # it does not train these adapters, or all weights in 16 bits
+    if contender == FP8:
+        return bool(setting.rank) and not (setting.quantized or setting.experts)
     if contender == OFFLOADED:
         return setting.checkpointing
     return contender != FLEX or has_sliding_attention(config)

@@ -7,6 +7,7 @@ from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 from liger_patch.kernels.vocab_shard import VocabShard
+from liger_patch.layers.quantized_base import quantize_base
 from liger_patch.layers.quantized_experts import quantize_experts
 from liger_patch.patch.forward import deferred_logits
 from liger_patch.status import PatchStatus, patch_status
@@ -23,6 +24,7 @@ __all__ = [
     "linear_distillation",
     "linear_log_probs",
     "patch_status",
+    "quantize_base",
     "quantize_experts",
     "revert_patch",
 ]

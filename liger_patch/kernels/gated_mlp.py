@@ -39,7 +39,7 @@ from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
 from liger_patch.kernels.lora.products import (
     joined_kept,
     new_seed,
-    product,
+    products,
     serves_lora,
     split_kept,
 )
@@ -94,7 +94,7 @@ class _AtOnce(torch.autograd.Function):
         ]
         ctx.save_for_backward(*tensors)
         if not adapters:
-            return product(a, parts.down, None, x.shape[:-1])
+            return products(a, (parts.down,), (None,), x.shape[:-1])[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(a, s_down)
         return rows.new_empty(()).expand(*x.shape[:-1], size), a, s_down
@@ -188,7 +188,7 @@ def _result_of_slices(
         gates = layer.first_products(rows[start:stop].to(layer.dtype), parts, each[:-1])
         layer.activate(gates, parts, each[-1])
         gates.gate = gates.up = None
-        filled[start:stop] = product(gates.a, parts.down, gates.s_down, (stop - start,))
+        (filled[start:stop],) = products(gates.a, (parts.down,), (gates.s_down,), (stop - start,))
     return y
 
 
@@ -280,7 +280,7 @@ def run_gated_mlp(
     with without_autocast(x.device.type):
         link, a, s_down = _AtOnce.apply(x, layer, adapters, *parameters)
         part = down._replace(b=adapters[-1])
-        return Result.apply(link, lambda: product(a, part, s_down, x.shape[:-1]))
+        return Result.apply(link, lambda: products(a, (part,), (s_down,), x.shape[:-1])[0])
 
 
 def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:

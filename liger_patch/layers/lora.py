@@ -304,7 +304,7 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
         # hooks before weights: under ZeRO-3, reading gathers them
         if isinstance(scaling, Tensor) or has_hooks(base, a, b, dropout):
             return no_stamp
-        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        weight, bias = base._parameters.get("weight"), base._parameters["bias"]
         of_a, of_b = a._parameters["weight"], b._parameters["weight"]
         switches = (
             own["_disable_adapters"],

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 READERS = {  # and the module that is loaded where there are such layers
     "bitsandbytes": "bitsandbytes",
+    "fp8": "liger_patch.layers.quantized_base",
     "finegrained_fp8": "transformers.integrations.finegrained_fp8",
     "torchao": "torchao",
 }

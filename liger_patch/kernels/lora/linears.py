@@ -34,7 +34,7 @@ from liger_patch.kernels.lora.products import (
     columns_of,
     gradients_of_input_,
     joined_kept,
-    product,
+    products,
     split_kept,
     thin_products,
     upstream_thin_products,
@@ -71,8 +71,7 @@ class _LoraLinears(torch.autograd.Function):
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, a, parts)
-            each = zip(parts, columns_of(s, parts), strict=True)
-            ys = [product(rows, part, thin, x.shape[:-1]) for part, thin in each]
+            ys = products(rows, parts, columns_of(s, parts), x.shape[:-1])
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
         ctx.seeds, masks = split_kept(kept)
         ctx.source, ctx.product_dtype = None, dtype

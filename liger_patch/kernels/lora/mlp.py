@@ -27,9 +27,10 @@ from liger_patch.kernels.lora.activation import activate, activate_backward
 from liger_patch.kernels.lora.products import (
     Kept,
     b_gradient,
-    base_product,
+    base_products,
     gradients_of_input_,
     thin_products,
+    through_base,
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
@@ -190,7 +191,7 @@ class GatedLayer(NamedTuple):
     def prepared(self, parameters: Sequence[Tensor | None]) -> Parts:
         """Return the projections with weights cast or dequantized, for several slices."""
         parts = self.parts(bases_of(parameters), self.cast_adapters(parameters))
-        *first, down = (p._replace(weight=p.dense(self.dtype)) for p in (*parts.first, parts.down))
+        *first, down = (p.prepared(self.dtype) for p in (*parts.first, parts.down))
         return Parts(parts.a, first, down)
 
     def first_products(
@@ -200,7 +201,7 @@ class GatedLayer(NamedTuple):
         s, kept = None, []
         if parts.a is not None:
             s, kept = thin_products(x, parts.a, parts.first, seeds)
-        gate, *up = [base_product(x, part) for part in parts.first]
+        gate, *up = base_products(x, parts.first)
         return Gates(gate, up[0] if up else None, s, kept=kept)
 
     def activate(self, gates: Gates, parts: Parts, seed: int | None = None) -> None:
@@ -226,7 +227,7 @@ class GatedLayer(NamedTuple):
         last, down = FIELDS * len(parts.first), parts.down
         ds, dbs = None, [None, None]
         if parts.a is None:
-            da = dy @ down.dense(dy.dtype)
+            da = through_base(dy, down)
             backward = gated_backward if sums.dtypes[last] is None else gated_backward_
             dgate, dup = backward(da, gates.gate, gates.up, self.activation)
             sums.add_base(last, dy, da)  # a has taken its place
@@ -238,7 +239,7 @@ class GatedLayer(NamedTuple):
                 sums.add(last + 3, b_gradient(dy, down, gates.s_down, b_dtype))
             if dx is None and not any(sums.dtypes[:last]) and sums.dtypes[last + 2] is None:
                 return None
-            da = dy @ down.dense(dy.dtype)
+            da = through_base(dy, down)
             ds_down = upstream_thin_products((dy,), (down,))
             products = gates.gate, gates.up, gates.s, parts.first, down.a
             dtypes = [sums.dtypes[i] for i in (3, FIELDS + 3, last + 2)]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from liger_patch.kernels import fp8
 from liger_patch.kernels.backend import serves_triton
+from liger_patch.kernels.fp8 import Fp8Rows, Fp8Weight
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import product_
 
@@ -64,22 +66,46 @@ def serves_lora(x: Tensor, rank: int) -> bool:
     return x.dtype in served and serves_triton(x) and x.numel() > 0 and rank <= MAX_RANK
 
 
-def base_product(x: Tensor, part: LoraProjection) -> Tensor:
-    """Return what the base gives (N, O) of x (N, H)."""
-    return linear(x, part.dense(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
-
-
-def product(
+def base_products(
     x: Tensor,  # (N, H)
-    part: LoraProjection,
-    s: Tensor | None,  # (N, R); None without an adapter
+    parts: Sequence[LoraProjection],
+) -> list[Tensor]:
+    """Return what the base of each projection gives (N, O)."""
+    return products(x, parts, [None] * len(parts), x.shape[:-1])
+
+
+def products(
+    x: Tensor,  # (N, H)
+    parts: Sequence[LoraProjection],
+    s: Sequence[Tensor | None],  # (N, R) each; None without an adapter
     leading: Sequence[int],
-) -> Tensor:
-    """Return y (*leading, O) of N rows. What the adapter gives is written first: the base's product
-    adds to it as it writes, and no pass over y is needed for the sum.
+) -> list[Tensor]:
+    """Return y (*leading, O) of N rows for each projection."""
+    x8: Fp8Rows | None = None  # of all bases in FP8
+    ys: list[Tensor] = []
+    for part, thin in zip(parts, s, strict=True):
+        weight = part.weight
+        if isinstance(weight, Fp8Weight) and fp8.multiplies(weight, x.dtype):
+            x8 = fp8.quantized((x,)) if x8 is None else x8
+            y = x.new_empty(*leading, weight.shape[0])
+            rows = y.view(len(x), weight.shape[0])
+            bias = None if part.bias is None else part.bias.to(x.dtype)
+            fp8.scaled_product(x8, weight.numbers, weight.scales, bias, rows)
+            if thin is not None:
+                rows.addmm_(thin, part.b.t(), alpha=part.scaling)
+            ys.append(y)
+        else:
+            ys.append(_product(x, part, thin, leading))
+    return ys
+
+
+def _product(x: Tensor, part: LoraProjection, s: Tensor | None, leading: Sequence[int]) -> Tensor:
+    """Return y. What the adapter gives is written first: the base's product adds to it as it
+    writes, and no pass over y is needed for the sum. A product in FP8 cannot add.
     """
     if s is None:
-        return base_product(x.view(*leading, x.shape[1]), part)
+        bias = None if part.bias is None else part.bias.to(x.dtype)
+        return linear(x.view(*leading, x.shape[1]), part.dense(x.dtype), bias)
     b = part.b.t()
     y = x.new_empty(*leading, b.shape[1])
     rows = y.view(len(x), b.shape[1])
@@ -87,6 +113,13 @@ def product(
     torch.addmm(bias, s, b, beta=beta, alpha=part.scaling, out=rows)
     torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
     return y
+
+
+def through_base(dy: Tensor, part: LoraProjection) -> Tensor:
+    """Return the gradient (N, H) of the base's input, of dy (N, O)."""
+    if isinstance(part.weight, Fp8Weight) and fp8.multiplies(part.weight, dy.dtype):
+        return fp8.input_gradient((dy,), (part.weight,))
+    return dy @ part.dense(dy.dtype)
 
 
 def upstream_thin_products(
@@ -123,14 +156,14 @@ def gradients_of_input_(
     """
     is_whole = {*kept} == {None}  # each adapter sees all features
     if dx is not None:
-        add = False
+        pairs = [(dy, part) for dy, part in zip(dys, parts, strict=True) if dy is not None]
+        add, pairs = _through_fp8_(dx, pairs)  # first: these products cannot add
         if is_whole and ds is not None and a is not None:
-            product_(dx, ds, a)
+            product_(dx, ds, a, add=add)
             add = True
-        for dy, part in zip(dys, parts, strict=True):
-            if dy is not None:
-                product_(dx, dy, part.dense(dy.dtype), add=add)
-                add = True
+        for dy, part in pairs:
+            product_(dx, dy, part.dense(dy.dtype), add=add)
+            add = True
     wanted = set(dtypes) - {None}
     if ds is None or x is None:  # no adapters
         return [None] * len(parts)
@@ -143,6 +176,22 @@ def gradients_of_input_(
     da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=wanted.pop()), ds.t(), x)
     rows = da.split([len(part.a) for part in parts])
     return [None if dtype is None else each for each, dtype in zip(rows, dtypes, strict=True)]
+
+
+def _through_fp8_(
+    dx: Tensor, pairs: list[tuple[Tensor, LoraProjection]]
+) -> tuple[bool, list[tuple[Tensor, LoraProjection]]]:
+    """Write to dx what comes through bases in FP8. Return whether there are some, and the other
+    pairs of dy and projection.
+    """
+    found = [(dy, p.weight) for dy, p in pairs if fp8.multiplies(p.weight, dy.dtype)]
+    if not found:
+        return False, pairs
+    dys, weights = zip(*found, strict=True)
+    total = fp8.input_gradient(dys, weights, dx if dx.dtype == dys[0].dtype else None)
+    if total is not dx:
+        dx.copy_(total)
+    return True, [each for each in pairs if not fp8.multiplies(each[1].weight, each[0].dtype)]
 
 
 def adapter_gradient_(

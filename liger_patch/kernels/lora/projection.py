@@ -4,6 +4,8 @@ Autograd functions take tensors and constants apart: ``flattened`` separates a p
 ``restored`` puts it together again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.fp8 import multiplies
 from liger_patch.kernels.products import QuantizedWeight
 
 
@@ -37,6 +40,12 @@ class LoraProjection(NamedTuple):
         if isinstance(self.weight, Tensor):
             return self.weight.to(dtype)
         return self.weight.rows(0, self.weight.shape[0]).to(dtype)
+
+    def prepared(self, dtype: torch.dtype) -> LoraProjection:
+        """Return the projection for several products in a dtype, which dequantize nothing."""
+        if multiplies(self.weight, dtype):
+            return self
+        return self._replace(weight=self.dense(dtype))
 
 
 def without_adapter(weight: Tensor | QuantizedWeight) -> LoraProjection:

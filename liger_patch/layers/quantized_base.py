@@ -1,0 +1,167 @@
+"""Hold the frozen linear layers of a model in FP8 (e4m3), with one float32 scale a row.
+
+Each of them stays the same module, of a class whose own forward multiplies by the FP8 weight. LoRA
+layers on kernels read that weight: the formulas are in ``kernels/fp8``. Numbers and scales are kept
+as integers of the same bits, which no cast of a model changes.
+
+Memory in bytes: 1 a number, and 4 a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_patch.kernels import fp8
+from liger_patch.kernels.backend import (
+    LAYER_ADVICE,
+    PLAIN_TENSORS,
+    autocast_dtype,
+    check_backward,
+    without_autocast,
+)
+from liger_patch.kernels.fp8 import Fp8Weight
+from liger_patch.kernels.graphs import runs_eagerly
+from liger_patch.kernels.lora.products import products, through_base
+from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.rows import rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FP8 = "fp8"
+QUANT_TYPES = (FP8,)
+ROUTERS = ("gate", "router")  # names of layers that choose experts: small, and sensitive
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        ctx.weight, ctx.dtype, ctx.bias_dtype = weight, x.dtype, getattr(bias, "dtype", None)
+        part = LoraProjection(weight, bias, None, None, 1.0)
+        with without_autocast(x.device.type):
+            (y,) = products(rows_of(x).to(weight.dtype), (part,), (None,), x.shape[:-1])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        check_backward("Fp8Linear", dy, advice=LAYER_ADVICE)
+        wants_x, _, wants_bias = ctx.needs_input_grad
+        rows, dx, dbias = rows_of(dy), None, None
+        with without_autocast(dy.device.type):
+            if wants_x:
+                part = LoraProjection(ctx.weight, None, None, None, 1.0)
+                dx = through_base(rows, part).to(ctx.dtype).view(*dy.shape[:-1], -1)
+            if wants_bias:
+                dbias = rows.sum(0, dtype=ctx.bias_dtype)
+        return dx, None, dbias
+
+
+class _Held(Tensor):
+    """The weight of an ``Fp8Linear`` as PEFT reads it: shape and device. Operations are errors:
+    they would take bytes for numbers.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ == "__get__" and func != Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return super().__torch_function__(func, types, args, kwargs)
+        raise RuntimeError(
+            "weight is held in FP8 by quantize_base: adapters are not merged into it, and none are "
+            "made that begin with it (DoRA, PiSSA). Load the model in 16 bits for that"
+        )
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose weight is held in FP8: ``qweight`` (O, H) are the bytes of its numbers,
+    ``scales`` (O,) the bits of float32.
+    """
+
+    qweight: Tensor
+    scales: Tensor
+
+    def held(self, dtype: torch.dtype) -> Fp8Weight:
+        """Return the weight for products in a dtype."""
+        return Fp8Weight(self.qweight, self.scales, dtype)
+
+    @runs_eagerly
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
+        product: Any = _Fp8Linear.apply(x, self.held(dtype), self.bias)
+        return product
+
+    @property
+    def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return what others may know of the weight."""
+        return self.qweight.detach().as_subclass(_Held)
+
+
+def quantize_base(
+    model: PreTrainedModel, quant_type: str = FP8, *, device: torch.device | str | None = None
+) -> PreTrainedModel:
+    """Hold the frozen linear layers of a model in FP8. Returns the model.
+
+    These are the linear layers of its decoder, and all that adapters are on; not the head, routers
+    of experts, and layers with a size that is no multiple of 16. Call it before ``get_peft_model``
+    or behind it, with ``apply_patch`` or without; ``revert_patch`` leaves them so. Adapters train,
+    save and load as usual, and are not merged.
+
+    On GPUs that multiply FP8 (from compute capability 8.9 on), products in bf16 run in FP8:
+    activations and upstream gradients are rounded too, a row at a time, and sums are in float32.
+    Elsewhere, products read the dequantized weight.
+
+    Args:
+        model: of Transformers, or within PEFT's wrapper.
+        quant_type: "fp8": e4m3, one float32 scale a row.
+        device: where weights go and are quantized, one after another; None leaves them where they
+            are. With "cuda" the GPU never holds a second weight of 16 bits of a model that is in
+            host memory; ``model.to(device)`` then moves what is left.
+
+    Raises:
+        ValueError: another ``quant_type``, or a model without such layers.
+    """
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
+    found = list(_linears(model))
+    if not found:
+        raise ValueError(
+            f"model is a {type(model).__name__} without linear layers that can be held in FP8: "
+            f"torch's own, in its decoder, with sizes that are multiples of {fp8.MULTIPLE}"
+        )
+    for layer in found:
+        _hold(layer, device)
+    return model
+
+
+def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the layers that can be held in FP8."""
+    from liger_patch.apply import transformers_model
+
+    base: Any = transformers_model(model)
+    head, decoder = base.get_output_embeddings(), base.get_decoder()
+    of_head = set() if head is None else set(head.modules())
+    of_decoder = set((decoder or base).modules())
+    for path, module in model.named_modules():
+        *parents, name = path.removesuffix(".base_layer").split(".")
+        is_adapted = path.endswith(".base_layer")
+        if type(module) is not nn.Linear or module in of_head or name in ROUTERS:
+            continue
+        if not (is_adapted or module in of_decoder) or any(p.startswith("lora_") for p in parents):
+            continue
+        weight = module.weight
+        is_held = type(weight) in PLAIN_TENSORS and weight.is_floating_point()
+        if is_held and not any(size % fp8.MULTIPLE for size in weight.shape):
+            yield module
+
+
+def _hold(layer: Any, device: torch.device | str | None) -> None:
+    weight = layer._parameters.pop("weight").detach()
+    numbers, scales = fp8.quantized((weight if device is None else weight.to(device),))
+    layer.qweight = nn.Parameter(numbers.view(torch.uint8), requires_grad=False)
+    layer.register_buffer("scales", scales.view(-1).view(torch.int32))
+    if layer.bias is not None:
+        layer.bias.data = layer.bias.data.to(numbers.device)
+    layer.__class__ = Fp8Linear
