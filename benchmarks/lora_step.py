@@ -237,8 +237,9 @@ def judged(rows: Sequence[dict], eagers: Mapping[str, dict]) -> list[dict]:
     )
     for row in ordered:
         truth = eagers.get(row["model"])
-        is_compared = truth is not None and "loss" in row and row["contender"] != FP8
-        if is_compared and not agrees(row, truth):
+        if truth is None or "loss" not in row or row["contender"] == FP8:
+            continue
+        if not agrees(row, truth):
             row["wrong"] = True
     return ordered
 

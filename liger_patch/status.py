@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 
 from liger_patch import registry
 from liger_patch.apply import transformers_model
+from liger_patch.kernels import fp8
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers import checks
 from liger_patch.layers.attention import with_masks
 from liger_patch.layers.delta_net import of_libraries
 from liger_patch.layers.lora import not_plain
+from liger_patch.layers.quantized_base import Fp8Linear
 from liger_patch.layers.recurrent import ways_of_packed_rows
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch import flags
@@ -98,6 +100,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(() if other is not None else loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
             *_device_rows(target, record),
+            *_base_rows(target),
             *_shard_rows(target),
             *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
             *(("", f"{n} recurrent: {how}") for how, n in ways_of_packed_rows(target).items()),
@@ -144,6 +147,17 @@ def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str]
     if not waits or not any(count_layers(model).values()):
         return ()
     return (("", f"calls on {device} run the model's own layers: no kernels for this device"),)
+
+
+def _base_rows(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return a row of what ``quantize_base`` holds: where results are not as exact as eager's."""
+    held = [each for each in model.modules() if isinstance(each, Fp8Linear)]
+    if not held:
+        return ()
+    rounded = "weights"
+    if fp8.has_fp8(held[0].qweight.device):
+        rounded += ", and in bf16 activations and gradients, a row at a time"
+    return (("", f"{len(held)} linear in FP8, which rounds {rounded}"),)
 
 
 def _shard_rows(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:

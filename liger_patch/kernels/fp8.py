@@ -147,10 +147,10 @@ def scaled_product(
     """Return (N, M) in bf16, of sums in float32."""
     if out is None:
         out = x.numbers.new_empty(len(x.numbers), len(numbers), dtype=torch.bfloat16)
-    if not len(out):
-        return out
-    how = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": False, "out": out}
-    return scaled_mm(x.numbers, numbers.t(), scale_a=x.scales, scale_b=scales[None], **how)
+    if len(out):
+        how = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": False, "out": out}
+        scaled_mm(x.numbers, numbers.t(), scale_a=x.scales, scale_b=scales[None], **how)
+    return out
 
 
 @functools.lru_cache(16)

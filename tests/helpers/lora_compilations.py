@@ -117,3 +117,34 @@ def nf4(target: GPUTarget) -> Cases:
         given |= {"ROWS": TILE // width, "WIDTH": width}
         name = f"{out[1:]}-{blocksize}-{place[:3]}-{nested or 'plain'}"
         yield name, given, warps
+
+
+def quantize_rows(target: GPUTarget) -> Cases:
+    """Of GPUs that have e4m3."""
+    from liger_patch.kernels.triton import fp8 as kernels
+
+    if target.backend != "cuda" or target.arch < 89:
+        return
+    names = ("first", "second", "third", "fourth")
+    for dtype, number, folded in (
+        ("*bf16", 1, False),
+        ("*bf16", 2, True),
+        ("*bf16", 4, True),
+        ("*fp32", 1, False),
+    ):
+        given = {"out_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "BLOCK": kernels.BLOCK}
+        for i, name in enumerate(names):
+            is_there = i < number
+            given |= arguments(dtype, f"{name}_ptr", if_=is_there)
+            given |= arguments("*fp32", f"{name}_factors_ptr", if_=is_there and folded)
+            given |= arguments(MULTIPLE, f"{name}_stride {name}_columns")
+        yield f"{dtype[1:]}-{number}-{folded}", given, kernels.ROW_WARPS
+
+
+def transpose(target: GPUTarget) -> Cases:
+    from liger_patch.kernels.triton import fp8 as kernels
+
+    for size in (MULTIPLE, "i32"):
+        given = arguments("*i32", "words_ptr out_ptr")
+        given |= arguments(size, "out_words words out_stride")
+        yield size[:3] + size[-2:], given | {"TILE_WORDS": kernels.TILE // 4}, kernels.TILE_WARPS

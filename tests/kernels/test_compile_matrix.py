@@ -104,6 +104,7 @@ KERNELS = {
     "_order_tokens_kernel": loss.order_tokens,
     "_outputs_kernel": delta.outputs,
     "_prepare_kernel": delta.prepare,
+    "_quantize_rows_kernel": lora.quantize_rows,
     "_rms_norm_backward_kernel": layer.rms_norm_backward,
     "_rms_norm_kernel": layer.rms_norm,
     "_rotary_kernel": layer.rotary,
@@ -116,6 +117,7 @@ KERNELS = {
     "_states_kernel": delta.states,
     "_sum_parts_kernel": layer.sum_parts,
     "_sum_slots_kernel": experts.sum_slots,
+    "_transpose_kernel": lora.transpose,
 }
 
 

@@ -1,0 +1,322 @@
+"""Linear layers in FP8 compute what the model computes with their dequantized weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_no_worse
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from liger_patch import apply_patch, patch_status, quantize_base, revert_patch
+from liger_patch.kernels import fp8
+from liger_patch.layers.quantized_base import Fp8Linear
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated"),
+    pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LAYERS = 14  # of two decoder layers
+
+
+def base(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "attention_bias": True, **sizes}))
+    for each in model.parameters():
+        if each.dim() > 1:
+            nn.init.normal_(each, std=0.2)
+    return model.to(dtype).train()
+
+
+def with_adapters(model: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(**{"r": 16, "target_modules": "all-linear", **options})
+    model = get_peft_model(model, config)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each, std=0.2)
+    return model
+
+
+def held(model: nn.Module) -> dict[str, Fp8Linear]:
+    return {n: each for n, each in model.named_modules() if isinstance(each, Fp8Linear)}
+
+
+def dequantized(model: Any, quantized: Any) -> Any:
+    """Return a model with the numbers that a quantized one has, in place of its own."""
+    model = copy.deepcopy(model)
+    for name, layer in held(quantized).items():
+        own = model.get_submodule(name)
+        own.weight.data = layer.held(own.weight.dtype).rows(0, layer.out_features)
+    return model
+
+
+def step(model: Any, *, autocast: bool = False) -> dict[str, Tensor]:
+    ids = torch.arange(24).view(2, 12) % 96
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """In float32, from two orders of the same operations."""
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
+@pytest.mark.parametrize("comes", ["before", "behind"])
+def test_a_step_is_that_of_the_dequantized_weights(comes: str, layers: Any) -> None:
+    model = with_adapters(base())
+    if comes == "before":
+        quantized = with_adapters(quantize_base(base()))
+    else:
+        quantized = quantize_base(copy.deepcopy(model))
+    truth = step(dequantized(model, quantized))
+    assert len(held(quantized)) == LAYERS
+    assert len(truth) == 1 + 2 * LAYERS
+    ours = step(apply_patch(quantized, layers=layers))
+    if layers:
+        assert "14 lora" in str(patch_status(quantized))
+        assert "PEFT" not in str(patch_status(quantized))
+    assert_close(ours, truth)
+    assert_close(step(revert_patch(quantized)), truth)
+
+
+@pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
+def test_under_autocast_it_is_no_worse_than_eager(layers: Any) -> None:
+    model = with_adapters(base(torch.bfloat16))
+    quantized = apply_patch(quantize_base(copy.deepcopy(model)), layers=layers)
+    model = dequantized(model, quantized)
+    eager = step(model, autocast=True)
+    truth = step(model.double())
+    ours = step(quantized, autocast=True)
+    assert {k: v.dtype for k, v in ours.items()} == {k: v.dtype for k, v in eager.items()}
+    assert_no_worse(ours, eager, truth, torch.bfloat16, eps=2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
+def test_checkpoints_give_the_same(layers: Any, reentrant: bool) -> None:
+    model = apply_patch(quantize_base(with_adapters(base())), layers=layers)
+    truth = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_close(step(model), truth)
+
+
+def test_without_adapters_and_with_disabled_ones() -> None:
+    model = with_adapters(base()).eval()
+    quantized = apply_patch(quantize_base(copy.deepcopy(model)), layers=["lora", "gated"])
+    truth = dequantized(model, quantized)
+    ids = torch.arange(5)[None]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        quantized.generate(input_ids=ids, **how), truth.generate(input_ids=ids, **how)
+    )
+    with quantized.disable_adapter(), truth.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_its_own_forward_has_the_gradients_of_input_and_bias() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 48).double()
+    holder = base(num_hidden_layers=1)
+    layer: Any = quantize_base(holder).model.layers[0].self_attn.q_proj
+    plain = nn.Linear(32, 64, dtype=torch.float64)
+    plain.weight.data = layer.held(torch.float64).rows(0, 64)
+    plain.bias.data = layer.bias.data.double()
+    layer.bias.requires_grad_()
+    x = torch.randn(2, 3, 32)
+    wide = x.double().requires_grad_()
+    y, truth = layer(x.requires_grad_()), plain(wide)
+    upstream = torch.randn(2, 3, 64)
+    y.backward(upstream)
+    truth.backward(upstream.double())
+    for ours, expected in ((y, truth), (x.grad, wide.grad), (layer.bias.grad, plain.bias.grad)):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, expected.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+def test_memory_is_a_byte_a_number_and_four_a_row() -> None:
+    model = quantize_base(base(torch.bfloat16))
+    for layer in held(model).values():
+        parameters = [each for name, each in layer.named_parameters() if name != "bias"]
+        assert [(each.dtype, each.requires_grad) for each in parameters] == [(torch.uint8, False)]
+        o, h = layer.out_features, layer.in_features
+        size = sum(each.nbytes for each in (*parameters, *layer.buffers()))
+        assert size == o * h + 4 * o
+
+
+def test_which_layers_are_held() -> None:
+    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=16, mlp_only_layers=[1])
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.model.layers[0].mlp.router = nn.Linear(32, 16)
+    model.model.layers[0].mlp.odd = nn.Linear(32, 24)
+    names = held(
+        quantize_base(with_adapters(model, target_modules=["q_proj", "o_proj", "lm_head"]))
+    )
+    short = sorted(name.removeprefix("base_model.model.model.layers.") for name in names)
+    attention = [
+        "self_attn.k_proj",
+        "self_attn.o_proj.base_layer",
+        "self_attn.q_proj.base_layer",
+        "self_attn.v_proj",
+    ]
+    mlp = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    assert short == [*(f"0.{n}" for n in attention), *(f"1.{n}" for n in (*mlp, *attention))]
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "casts": lambda model: model.half().to(torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_and_casts_have_the_same_numbers(copied: Callable[[Any], Any]) -> None:
+    model = quantize_base(with_adapters(base()))
+    expected = {
+        name: layer.held(torch.float32).rows(0, layer.out_features)
+        for name, layer in held(model).items()
+    }
+    for name, layer in held(copied(model)).items():
+        assert torch.equal(layer.held(torch.float32).rows(0, layer.out_features), expected[name])
+
+
+def test_adapters_are_saved_and_resumed(tmp_path: Path) -> None:
+    model = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    truth = step(model)
+    model.save_pretrained(tmp_path / "adapters")
+    again = PeftModel.from_pretrained(
+        quantize_base(base()), tmp_path / "adapters", is_trainable=True
+    )
+    assert_close(step(apply_patch(again, layers=["lora", "gated"])), truth)
+    fresh = quantize_base(with_adapters(base()))
+    for each in fresh.parameters():
+        each.data.zero_()
+    fresh.load_state_dict(model.state_dict())
+    assert_close(step(fresh), truth)
+
+
+MERGES: dict[str, Callable[[Any], Any]] = {
+    "merge_adapter": lambda model: model.merge_adapter(),
+    "safe_merge": lambda model: model.merge_adapter(safe_merge=True),
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "DoRA": lambda model: model.add_adapter(
+        "dora", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
+def test_what_changes_or_reads_the_weight_is_an_error(merge: Callable[[Any], Any]) -> None:
+    model = quantize_base(with_adapters(base()))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="weight is held in FP8 by quantize_base"):
+        merge(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_layer_says_what_its_weight_is_like() -> None:
+    weight = next(iter(held(quantize_base(base())).values())).weight
+    assert (weight.shape, weight.device, weight.dtype) == (
+        (64, 32),
+        torch.device("cpu"),
+        torch.uint8,
+    )
+    assert not weight.requires_grad
+
+
+def test_unload_gives_the_layers_back() -> None:
+    model = with_adapters(base())
+    quantized = quantize_base(copy.deepcopy(model))
+    truth = dequantized(model, quantized).unload()
+    ids = torch.arange(5)[None]
+    assert len(held(quantized.unload())) == LAYERS
+    with torch.no_grad():
+        found, expected = (each.eval()(ids).logits for each in (quantized.get_base_model(), truth))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_moved_model_reads_its_new_tensors() -> None:
+    """Decisions of the last call are kept: not the tensors of then."""
+    model = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    step(model)
+    other = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    for layer in held(other).values():
+        layer.scales = (layer.held(torch.float32).scales * 2).view(torch.int32)
+        layer.qweight = nn.Parameter(layer.qweight.flip(1), requires_grad=False)
+    for layer, changed in zip(held(model).values(), held(other).values(), strict=True):
+        layer.qweight.data = changed.qweight.data
+        layer.scales = changed.scales
+    assert_close(step(model), step(other))
+
+
+def test_status_names_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(quantize_base(with_adapters(base())))
+    assert "14 linear in FP8, which rounds weights\n" in str(patch_status(model))
+    monkeypatch.setattr(fp8, "has_fp8", lambda _: True)
+    assert "weights, and in bf16 activations and gradients, a row at a time" in str(
+        patch_status(model)
+    )
+    assert "FP8" not in str(patch_status(apply_patch(with_adapters(base()))))
+
+
+def test_what_cannot_be_held_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"quant_type must be one of \('fp8',\), got 'int8'"):
+        quantize_base(base(), "int8")
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM without linear layers that can be held"):
+        quantize_base(quantize_base(base()))
+    with pytest.raises(TypeError, match="Linear"):
+        quantize_base(nn.Linear(32, 32))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_near_that_of_the_dequantized_weights() -> None:
+    """Which it reaches weight after weight. What differs is the rounding of activations."""
+    if not fp8.has_fp8(torch.device("cuda")):
+        pytest.skip("needs a GPU that multiplies e4m3")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    model = with_adapters(base(torch.bfloat16, **sizes))
+    quantized = quantize_base(copy.deepcopy(model), device="cuda").to("cuda")
+    truth_model = dequantized(model.to("cuda"), quantized)
+    ids = (torch.arange(512, device="cuda").view(2, 256) * 7) % 96
+    found = []
+    for each in (apply_patch(quantized), apply_patch(truth_model)):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = each(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append({n: p.grad.double() for n, p in each.named_parameters() if p.grad is not None})
+    ours, truth = found
+    assert ours.keys() == truth.keys()
+    assert len(truth) == 2 * LAYERS
+    for name, value in truth.items():
+        # about 3.7e-2 a product: seven follow each other, and a gradient passes them twice
+        assert 1e-3 < (ours[name] - value).norm() / value.norm() < 0.5, name
