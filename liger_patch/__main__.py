@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of adapters on all linear layers but the head, and on all experts")  # fmt: skip
     add("--bits", type=int, choices=(4,), help="4: linear layers in nf4 (with --lora-rank)")
     add("--double-quant", action="store_true", help="bnb_4bit_use_double_quant=True")
+    add("--quantize-base", choices=("fp8",),
+        help="what quantize_base holds linear layers in (with --lora-rank)")  # fmt: skip
     add("--quantize-experts", choices=("nf4", "mxfp4"),
         help="what quantize_experts holds experts in (with --lora-rank)")  # fmt: skip
     add("--checkpointing", action="store_true", help="gradient checkpointing")
@@ -106,12 +108,12 @@ def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if options.bits and not options.lora_rank:
-        parser.error("argument --bits: 4-bit weights do not train: expected --lora-rank too")
-    if options.quantize_experts and not options.lora_rank:
-        parser.error(
-            "argument --quantize-experts: 4-bit weights do not train: expected --lora-rank too"
-        )
+    for name in ("bits", "quantize_base", "quantize_experts"):
+        if getattr(options, name) and not options.lora_rank:
+            option = name.replace("_", "-")
+            parser.error(
+                f"argument --{option}: quantized weights do not train: expected --lora-rank too"
+            )
     if options.double_quant and not options.bits:
         parser.error("argument --double-quant: expected --bits 4 too")
     if options.checkpoint_offload and not options.checkpointing:
@@ -153,6 +155,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         lora_rank=options.lora_rank,
         bits=options.bits,
         double_quant=options.double_quant,
+        fp8_base=bool(options.quantize_base),
         expert_bytes=EXPERTS_IN_4_BITS.get(options.quantize_experts),
         checkpointing=options.checkpointing,
         checkpoint_offload=options.checkpoint_offload,

@@ -32,6 +32,7 @@ from liger_patch.estimate.model import (
 )
 from liger_patch.estimate.step import progress
 from liger_patch.layers.experts import is_wrapper
+from liger_patch.layers.quantized_base import Fp8Linear
 from liger_patch.layers.quantized_experts import ExpertWeight4bit, Mxfp4Rows
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
@@ -160,6 +161,8 @@ def _step(
     own = {id(weight) for each in adapters for weight in _trained_of(each)}
     packed = {id(each.weight) for each in quantized}
     packed |= {id(each) for held in experts for each in held.parameters()}
+    in_fp8 = [each for each in model.modules() if isinstance(each, Fp8Linear)]
+    packed |= {id(each.qweight) for each in in_fp8}
     dtypes = {p.dtype for p in model.parameters() if id(p) not in own | packed}
     of_adapters = {weight.dtype for weight in down} or {torch.float32}
     if len(dtypes) > 1 or len(of_adapters) > 1:
@@ -188,6 +191,7 @@ def _step(
         lora_dropout=max(dropouts, default=0.0),
         bits=max(map(_bits, quantized), default=None),
         double_quant=any(getattr(e.weight, "compress_statistics", False) for e in quantized),
+        fp8_base=bool(in_fp8),
         expert_bytes=max(map(_bytes_of_number, experts), default=None),
         checkpointing=any(
             getattr(each, "gradient_checkpointing", False) for each in model.modules()

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from benchmarks.models import Model
-from liger_patch import apply_patch, patch_status, quantize_experts
+from liger_patch import apply_patch, patch_status, quantize_base, quantize_experts
 from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD, Contender
 from liger_patch.estimate.estimate import GIB, longest_rows
 from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep, build
@@ -98,6 +98,13 @@ def test_options_are_read_where_they_are() -> None:
     assert in_status(model).startswith(f"3 x {tokens:,} tokens in 16 GiB")
     assert "LoRA of rank 4, checkpointing, offloaded by liger_patch to 0.5" in in_status(model)
     assert longest_row(model, gib=16, autocast=False, reserve_gib=2) < tokens * 3
+
+
+def test_a_base_in_fp8() -> None:
+    model = apply_patch(quantize_base(model_of(lora_rank=4)))
+    tokens = longest_row(model, gib=16)
+    assert tokens == estimated(OURS, lora_rank=4, fp8_base=True)
+    assert "base in FP8" in in_status(model)
 
 
 @pytest.mark.skipif(

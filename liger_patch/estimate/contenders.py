@@ -19,6 +19,7 @@ from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
+from liger_patch.layers.quantized_base import Fp8Linear
 from liger_patch.layers.replace import replace_layers
 
 
@@ -96,7 +97,11 @@ def _is_gated(module: Any) -> bool:
 def _projection(layer: Any, dtype: torch.dtype) -> LoraProjection:
     """Return a layer's projection without dropout, which the kernels compute of a seed."""
     base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-    weight = Unpacked(base.weight, dtype) if isinstance(base, QuantizedLinear) else base.weight
+    if isinstance(base, Fp8Linear):
+        weight: Any = base.held(dtype)
+    else:
+        is_quantized = isinstance(base, QuantizedLinear)
+        weight = Unpacked(base.weight, dtype) if is_quantized else base.weight
     return LoraProjection(weight, base.bias, a.weight, b.weight, layer.scaling["default"])
 
 

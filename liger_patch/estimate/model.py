@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from liger_patch.layers import experts
+from liger_patch.layers.quantized_base import quantize_base
 from liger_patch.layers.quantized_experts import hold_experts
 from liger_patch.registry import available
 
@@ -47,6 +48,7 @@ class TrainingStep:
         lora_dropout: in [0, 1); what adapters keep depends on whether it is 0.
         bits: 16 or 32 as ``dtype`` says, or what bitsandbytes holds linear layers in: 4 (nf4) or 8.
         double_quant: whether the scales of 4-bit weights are quantized too.
+        fp8_base: whether ``quantize_base`` holds linear layers in FP8.
         expert_bytes: a number of experts that ``quantize_experts`` holds in 4 bits, which puts them
             on kernels in all contenders; None for experts in ``dtype``.
         checkpointing: whether layers are computed again in the backward pass.
@@ -69,6 +71,7 @@ class TrainingStep:
     lora_dropout: float = 0.0
     bits: int | None = None
     double_quant: bool = False
+    fp8_base: bool = False
     expert_bytes: float | None = None
     checkpointing: bool = False
     checkpoint_offload: bool = False
@@ -85,6 +88,7 @@ class TrainingStep:
         if self.lora_rank:
             words.append(f"LoRA of rank {self.lora_rank}")
         words += [f"{self.bits} bits"] if self.bits else []
+        words += ["base in FP8"] if self.fp8_base else []
         words += ["experts in 4 bits"] if self.expert_bytes else []
         words += ["checkpointing"] if self.checkpointing else []
         if self.checkpoint_offload:
@@ -229,6 +233,8 @@ def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
             _quantize(model, _quantization(config).get("llm_int8_skip_modules") or [])
         if step.lora_rank is not None:
             model = _with_adapters(model, step)
+        if step.fp8_base:
+            quantize_base(model)
     rate = step.expert_bytes
     if rate is not None:
         hold_experts(model, lambda weight: UnpackedExperts(weight, rate))

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from liger_patch import quantize_experts
+from liger_patch import quantize_base, quantize_experts
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
 from liger_patch.estimate.model import (
@@ -318,6 +318,23 @@ def test_experts_in_4_bits_take_what_a_models_do(model_type: str, quant_type: st
     plain, sizes = (build(config, each)[1] for each in (replace(step, expert_bytes=None), step))
     assert sizes.weights - 4 * sizes.trained == pytest.approx(held, abs=256)
     assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
+
+
+@PEFTS_WARNINGS
+def test_a_base_in_fp8_takes_what_a_models_does() -> None:
+    pytest.importorskip("peft")
+    config = transformers.Qwen3Config(**TINY, head_dim=16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantize_base(model)
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    step = replace(STEP, lora_rank=4, fp8_base=True)
+    plain, sizes = (build(config, each)[1] for each in (replace(step, fp8_base=False), step))
+    assert sizes.weights - 4 * sizes.trained == pytest.approx(held, abs=256)
+    assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
+    each = (step, replace(step, fp8_base=False))
+    narrow, wide = (estimates.estimate(config, s, longest=False)[-1] for s in each)
+    one_weight = 2 * HIDDEN * SIZE  # dequantized where it is used
+    assert narrow.peak <= wide.peak - plain.weights + sizes.weights + one_weight
 
 
 def test_gpt_oss_is_estimated_dequantized(tmp_path: Path) -> None:
