@@ -314,7 +314,7 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
     except (KeyError, ValueError):
         return no_stamp
     reader = reader_of(base)
-    if reader is None and type(base) is nn.Linear:
+    if reader is None and type(base) is nn.Linear and weight is not None:  # not FSDP's
         of_base: Any = nn.Linear.forward, nn.functional.linear, type(weight), weight.dtype
     else:
         of_base = reader and reader.stamp(base)

@@ -132,13 +132,14 @@ def quantize_rows(target: GPUTarget) -> Cases:
         ("*bf16", 4, True),
         ("*fp32", 1, False),
     ):
-        given = {"out_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "BLOCK": kernels.BLOCK}
+        block = kernels.WIDE_BLOCK if number > 1 else kernels.BLOCK
+        given = {"out_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "BLOCK": block}
         for i, name in enumerate(names):
             is_there = i < number
             given |= arguments(dtype, f"{name}_ptr", if_=is_there)
             given |= arguments("*fp32", f"{name}_factors_ptr", if_=is_there and folded)
             given |= arguments(MULTIPLE, f"{name}_stride {name}_columns")
-        yield f"{dtype[1:]}-{number}-{folded}", given, kernels.ROW_WARPS
+        yield f"{dtype[1:]}-{number}-{folded}", given, block // kernels.WARP_COLUMNS
 
 
 def transpose(target: GPUTarget) -> Cases:
