@@ -165,6 +165,7 @@ RUNS = {
         SLICED, ("ddp", "fsdp1"), ("hooks at the top", "peft"), more=("ddp_static",)
     ),
     "feed-forward layers in slices, FSDP2": Run(SLICED, ("fsdp2",), ("fully_shard", "peft")),
+    "a base in FP8": Run("fp8_step.py", ("fsdp2",), ("fully_shard", "peft"), more=("ddp",)),
     "plans of torch": Run(
         TENSOR_PARALLEL,
         ("gathered --layers", "sharded --model gemma2 --layers", "sequence"),
