@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -89,7 +89,9 @@ def quantized(matrices: Sequence[Tensor], factors: Sequence[Tensor | None] = (No
     Returns:
         (N, sum of columns): rows that are not finite have numbers or a scale that are not.
     """
-    if serves_triton_device(matrices[0]) and len(matrices[0]):
+    x, *_ = matrices
+    # Triton converts to e4m3 where the GPU does
+    if serves_triton_device(x) and len(x) and (x.device.type == "cpu" or has_fp8(x.device)):
         from liger_patch.kernels.triton.fp8 import quantize_rows
 
         matrices = [contiguous_features(each) for each in matrices]
@@ -116,7 +118,7 @@ def transposed(weights: Sequence[Fp8Weight]) -> Tensor:
     return out.view(FP8)
 
 
-def multiplies(weight: object, dtype: torch.dtype) -> bool:
+def multiplies(weight: object, dtype: torch.dtype) -> TypeGuard[Fp8Weight]:
     """Return True if products with a weight run in FP8, of operands in a dtype."""
     return isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 and has_fp8(weight.device)
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels import fp8
 from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.fp8 import Fp8Rows, Fp8Weight
+from liger_patch.kernels.fp8 import Fp8Rows
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import product_
 
@@ -85,7 +85,7 @@ def products(
     ys: list[Tensor] = []
     for part, thin in zip(parts, s, strict=True):
         weight = part.weight
-        if isinstance(weight, Fp8Weight) and fp8.multiplies(weight, x.dtype):
+        if fp8.multiplies(weight, x.dtype):
             x8 = fp8.quantized((x,)) if x8 is None else x8
             y = x.new_empty(*leading, weight.shape[0])
             rows = y.view(len(x), weight.shape[0])
@@ -117,7 +117,7 @@ def _product(x: Tensor, part: LoraProjection, s: Tensor | None, leading: Sequenc
 
 def through_base(dy: Tensor, part: LoraProjection) -> Tensor:
     """Return the gradient (N, H) of the base's input, of dy (N, O)."""
-    if isinstance(part.weight, Fp8Weight) and fp8.multiplies(part.weight, dy.dtype):
+    if fp8.multiplies(part.weight, dy.dtype):
         return fp8.input_gradient((dy,), (part.weight,))
     return dy @ part.dense(dy.dtype)
 
