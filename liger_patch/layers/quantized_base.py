@@ -105,9 +105,9 @@ def quantize_base(
     """Hold the frozen linear layers of a model in FP8. Returns the model.
 
     These are the linear layers of its decoder, and all that adapters are on; not the head, routers
-    of experts, and layers with a size that is no multiple of 16. Call it before ``get_peft_model``
-    or behind it, with ``apply_patch`` or without; ``revert_patch`` leaves them so. Adapters train,
-    save and load as usual, and are not merged.
+    of experts, layers with a size that is no multiple of 16, and those that train where others do
+    not. Call it before ``get_peft_model`` or behind it, with ``apply_patch`` or without;
+    ``revert_patch`` leaves them so. Adapters train, save and load as usual, and are not merged.
 
     On GPUs that multiply FP8 (from compute capability 8.9 on), products in bf16 run in FP8:
     activations and upstream gradients are rounded too, a row at a time, and sums are in float32.
@@ -129,7 +129,7 @@ def quantize_base(
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without linear layers that can be held in FP8: "
-            f"torch's own, in its decoder, with sizes that are multiples of {fp8.MULTIPLE}"
+            f"torch's own, frozen, in its decoder, with sizes that are multiples of {fp8.MULTIPLE}"
         )
     for layer in found:
         _hold(layer, device)
@@ -144,15 +144,19 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     head, decoder = base.get_output_embeddings(), base.get_decoder()
     of_head = set() if head is None else set(head.modules())
     of_decoder = set((decoder or base).modules())
+    trains_all = all(each.requires_grad for each in model.parameters())  # not yet frozen
     for path, module in model.named_modules():
         *parents, name = path.removesuffix(".base_layer").split(".")
         is_adapted = path.endswith(".base_layer")
-        if type(module) is not nn.Linear or module in of_head or name in ROUTERS:
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module in of_head or name in ROUTERS:
             continue
         if not (is_adapted or module in of_decoder) or any(p.startswith("lora_") for p in parents):
             continue
         weight = module.weight
         is_held = type(weight) in PLAIN_TENSORS and weight.is_floating_point()
+        is_held = is_held and (trains_all or not weight.requires_grad)
         if is_held and not any(size % fp8.MULTIPLE for size in weight.shape):
             yield module
 

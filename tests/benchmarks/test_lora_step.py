@@ -11,10 +11,10 @@ import torch
 from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.lora_contenders import Request, Setting, rows
+from benchmarks.lora_contenders import Request, Setting, is_measured, rows
 from benchmarks.lora_step import SETTINGS, Case, run_case
 from benchmarks.models import Model
-from benchmarks.names import LOWER_BOUND
+from benchmarks.names import FP8, LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -61,6 +61,16 @@ def test_ours_computes_what_eager_does(request_of: Callable[..., Request], setti
         assert row["trained"] == ours["trained"] > 0
         assert row["first_step_s"] > 0
     assert all(row["ms"] > 0 for row in found)
+
+
+def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
+    found = [row for name in ("eager", FP8) for row in rows(request_of(name, SETTINGS[0]))]
+    eager, ours = found[0], found[-1]
+    assert ours["contender"] == FP8
+    assert ours["trained"] == eager["trained"]
+    assert ours["loss"] == pytest.approx(eager["loss"], rel=0.02)
+    assert ours["loss"] != eager["loss"]
+    assert not is_measured(FP8, TINY.config, SETTINGS[1])  # QLoRA
 
 
 @pytest.mark.slow

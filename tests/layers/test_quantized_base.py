@@ -191,6 +191,16 @@ def test_which_layers_are_held() -> None:
     assert short == [*(f"0.{n}" for n in attention), *(f"1.{n}" for n in (*mlp, *attention))]
 
 
+def test_layers_that_train_are_left() -> None:
+    model = with_adapters(base(), target_modules=["q_proj"], modules_to_save=["o_proj"])
+    names = {name.rpartition("self_attn.")[2] for name in held(quantize_base(model))}
+    assert "o_proj.modules_to_save.default" not in names
+    assert {"q_proj.base_layer", "k_proj", "v_proj"} <= names
+    for each in model.parameters():
+        each.requires_grad_(False)
+    assert any(name.endswith("modules_to_save.default") for name in held(quantize_base(model)))
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
