@@ -134,7 +134,7 @@ def check_plain_tensors(**arguments: object) -> None:
     holds other tensors instead of numbers. None may be given for what is optional.
     """
     for name, value in arguments.items():
-        if value is None and name in ("bias", "class_weight", "token_weight"):
+        if value is None and name in ("bias", "class_weight", "token_weight", "row_weights"):
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")

@@ -5,11 +5,13 @@ Trainers of preferences and rewards need these of a head, for each token, and th
 those of ``head/chunked``.
 
 Where it saves a product, the forward pass computes gradients too, for an expected upstream
-gradient: that of minus the mean of the log-probabilities. The backward pass corrects them:
+gradient: that of minus the mean of the log-probabilities, or, with a trainable head, one in
+proportion to ``row_weights``. The backward pass corrects them:
 
 - with a frozen head, it scales each token's row: two products of 2 n H V operations in all;
-- with a trainable head, the gradients are sums over tokens. If the upstream gradient is the same
-  for all tokens, it scales these sums: three products. If it is not, it computes the chunks again.
+- with a trainable head, the gradients are sums over tokens. If the upstream gradient is the
+  expected one times any factor, it scales these sums: three products. Rows where it is not are
+  computed again, for their share of the sums; all rows, if those have most of the weight.
 
 It also computes them again for gradients of entropy and lse, for float16, and in a second backward
 pass over one graph.
@@ -31,6 +33,7 @@ from liger_patch.kernels.head.forms import UpstreamGradients
 from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.losses import (
     LogProbs,
+    expected_upstream,
     log_probs_and_gradients,
     log_probs_gradients_,
 )
@@ -46,11 +49,13 @@ class _LinearLogProbs(torch.autograd.Function):
         config: ChunkConfig,
         outputs: Collection[str],
         same_gradient: bool,
+        row_weights: Tensor | None,
         *inputs: Any,
     ):
         ctx.set_materialize_grads(False)
+        ctx.expected = expected_upstream(config, row_weights)
         results, gradients = log_probs_and_gradients(
-            config, HeadInputs(*inputs), outputs, same_gradient=same_gradient
+            config, HeadInputs(*inputs), outputs, ctx.expected, same_gradient=same_gradient
         )
         ctx.config, ctx.gradients = config, gradients
         save_inputs(ctx, inputs, config.options)
@@ -65,9 +70,9 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         upstream_gradients = UpstreamGradients(dlog_probs, dentropy, dlse)
         gradients = log_probs_gradients_(
-            ctx.config, lambda: saved_inputs(ctx)[0], gradients, upstream_gradients
+            ctx.config, lambda: saved_inputs(ctx)[0], ctx.expected, gradients, upstream_gradients
         )
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 def linear_log_probs(
@@ -83,6 +88,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     outputs: Collection[str] = (),
     same_gradient: bool = True,
+    row_weights: Tensor | None = None,  # (N,)
     chunk_mib: float | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> LogProbs:
@@ -111,7 +117,10 @@ def linear_log_probs(
         same_gradient: whether the upstream gradient of ``log_probs`` can be expected to be the same
             for all supervised tokens, as that of their sum or mean is. The gradients are right
             either way: with a trainable head, a right guess saves a matrix product, a wrong one
-            costs two.
+            costs up to two.
+        row_weights: (N,), what the loss multiplies each log-probability by, up to one factor for
+            all: the upstream gradient that is expected instead, without a gradient of its own. Rows
+            where it turns out otherwise are computed again, if they are few.
         chunk_mib: MiB of logits held at once, as in ``linear_cross_entropy``.
         vocab_shard: of a vocabulary that is distributed over ranks, as in ``linear_cross_entropy``;
             upstream gradients are the same on every rank too.
@@ -137,14 +146,16 @@ def linear_log_probs(
         "softcap": None if softcap is None else softcap / temperature,
         "logit_scale": logit_scale / temperature,
     }
-    asked = {*names, "log_probs"}
+    asked, is_expected = {*names, "log_probs"}, same_gradient or row_weights is not None
     if is_traced() and isinstance(weight, Tensor) and vocab_shard is None:
         given = hidden_states, weight, bias, low_rank, labels
         options |= {"label_smoothing": 0.0, "z_loss": 0.0, "class_weight": None}
-        how: dict[str, Any] = {"outputs": sorted(asked), "same_gradient": same_gradient}
-        return operators.linear_log_probs(*given, options=options, chunk_mib=chunk_mib, **how)
+        how: dict[str, Any] = {"outputs": sorted(asked), "same_gradient": is_expected}
+        how |= {"options": options, "chunk_mib": chunk_mib}
+        return operators.linear_log_probs(*given, row_weights=row_weights, **how)
     given = hidden_states, weight, bias, low_rank, labels
-    return _call(*given, LossOptions(**options), chunk_mib, vocab_shard, asked, same_gradient)
+    how = {"same_gradient": is_expected, "row_weights": row_weights}
+    return _call(*given, LossOptions(**options), chunk_mib, vocab_shard, asked, **how)
 
 
 @runs_eagerly
@@ -158,8 +169,11 @@ def _call(
     chunk_mib: float | None,
     shard: VocabShard | None,
     outputs: Collection[str],
+    *,
     same_gradient: bool,
+    row_weights: Tensor | None,
 ) -> LogProbs:
-    inputs = check_arguments(hidden_states, weight, labels, bias, low_rank, options, shard=shard)
+    given = hidden_states, weight, labels, bias, low_rank, options
+    inputs = check_arguments(*given, row_weights=row_weights, shard=shard)
     config = prepare_chunks(inputs, labels, options, chunk_mib, shard)
-    return LogProbs(*_LinearLogProbs.apply(config, outputs, same_gradient, *inputs))
+    return LogProbs(*_LinearLogProbs.apply(config, outputs, same_gradient, row_weights, *inputs))

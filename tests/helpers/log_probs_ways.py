@@ -105,6 +105,7 @@ def check_log_probs(
     outputs: Collection[str] = FIELDS,
     chunk_mib: float | None = None,
     same_gradient: bool = True,
+    row_weights: Tensor | None = None,
     operator: Callable[..., LogProbs] | None = None,
     **options: Any,
 ) -> dict[str, Tensor | None]:
@@ -115,6 +116,7 @@ def check_log_probs(
     if upstream is None:
         upstream = {"log_probs": torch.ones(len(labels), device=labels.device)}
     how = {"outputs": outputs, "chunk_mib": chunk_mib, "same_gradient": same_gradient}
+    how |= {"row_weights": row_weights}
     asked = [name for name in FIELDS if name in outputs or name == "log_probs"]
 
     def ours(**x: Tensor) -> LogProbs:

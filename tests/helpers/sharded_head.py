@@ -174,6 +174,9 @@ def check_log_probs_of_labels() -> None:
         for upstream, frozen, options in cases:
             how: dict[str, Any] = {"upstream": upstream, "frozen": frozen, "outputs": FIELDS}
             check_log_probs(inputs, labels, operator=log_probs, **how, **options)
+        weights = torch.arange(3.0, 10.0, device=device)
+        clipped = {"log_probs": weights.masked_fill(weights == weights[labels != -100][0], 0.0)}
+        check_log_probs(inputs, labels, operator=log_probs, upstream=clipped, row_weights=weights)
 
 
 def check_ties() -> None:

@@ -2,6 +2,8 @@
 what it refuses.
 """
 
+import math
+
 import pytest
 import torch
 from log_probs_ways import (
@@ -13,7 +15,7 @@ from log_probs_ways import (
     results_and_gradients,
     upstream_of,
 )
-from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
+from three_ways import LOW_DTYPES, chunk_mib, linear_inputs, paired
 
 from liger_patch.kernels.head import losses as operator
 from liger_patch.kernels.linear_log_probs import linear_log_probs
@@ -152,3 +154,115 @@ def test_second_backward_pass_gives_the_same_bits(kind, frozen, dtype, quick_dev
     )
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, third))
+
+
+WEIGHTS = torch.tensor([2.0, -0.5, 0.75, 0, -3, 1, 1.25, -1, 0, 2.5, -2, 0.1])
+CLIPPED = torch.tensor([1.0] * 6 + [0.0] + [1] * 5)
+RATIOS = torch.tensor([1.0] * 5 + [1.1, 0] + [1] * 3 + [-0.7, 1.0])
+ONE_MORE = torch.tensor([0.0] * 3 + [0.5] + [0] * 8)  # where the weight is 0
+UPSTREAMS = {  # of log-probabilities, and the rows that are computed again
+    "in proportion": (WEIGHTS / -7, 0),
+    "rounded otherwise": (WEIGHTS / 3 / 0.7 * 1.3, 0),
+    "a factor of 0": (WEIGHTS * 0, 0),
+    "clipped": (WEIGHTS * CLIPPED, 1),
+    "some ratios": (WEIGHTS * RATIOS / 3, 3),
+    "a weight of 0": (WEIGHTS + ONE_MORE, 1),
+    "large where others are small": (torch.where(WEIGHTS == -3, 1e3, WEIGHTS), 1),
+    "none of the largest": (torch.where(WEIGHTS.abs() >= 2, 0.0, WEIGHTS), 12),
+    "of no proportion": (WEIGHTS.roll(1), 12),
+    "nan": (torch.where(WEIGHTS == 1, math.nan, WEIGHTS), 12),
+    "infinite": (torch.where(WEIGHTS == 1, -math.inf, WEIGHTS), 12),
+}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The rows of each pass through the chunks that has computed gradients."""
+    seen = []
+    run_chunks = operator.run_chunks
+
+    def counted(config, inputs, row_scale, wanted, **how):
+        if any(wanted):
+            seen.append(len(row_scale))
+        return run_chunks(config, inputs, row_scale, wanted, **how)
+
+    monkeypatch.setattr(operator, "run_chunks", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("upstream", "again"), UPSTREAMS.values(), ids=UPSTREAMS)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"rank": 4}], ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_rows_of_other_weights_are_computed_again(
+    upstream, again, options, dtype, quick_device, rows
+):
+    inputs, labels = linear_inputs(dtype, quick_device, 12, ignored=0.0, **options)
+    upstream, weights = (each.to(quick_device) for each in (upstream, WEIGHTS))
+    how = {"row_weights": weights, "chunk_mib": chunk_mib(5, 131, dtype)}
+    if upstream.isfinite().all():
+        check_log_probs(inputs, labels, upstream={"log_probs": upstream}, outputs=(), **how)
+    else:
+        ours, waiting = (
+            results_and_gradients(
+                lambda how=how, **x: linear_log_probs(**paired(x), labels=labels, **how),
+                inputs,
+                {"log_probs": upstream},
+            )
+            for how in (how, {"same_gradient": False, "chunk_mib": how["chunk_mib"]})
+        )
+        torch.testing.assert_close(ours, waiting, rtol=0, atol=0, equal_nan=True)
+        rows.pop()
+    if dtype == torch.float16:
+        assert rows == [12]
+    else:
+        assert rows == [12] + [again] * (again > 0)
+
+
+@pytest.mark.parametrize("frozen", [("hidden_states",), ("bias",), ("hidden_states", "weight")])
+@pytest.mark.parametrize("kind", ["in proportion", "some ratios"])
+def test_weights_of_some_gradients_and_labels(frozen, kind, quick_device):
+    inputs, labels = linear_inputs(torch.float32, quick_device, 12, bias=True)
+    upstream = {"log_probs": UPSTREAMS[kind][0].to(quick_device)}
+    weights = WEIGHTS.to(quick_device)
+    ours = check_log_probs(
+        inputs, labels, upstream=upstream, frozen=frozen, row_weights=weights, outputs=()
+    )
+    weights = torch.where(labels == -100, math.nan, weights)
+    again = check_log_probs(
+        inputs, labels, upstream=upstream, frozen=frozen, row_weights=weights, outputs=()
+    )
+    torch.testing.assert_close(ours, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, math.nan, math.inf, -math.inf, 1e-40, 1e35])
+@pytest.mark.parametrize("some", [False, True])
+def test_weights_without_a_use_change_nothing(wrong, some, quick_device, rows):
+    inputs, labels = linear_inputs(torch.bfloat16, quick_device, 12, ignored=0.0)
+    weights = torch.where((WEIGHTS == 1) | (not some), wrong, WEIGHTS).to(quick_device)
+    upstream = {"log_probs": WEIGHTS.to(quick_device)}
+    check_log_probs(inputs, labels, upstream=upstream, outputs=(), row_weights=weights)
+    assert rows == [12, 1 if some else 10]  # two upstream gradients are 0
+
+
+def test_weights_of_a_frozen_head_change_no_bit(quick_device, rows):
+    inputs, labels = linear_inputs(torch.bfloat16, quick_device, 12)
+    upstream = {"log_probs": WEIGHTS.roll(1).to(quick_device)}
+    how = {"upstream": upstream, "frozen": ("weight",)}
+    ours = check_log_probs(inputs, labels, row_weights=WEIGHTS.to(quick_device), **how)
+    torch.testing.assert_close(ours, check_log_probs(inputs, labels, **how), rtol=0, atol=0)
+    assert rows == [12, 12]
+
+
+def test_weights_may_change_before_the_backward_pass(quick_device):
+    inputs, labels = linear_inputs(torch.float32, quick_device, 12)
+    weights = WEIGHTS.to(quick_device)
+
+    def gradients(change):
+        leaves, of_loss = leaves_of(inputs), weights.clone()
+        how = {"labels": labels, "row_weights": of_loss}
+        loss = (linear_log_probs(**leaves, **how).log_probs * weights).sum()
+        if change:
+            of_loss.zero_()
+        return torch.autograd.grad(loss, list(leaves.values()))
+
+    assert all(map(torch.equal, gradients(False), gradients(True)))

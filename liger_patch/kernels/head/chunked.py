@@ -111,6 +111,7 @@ def check_arguments(
     reduction: str = "none",
     token_weight: Tensor | None = None,  # (N,)
     num_items_in_batch: Tensor | int | None = None,
+    row_weights: Tensor | None = None,  # (N,)
     shard: VocabShard | None = None,
 ) -> HeadInputs:
     """Return the inputs of an operator on a head; raise ValueError for what does not fit. Reads no
@@ -122,6 +123,7 @@ def check_arguments(
         labels=labels,
         class_weight=options.class_weight,
         token_weight=token_weight,
+        row_weights=row_weights,
     )
     inputs = checked_inputs(hidden_states, weight, bias, low_rank, shard)
     vocab_size = weight.shape[0] if shard is None else shard.vocab_size
@@ -134,6 +136,7 @@ def check_arguments(
         reduction=reduction,
         token_weight=token_weight,
         num_items_in_batch=num_items_in_batch,
+        row_weights=row_weights,
     )
     return inputs
 
@@ -169,6 +172,7 @@ def run_chunks(
     *,
     statistics: Collection[str] = (),
     upstream: UpstreamGradients | None = None,
+    totals: list[Tensor | None] | None = None,
 ) -> ChunkedResult:
     """Compute the losses of the supervised tokens, and the gradients of the sum of
     ``row_scale * losses``, chunk by chunk.
@@ -182,6 +186,8 @@ def run_chunks(
         statistics: names of the fields of ``TokenStatistics`` that are asked for.
         upstream: upstream gradients (n,) of log-probabilities, entropy and lse. The gradients are
             then those of these three, and no losses are computed.
+        totals: gradients of an earlier pass, which these sums are added to, in place where the
+            dtype is that of the sum. The rows of states are overwritten.
     """
     labels, weight, vocab_size = config.labels, inputs.weight, inputs.weight.shape[0]
     # every rank makes the same chunks, by the largest shard
@@ -216,7 +222,7 @@ def run_chunks(
         if memory is None and bounds:
             memory = logits_memory(bounds[0][1])
         odds = None if form.odds is None else form.odds.of(slice(n))
-        gradients = Gradients(inputs, operands, rows, wanted, sum_dtype, odds, config.shard)
+        gradients = Gradients(inputs, operands, rows, wanted, sum_dtype, odds, config.shard, totals)
         for start, stop in bounds:
             chunk = slice(start, stop)
             memory_c = None if memory is None else memory[: stop - start]

@@ -37,16 +37,20 @@ class Gradients:
         sum_dtype: torch.dtype,  # that dweight is summed in
         odds: OddsFactors | None,  # (n,) where the chunks are odds
         shard: VocabShard | None,  # of a distributed vocabulary
+        totals: list[Tensor | None] | None = None,  # see run_chunks
     ) -> None:
-        self._inputs, self._wanted, self._dbias = inputs, wanted, None
+        dstates, dweight, dbias, *of_adapter = totals or [None] * 5
         wide = accumulation_dtype(operands.hidden_states.dtype)
+        self._inputs, self._wanted = inputs, wanted
+        self._dbias = None if dbias is None else dbias.to(wide)
         self._products = [
-            _Product(states, weight, x, rows, of_product, dtype, odds, shard)
-            for (states, weight), (x, _), of_product, dtype in zip(
+            _Product(states, weight, x, rows, of_product, dtype, odds, shard, *before)
+            for (states, weight), (x, _), of_product, dtype, before in zip(
                 inputs.products(),
                 operands.products(),
                 wanted.of_products(),
                 (sum_dtype, wide),  # an adapter's is small
+                ((dstates, dweight), of_adapter),
                 strict=False,  # there may be no adapter
             )
         ]
@@ -96,10 +100,13 @@ class _Product:
         sum_dtype: torch.dtype,
         odds: OddsFactors | None,  # (n,)
         shard: VocabShard | None,
+        dstates: Tensor | None,  # (N, K)
+        dweight: Tensor | None,  # (V, K)
     ) -> None:
         self._states, self._weight, self._x = states, weight, x
         self._rows, self._wanted, self._sum_dtype, self._odds = rows, wanted, sum_dtype, odds
-        self._dstates = self._dweight = None
+        self._dstates = dstates
+        self._dweight = None if dweight is None else dweight.to(sum_dtype)
         self._shard, self._running = shard, None  # the last chunk's sum over the ranks
 
     def add(

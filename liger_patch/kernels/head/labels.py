@@ -4,6 +4,7 @@ tokens are put first ("compacted"), and weights and denominators become factors 
 N: tokens, n: supervised tokens, V: vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -92,6 +93,15 @@ class CompactedLabels:
         if rows is None:
             return values
         return values.new_zeros(len(self.rows), *values.shape[1:]).index_copy_(0, rows, values)
+
+    def some(self, places: Tensor) -> "CompactedLabels":
+        """Return those of some of the supervised tokens, at places (d,) among the n, ascending."""
+        some = copy.copy(self)
+        some.labels, some.rows = (each.index_select(0, places) for each in (self.labels, self.rows))
+        some.count, some.supervised_rows, some.means = len(places), some.rows, None
+        some.counts = self.counts.clone()
+        some.counts[0] = len(places)
+        return some
 
     def scale_rows_(self, gradients: Sequence[Tensor | None], factors: Tensor) -> None:
         """Multiply each of the (N, ...) by factors (n,) of the supervised tokens, in place."""
@@ -192,6 +202,7 @@ def check_token_arguments(
     reduction: str,
     token_weight: Tensor | None,
     num_items_in_batch: Tensor | int | None,
+    row_weights: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless the per-token arguments fit ``tokens`` tokens on ``device``."""
     if tuple(labels.shape) != (tokens,):
@@ -202,17 +213,17 @@ def check_token_arguments(
         raise ValueError(f"labels must be on {device}, got {labels.device}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if token_weight is not None:
-        if tuple(token_weight.shape) != (tokens,):
-            raise ValueError(
-                f"token_weight must have shape ({tokens},), got {tuple(token_weight.shape)}"
-            )
-        if token_weight.device != device:
-            raise ValueError(f"token_weight must be on {device}, got {token_weight.device}")
-        if token_weight.is_complex():
-            raise ValueError(f"token_weight must be real, got {token_weight.dtype}")
-        if token_weight.requires_grad:
-            raise ValueError("token_weight must not require a gradient: none is computed for it")
+    for name, each in (("token_weight", token_weight), ("row_weights", row_weights)):
+        if each is None:
+            continue
+        if tuple(each.shape) != (tokens,):
+            raise ValueError(f"{name} must have shape ({tokens},), got {tuple(each.shape)}")
+        if each.device != device:
+            raise ValueError(f"{name} must be on {device}, got {each.device}")
+        if each.is_complex():
+            raise ValueError(f"{name} must be real, got {each.dtype}")
+        if each.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: none is computed for it")
     if num_items_in_batch is None:
         return
     if reduction != "mean":

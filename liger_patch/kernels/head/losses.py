@@ -3,7 +3,9 @@
 N: tokens, n: supervised tokens.
 """
 
+import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ from liger_patch.kernels.head.labels import token_factors
 from liger_patch.kernels.products import weight_slices
 
 SLAB = 1024  # tokens that are converted at a time
+RANGE = 1e-30, 1e30  # of weights whose sums and ratios keep their digits in float32 and bf16
+ROUNDING = 8  # eps that an upstream gradient may be off: a loss multiplies and divides some times
 
 
 def loss_factors(
@@ -79,22 +83,22 @@ class LogProbs(NamedTuple):
 
 
 def log_probs_and_gradients(
-    config: ChunkConfig, inputs: HeadInputs, outputs: Collection[str], *, same_gradient: bool
+    config: ChunkConfig,
+    inputs: HeadInputs,
+    outputs: Collection[str],
+    expected: Tensor,
+    *,
+    same_gradient: bool,
 ) -> tuple[list[Tensor | None], list[Tensor | None] | None]:
-    """Return the fields of ``LogProbs``, None where not asked for, and the gradients of minus the
-    mean of the log-probabilities where the forward pass can compute them.
+    """Return the fields of ``LogProbs``, None where not asked for, and the gradients for the
+    expected upstream gradients where the forward pass can compute them.
     """
     labels = config.labels
     in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
     needs_rows = config.options.softcap is not None or config.shard is not None
     asked = set(outputs) - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
-    result = run_chunks(
-        config,
-        inputs,
-        _expected_scale(config).expand(len(labels.labels)).contiguous(),
-        config.wanted if in_forward else Wanted(),
-        statistics=asked,
-    )
+    wanted = config.wanted if in_forward else Wanted()
+    result = run_chunks(config, inputs, -expected, wanted, statistics=asked)
     values = {"log_probs": -result.losses}
     if result.statistics is not None:
         values |= result.statistics._asdict()
@@ -111,42 +115,72 @@ def log_probs_and_gradients(
 def log_probs_gradients_(
     config: ChunkConfig,
     inputs: Callable[[], HeadInputs],
+    expected: Tensor,
     gradients: list[Tensor | None] | None,
     upstream: UpstreamGradients,
 ) -> list[Tensor | None]:
-    """Return the gradients for upstream gradients (N,): those of the forward pass, scaled in place,
-    where they can be; else the chunks are computed again.
+    """Return the gradients for upstream gradients (N,): those of the forward pass, scaled and
+    corrected in place, where they can be; else the chunks are computed again.
     """
     labels = config.labels
-    labels.read_count()
+    n = labels.read_count()
     of_rows = (None if each is None else labels.gather(each) for each in upstream)
     dlog_probs, dentropy, dlse = upstream = UpstreamGradients(*of_rows)
     if dentropy is None and dlse is None and dlog_probs is not None and gradients is not None:
-        scale = _expected_scale(config)
-        if not config.wanted.sums:
-            labels.scale_rows_(gradients, -dlog_probs / scale)
+        if not n:
             return gradients
-        # the one place that waits for the device: gradients of sums cannot be mended
-        if _is_one_number(dlog_probs):
-            if len(dlog_probs):
-                present = [each for each in gradients if each is not None]
-                scale_(present, -dlog_probs[0] / scale)
+        expected = expected[:n]
+        if not config.wanted.sums:
+            labels.scale_rows_(gradients, dlog_probs / expected)
+            return gradients
+        factor, places = _fit(expected, dlog_probs)
+        if len(places) < n:
+            scale_([each for each in gradients if each is not None], factor)
+            if not len(places):
+                return gradients
+            of_places = dlog_probs.index_select(0, places)
+            missing = of_places - factor * expected.index_select(0, places)
+            some = replace(config, labels=labels.some(places))
+            how: dict[str, Any] = {"totals": gradients}
+            gradients = run_chunks(some, inputs(), -missing, config.wanted, **how).gradients
+            factors = torch.ones_like(dlog_probs).index_copy_(0, places, of_places / missing)
+            labels.scale_rows_(gradients[::3], factors)  # of states, whose rows are no sums
             return gradients
     if gradients is not None:
         gradients.clear()  # freed before others are computed
     return _gradients(config, inputs(), upstream)
 
 
-def _expected_scale(config: ChunkConfig) -> Tensor:
-    """Return () 1 / n: minus the upstream gradient of each log-probability where the loss is minus
-    their mean, as is expected.
+def expected_upstream(config: ChunkConfig, row_weights: Tensor | None) -> Tensor:
+    """Return (N,), in the order of the compacted labels, the upstream gradients that the forward
+    pass expects, up to a common factor: with a trained head ``row_weights``, 0 where one is out of
+    RANGE; else those of minus the mean of the log-probabilities.
     """
-    count = config.labels.counts[0]
-    return count.clamp(min=1).to(accumulation_dtype(config.dtype)).reciprocal()
+    labels, dtype = config.labels, accumulation_dtype(config.dtype)
+    if row_weights is None or not config.wanted.sums:
+        return -labels.counts[0].clamp(min=1).to(dtype).reciprocal().expand(len(labels.labels))
+    weights = row_weights.to(dtype).index_select(0, labels.rows)
+    size = weights.abs()
+    return weights.masked_fill(~((size > RANGE[0]) & (size < RANGE[1])), 0.0)
 
 
-def _is_one_number(gradient: Tensor) -> bool:
-    return gradient.is_meta or bool((gradient == gradient[:1]).all())
+def _fit(expected: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Return () the factor between expected and true upstream gradients (n,), and (d,) the places
+    where these differ by more than rounding. Those are all n where they have most of the weight:
+    what they added would be subtracted from what remains.
+    """
+    if upstream.is_meta:
+        return upstream[0], torch.empty(0, dtype=torch.int64, device=upstream.device)
+    ratios, _ = (upstream / expected).masked_fill(expected == 0, math.nan).sort()  # nan last
+    middle = ((expected != 0).sum() - 1).clamp(min=0) // 2
+    factor = ratios.index_select(0, middle[None])[0].nan_to_num(0.0, 0.0, 0.0)
+    allowed = ROUNDING * torch.finfo(upstream.dtype).eps * upstream.abs()
+    differs = ~((upstream - factor * expected).abs() <= allowed)
+    weight = expected.abs()
+    has_most = weight.masked_fill(differs, 0.0).sum() * 2 >= weight.sum()
+    is_close = has_most & upstream.isfinite().all()
+    # the one place that waits for the device
+    return factor, (differs | ~is_close).nonzero()[:, 0]
 
 
 def _gradients(

@@ -20,6 +20,7 @@ from liger_patch.kernels.head.inputs import HeadInputs, Surroundings, Wanted, pr
 from liger_patch.kernels.head.labels import traced_items
 from liger_patch.kernels.head.losses import (
     LogProbs,
+    expected_upstream,
     log_probs_and_gradients,
     log_probs_gradients_,
     loss_and_gradients,
@@ -39,6 +40,7 @@ _NUMBERS = (
 _LOSS_OPTIONS = ("reduction", "token_weight", "num_items_in_batch")
 _OPTIONS = ("ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss")
 _LOSS_TENSORS = f"{_TENSORS}, Tensor? token_weight, Tensor? num_items_in_batch"
+_LOG_PROBS_TENSORS = f"{_TENSORS}, Tensor? row_weights"
 _LOG_PROBS = "str[] outputs, bool same_gradient"
 _UPSTREAM = "Tensor? dlog_probs, Tensor? dentropy, Tensor? dlse, Tensor[] gradients"
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in HeadInputs._fields)
@@ -46,7 +48,7 @@ _FIELDS = ", ".join(f"Tensor {name}" for name in LogProbs._fields)
 
 
 class _Head:
-    """The arguments of an operator; ``how``: those that only the loss has."""
+    """The arguments of an operator; ``how``: those that only one of the two has."""
 
     def __init__(self, tensors: Any, numbers: dict[str, Any]) -> None:
         *inputs, self.labels, class_weight = tensors[:7]
@@ -56,7 +58,7 @@ class _Head:
         )
         self.chunk_mib = numbers["chunk_mib"]
         self.surroundings = Surroundings(Wanted(*numbers["wanted"]), numbers["autocast"])
-        self.how: dict[str, Any] = {}
+        self.how: dict[str, Any] = {"row_weights": tensors[7]}
         if "reduction" in numbers:
             values = numbers["reduction"], *tensors[7:9]
             self.how = dict(zip(_LOSS_OPTIONS, values, strict=True))
@@ -213,28 +215,32 @@ def _fields(head: _Head, given: list[Any]) -> list[Tensor]:
 
 @operator(
     _log_probs_results,
-    schema=f"({_TENSORS}, *, {_NUMBERS}, {_LOG_PROBS}) -> ({_FIELDS}, {_GRADIENTS})",
+    schema=f"({_LOG_PROBS_TENSORS}, *, {_NUMBERS}, {_LOG_PROBS}) -> ({_FIELDS}, {_GRADIENTS})",
     reads_values=True,
 )
 def _linear_log_probs(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
     head = _Head(tensors, numbers)
+    config, how = head.prepare(), {"same_gradient": head.same_for_all}
+    expected = expected_upstream(config, tensors[7])
     results, gradients = log_probs_and_gradients(
-        head.prepare(), head.inputs, numbers["outputs"], same_gradient=numbers["same_gradient"]
+        config, head.inputs, numbers["outputs"], expected, **how
     )
     return *_fields(head, results), *head.as_results(gradients)
 
 
 @operator(
     _backward_results,
-    schema=f"({_TENSORS}, {_UPSTREAM}, *, {_NUMBERS}, {_LOG_PROBS}) -> ({_GRADIENTS})",
+    schema=f"({_LOG_PROBS_TENSORS}, {_UPSTREAM}, *, {_NUMBERS}, {_LOG_PROBS}) -> ({_GRADIENTS})",
     reads_values=True,
 )
 def _linear_log_probs_backward(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
-    head, (*upstream, gradients) = _Head(tensors, numbers), tensors[7:]
+    head, (*upstream, gradients) = _Head(tensors, numbers), tensors[8:]
     pairs = zip(gradients, numbers["wanted"], strict=False)
     copies = [each.clone() if wanted else None for each, wanted in pairs]
+    config = head.prepare()
+    expected = expected_upstream(config, tensors[7])
     result = log_probs_gradients_(
-        head.prepare(), lambda: head.inputs, copies or None, UpstreamGradients(*upstream)
+        config, lambda: head.inputs, expected, copies or None, UpstreamGradients(*upstream)
     )
     return tuple(head.as_results(result))
 
@@ -250,8 +256,8 @@ def _log_probs_gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | N
     check_backward("linear_log_probs", *upstream)
     dlog_probs, dentropy, _, dlse, *_ = upstream
     saved = ctx.saved_tensors  # once: checkpoints give them a single time
-    arguments = *saved[:7], dlog_probs, dentropy, dlse, list(saved[7:])
-    return _by_inputs(ctx, _linear_log_probs_backward(*arguments, **ctx.numbers), 2)
+    arguments = *saved[:8], dlog_probs, dentropy, dlse, list(saved[8:])
+    return _by_inputs(ctx, _linear_log_probs_backward(*arguments, **ctx.numbers), 3)
 
 
 def _by_inputs(ctx: Any, gradients: Any, others: int) -> tuple[Tensor | None, ...]:
@@ -288,11 +294,13 @@ def linear_cross_entropy(
     return _linear_cross_entropy(*tensors, *others, reduction=reduction, **numbers)[0]
 
 
-def linear_log_probs(*inputs: Any, outputs: list[str], same_gradient: bool, **how: Any) -> LogProbs:
+def linear_log_probs(
+    *inputs: Any, outputs: list[str], same_gradient: bool, row_weights: Tensor | None, **how: Any
+) -> LogProbs:
     """Call the operator; arguments of ``_arguments``."""
     tensors, numbers = _arguments(*inputs, **how)
     numbers |= {"outputs": outputs, "same_gradient": same_gradient}
-    results = _linear_log_probs(*tensors, **numbers)
+    results = _linear_log_probs(*tensors, row_weights, **numbers)
     fields: Any = [
         result if name in outputs else None
         for name, result in zip(LogProbs._fields, results[:6], strict=True)
