@@ -58,6 +58,8 @@ def contenders(head: Head, *, weighted: bool = False) -> dict[str, Loss]:
         "verl, Triton": ("verl", _verl_triton),
         OURS: ("liger_patch", partial(_ours, same_gradient=not weighted)),
     }
+    if weighted:
+        found[f"{OURS}, row_weights"] = "liger_patch", partial(_ours, weighs_rows=True)
     return {
         name: partial(_loss, partial(log_probs, head), weighted)
         for name, (module, log_probs) in found.items()
@@ -74,8 +76,12 @@ def _loss(
 ) -> Tensor:
     each = log_probs(hidden_states, weight, labels)
     if weighted:
-        each = each * torch.linspace(-1, 1, len(labels), device=each.device, dtype=each.dtype)
+        each = each * _weights(labels)
     return -each.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _weights(labels: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, len(labels), device=labels.device)
 
 
 def _eager(head: Head, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -89,7 +95,13 @@ def _eager(head: Head, hidden_states: Tensor, weight: Tensor, labels: Tensor) ->
 
 
 def _ours(
-    head: Head, hidden_states: Tensor, weight: Tensor, labels: Tensor, *, same_gradient: bool
+    head: Head,
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    same_gradient: bool = False,
+    weighs_rows: bool = False,
 ) -> Tensor:
     """Compute the outputs that SFTTrainer asks for too."""
     return linear_log_probs(
@@ -100,6 +112,7 @@ def _ours(
         softcap=head.softcap,
         outputs=("entropy", "is_top1"),
         same_gradient=same_gradient,
+        row_weights=_weights(labels) if weighs_rows else None,
     ).log_probs
 
 

@@ -56,6 +56,7 @@ def test_log_probabilities_are_compared_with_eager_and_measured(
     of_gpus = "Liger-Kernel", "verl"  # none of these here, but for verl's plain one
     rows = [row for row in rows if not row["contender"].startswith(of_gpus)]
     names = [LOWER_BOUND, "eager", *(["TRL"] if find_spec("trl") else []), "liger_patch"]
+    names += ["liger_patch, row_weights"] if weighted else []
     assert [row["contender"] for row in rows] == names
     assert all(row["ms"] > 0 for row in rows)
 
