@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import trl
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from liger_patch.deferred.fuse import (
@@ -153,6 +154,8 @@ class LogProbsCall:
         means_of_all: whether ``mean_logits`` are those of tokens without a label too.
         left_to_trl: why a forward pass found that the head cannot be fused: all later calls are
             left to TRL. None before that.
+        row_weights: (B, K) of the calls from now on, of their last K labels: see
+            ``linear_log_probs``.
     """
 
     temperature: float
@@ -162,6 +165,7 @@ class LogProbsCall:
     has_own_head: bool = True
     means_of_all: bool = False
     left_to_trl: str | None = None
+    row_weights: Tensor | None = None
 
     @property
     def fallback_text(self) -> str:
@@ -242,12 +246,21 @@ class LogProbsCall:
             temperature=self.temperature,
             outputs=[n for n in self.outputs if means is None or n != "mean_logits"],
             same_gradient=self.same_gradient,
+            row_weights=self._row_weights(labels),
             chunk_mib=record.chunk_mib,
         )
         prepare_backward(flat.log_probs, cast(DeferredLogits, logits))
         if means is not None:
             flat = flat._replace(mean_logits=means / self.temperature)
         return self._output(model, outputs, labels, flat, own)
+
+    def _row_weights(self, labels: Tensor) -> Tensor | None:
+        """Return (B * T,) for labels (B, T) that each position predicts."""
+        weights = self.row_weights
+        if weights is None:
+            return None
+        before = labels.shape[1] - 1 - weights.shape[1]
+        return functional.pad(weights, (before, 1)).reshape(-1).to(labels.device)
 
     def _output(
         self,

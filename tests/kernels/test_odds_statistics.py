@@ -78,6 +78,15 @@ def test_gradients_that_differ_from_token_to_token(names, frozen, bf16_odds):
     check_log_probs(inputs, labels, upstream=upstream, frozen=frozen, **how)
 
 
+@pytest.mark.parametrize("rank", [0, 8])
+def test_rows_of_other_weights_are_computed_again(rank, bf16_odds):
+    inputs, labels = linear_inputs(torch.bfloat16, bf16_odds, 20, rank=rank)
+    weights = torch.arange(20.0, device=bf16_odds) - 5
+    upstream = {"log_probs": torch.where(weights.abs() < 4, -0.5, 0.3) * weights}
+    how = {"row_weights": weights, "chunk_mib": chunk_mib(5, 131, torch.bfloat16)}
+    check_log_probs(inputs, labels, upstream=upstream, outputs=("entropy",), **how)
+
+
 @pytest.mark.parametrize("name", ["entropy", "lse"])
 def test_gradients_are_those_of_the_rounded_logits(name, bf16_odds, monkeypatch):
     """Odds are never rounded, the logits that gradients of entropy and lse come from are: with the

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from exactness import assert_no_worse
+from log_probs_ways import check_log_probs
 from odds_cases import SERVED
 from slow_cases import slow_but
 from three_ways import (
@@ -108,6 +109,14 @@ def test_loss_with_gradients_is_that_without(name, row_odds):
     alone = losses(**inputs)
     of_training = loss_and_gradients(losses, inputs, torch.ones(20, device=device))["loss"]
     assert torch.equal(of_training, alone)
+
+
+def test_log_probs_of_rows_that_are_computed_again(row_odds):
+    device, dtype = row_odds
+    inputs, labels = linear_inputs(dtype, device, 20, rank=8)
+    weights = torch.arange(20.0, device=device) - 5
+    upstream = {"log_probs": torch.where(weights.abs() < 4, -0.5, 0.3) * weights}
+    check_log_probs(inputs, labels, upstream=upstream, outputs=(), row_weights=weights)
 
 
 def test_statistics_beside_the_gradients(row_odds):
