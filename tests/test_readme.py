@@ -77,9 +77,10 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
         "lora_step",
         f"of 18 layers.*(QLoRA|LoRA .)|8B, .*, LoRA|2048, QLoRA;|{LOWER_BOUND}",
     ),
+    "fp8_steps": (lora_steps_table, "lora_step_fp8", LOWER_BOUND),
     "moe_steps": (lora_steps_table, "moe_step", ""),
     "rl_steps": (rl_steps_table, "rl_step", "generation"),
-    "distillation": (distillation_table, "distillation", "Liger-Kernel|Qwen3-0.6B"),
+    "distillation": (distillation_table, "distillation", "Qwen3-0.6B"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
         readme_table,
