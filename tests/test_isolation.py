@@ -208,6 +208,43 @@ def test_a_saved_model_is_patched_in_another_process(model: Any, tmp_path: Path)
     torch.testing.assert_close(loss, call(model, batch).loss.detach())
 
 
+TRAIN_AND_MOVE = """
+import sys
+import torch
+from gloo_group import join, leave
+from torch.distributed.fsdp import fully_shard
+from tiny_models import ROWS, tiny_batch, tiny_model
+from liger_patch import apply_patch, patch_status
+
+join(sys.argv[1], 0, 1)
+model = apply_patch(tiny_model(ROWS["llama"]))
+if sys.argv[2] == "fully_shard":
+    fully_shard(model)
+else:  # PyTorch's option moves plain parameters as it moves DTensors
+    torch.__future__.set_swap_module_params_on_conversion(True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = tiny_batch(model)
+for _ in range(2):
+    model.cpu()  # moves all parameters, also those that are there
+    before = model(**batch).loss
+    before.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model(**batch).loss < before
+    assert patch_status(model).fused
+leave()
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard"])
+def test_a_model_moves_between_steps_of_a_process_group(kind: str, tmp_path: Path) -> None:
+    """PyTorch moves no DTensor that has a weak reference."""
+    if kind == "fully_shard" and torch.__version__.startswith("2.6"):
+        pytest.skip("fully_shard needs an accelerator there")
+    (tmp_path / "script.py").write_text(TRAIN_AND_MOVE)
+    run(str(tmp_path / "script.py"), str(tmp_path / "group"), kind, processes=1)
+
+
 IMPORT = """
 import sys
 from torch.optim import optimizer

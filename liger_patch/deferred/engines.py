@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, distributed, nn
+from torch.distributed import _composable_state
 from torch.utils.weak import WeakIdKeyDictionary
 
-_stored: Any = WeakIdKeyDictionary()  # weight -> the parameter behind it; None: there is no other
+# weight -> the parameter behind it, None: there is no other. Of weights that engines have gathered,
+# and of copies: PyTorch moves no DTensor (``model.to``) that has a weak reference.
+_stored: Any = WeakIdKeyDictionary()
 
 
 def in_process_group() -> bool:
@@ -95,11 +98,14 @@ def stored_parameter(weight: Tensor, model: nn.Module) -> Tensor:
     """Return the parameter that the optimizer changes: the shard of a weight that an engine has
     gathered, else the weight itself.
     """
-    # the walk over all modules takes milliseconds, and finds the same each time
-    if weight not in _stored:
-        _stored[weight] = _shard_of(weight, model)
-    stored = _stored[weight]
-    return weight if stored is None else stored
+    if weight in _stored:
+        stored = _stored[weight]
+        return weight if stored is None else stored
+    stored = _shard_of(weight, model)
+    if stored is None:
+        return weight
+    _stored[weight] = stored
+    return stored
 
 
 def note_stored(weight: Tensor, parameter: Tensor | None) -> None:
@@ -108,6 +114,8 @@ def note_stored(weight: Tensor, parameter: Tensor | None) -> None:
 
 
 def _shard_of(weight: Tensor, model: nn.Module) -> Tensor | None:
+    if not _composable_state._module_state_mapping:  # the walk takes milliseconds
+        return None
     unit: Any = next((m for m in model.modules() if hasattr(type(m), "_get_fsdp_state")), None)
     if unit is None:
         return None

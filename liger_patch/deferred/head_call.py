@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_patch.deferred.engines import in_process_group, is_partitioned, stored_parameter
 from liger_patch.kernels.backend import autocast_dtype, autocast_to
@@ -92,6 +92,7 @@ class HeadCall(NamedTuple):
             quantized, from hidden states alone.
         stored: the parameters behind weight and bias that the optimizer changes.
         states: the states of hidden states, weight and bias when the product was made.
+        steps: what optimizers have changed of ``stored`` since.
         merged: ``Head.merged`` at that time.
         owner: the forward pass.
     """
@@ -105,6 +106,7 @@ class HeadCall(NamedTuple):
     autocast_dtype: torch.dtype | None
     stored: tuple[Tensor, Tensor | None]
     states: tuple[State | None, ...]
+    steps: _Steps
     merged: tuple[tuple[list[str], tuple[str, ...]], ...]
     owner: Owner
 
@@ -137,6 +139,7 @@ class HeadCall(NamedTuple):
             autocast_dtype(hidden_states.device.type),
             stored,
             (_state_of(hidden_states), *map(_state_of, stored)),
+            _Steps(stored),
             head.merged,
             head.owner,
         )
@@ -172,7 +175,7 @@ class HeadCall(NamedTuple):
         names = "the hidden states", "the head's weight", "the head's bias"
         tensors = self.hidden_states, *self.stored
         for name, tensor, state in zip(names, tensors, self.states, strict=True):
-            if _state_of(tensor) != state:
+            if _state_of(tensor) != state or id(tensor) in self.steps.changed:
                 return f"{name} changed"
         is_current = isinstance(self.weight, Tensor) or self.weight.is_current()
         return None if is_current else "the head's weight changed"
@@ -210,54 +213,67 @@ class State(NamedTuple):
 
     Attributes:
         version: PyTorch's count of writes in place; None for inference tensors.
-        steps: the steps of optimizers that hold the tensor: fused optimizers, and those of
-            bitsandbytes, write without counting.
         address, dtype: those of the data: they change when ``tensor.data`` is set. A ``FakeTensor``
             has no address.
     """
 
     version: int | None
-    steps: int
     address: int
     dtype: torch.dtype
-
-
-_ONE_AT_A_TIME = threading.Lock()
-_optimizer_steps: Any = WeakIdKeyDictionary()  # the few tensors that are watched -> steps
 
 
 def _state_of(tensor: Tensor | None) -> State | None:
     """Return the state of a tensor now; a write through ``tensor.data`` alone is not seen."""
     if tensor is None:
         return None
-    steps = 0
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-        _watch_optimizers()
-        with _ONE_AT_A_TIME:
-            steps = _optimizer_steps.setdefault(tensor, 0)
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
     version = None if local.is_inference() else local._version
     # ZeRO-3 sets the data of a parameter at each gathering
     has_address = not (is_partitioned(tensor) or isinstance(local, FakeTensor))
     address = local.data_ptr() if has_address else 0
-    return State(version, steps, address, tensor.dtype)
+    return State(version, address, tensor.dtype)
+
+
+class _Steps:
+    """The optimizers' steps since one product of the head. Fused optimizers, and those of
+    bitsandbytes, write without counting.
+
+    It refers to the parameters, as the product does, and not they to it: PyTorch moves no DTensor
+    (``model.to``) that has a weak reference.
+
+    Attributes:
+        changed: the ids of the parameters that optimizers have changed.
+    """
+
+    def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        self.parameters = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
+        self.changed: set[int] = set()
+        if self.parameters:
+            _watch_optimizers()
+            with _ONE_AT_A_TIME:
+                _watching.add(self)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_watching: WeakSet[_Steps] = WeakSet()  # as many as there are outputs
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Count the steps of optimizers from now on: called for the first tensor that is watched."""
-    register_optimizer_step_post_hook(_count_step)
+    """Note the steps of optimizers from now on: called for the first product of a parameter."""
+    register_optimizer_step_post_hook(_note_step)
 
 
-def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    watched = [ref() for ref in _optimizer_steps.keyrefs()]
-    if not watched:
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _ONE_AT_A_TIME:
+        watching = list(_watching)
+    if not watching:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    with _ONE_AT_A_TIME:
-        for tensor in watched:
-            if tensor is not None and (id(tensor) in held or _has_copies(tensor)):
-                _optimizer_steps[tensor] += 1
+    for steps in watching:
+        steps.changed.update(
+            id(each) for each in steps.parameters if id(each) in held or _has_copies(each)
+        )
 
 
 def _has_copies(tensor: Tensor) -> bool:
