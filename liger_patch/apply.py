@@ -30,7 +30,7 @@ from liger_patch.patch.forward import (
 )
 from liger_patch.patch.offload import CheckpointOffload
 from liger_patch.patch.settings import LossSettings, PatchRecord
-from liger_patch.subclass import ORIGINAL
+from liger_patch.subclass import ORIGINAL, count_replacements
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,8 +101,10 @@ def apply_patch(
     target = transformers_model(model)
     record = record_of(target)
     row = registry.find(target) if strict or flags.strict() else registry.row_of(target)
+    replacements = count_replacements()
     _choose_layers(target, row, layers, names)
     if record is not None:
+        record.replacements = replacements
         record.settings, record.layers, record.adapters = settings, asked, None
         record.unpacks = count_layers(target)["recurrent"]
         record.checked, record.verified, record.compared = False, False, None
@@ -120,6 +122,7 @@ def apply_patch(
         tested=tested,
         architecture=f"{type(target).__name__} ({target.config.model_type}){own}",
         layers=asked,
+        replacements=replacements,
         unpacks=count_layers(target)["recurrent"],
     )
     _set_offload(record, checkpoint_offload)

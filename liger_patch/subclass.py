@@ -18,6 +18,8 @@ DESCRIPTORS = property, classmethod, staticmethod
 ORIGINAL = "_liger_patch_original"  # attribute of such a class: the class before
 Derive = TypeVar("Derive", bound=Callable)
 _ONE_AT_A_TIME = threading.RLock()
+_forwards: dict[Any, Any] = {}  # of classes that others were derived from, as last seen
+_replacements = 0
 
 
 def once_for_each_class(derive: Derive) -> Derive:
@@ -52,9 +54,22 @@ def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any
         "__doc__": original.__doc__,
         ORIGINAL: original,
     }
+    _forwards.setdefault(original, original.forward)
     return types.new_class(
         original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)
     )
+
+
+def count_replacements() -> int:
+    """Return how many forwards of classes that others were derived from were seen to be replaced:
+    a derived class does not run such a forward.
+    """
+    global _replacements
+    for cls, forward in list(_forwards.items()):
+        if cls.forward is not forward:
+            _forwards[cls] = cls.forward
+            _replacements += 1
+    return _replacements
 
 
 def own_name(cls: type) -> str:

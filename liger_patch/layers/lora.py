@@ -103,8 +103,10 @@ def is_lora_linear(module: nn.Module) -> bool:
 
 
 def lora_class(module: nn.Module) -> Any:
-    """Return the class of such a layer on kernels."""
-    return lora_linear(type(module))
+    """Return the class of such a layer on kernels; None where its own has another forward now."""
+    from liger_patch.readers import lora_adapters
+
+    return lora_linear(type(module)) if lora_adapters.runs_pefts_forward(module) else None
 
 
 def replace_new_adapters(model: PreTrainedModel, *, everywhere: bool) -> None:

@@ -1,4 +1,6 @@
-"""PEFT's adapters of a patched model: those that come later, and those that stay PEFT's own."""
+"""What comes to the layers of a patched model later: other forwards of their classes, and PEFT's
+adapters, with those that stay PEFT's own.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,25 @@ from transformers import PreTrainedModel
 
 from liger_patch.layers.experts import replace_new_wrappers
 from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
+from liger_patch.layers.replace import LAYERS, count_layers, replace_layers
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.subclass import count_replacements
 
 DISABLED = "adapters are disabled"  # the reason that ``readers.lora_adapters`` gives
+
+
+def follow_classes(model: PreTrainedModel, record: PatchRecord) -> None:
+    """Choose the layers on kernels again if somebody has replaced the forward of a class since, or
+    taken that back.
+    """
+    replacements = count_replacements()
+    if record.replacements == replacements:
+        return
+    record.replacements = replacements
+    if record.layers is not False:
+        names = frozenset(LAYERS) if record.layers is True else record.layers
+        replace_layers(model, names, everywhere=record.layers is not True)
+        record.unpacks = count_layers(model)["recurrent"]
 
 
 def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:

@@ -31,7 +31,7 @@ from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.layers.recurrent import PACKED
 from liger_patch.patch import flags
-from liger_patch.patch.adapters import follow_adapters, warning_of_dtypes
+from liger_patch.patch.adapters import follow_adapters, follow_classes, warning_of_dtypes
 from liger_patch.patch.compare import compare_losses
 from liger_patch.patch.fallback import (
     note_loss_outside,
@@ -132,6 +132,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         record = vars(self).get(RECORD)
         if record is None or torch.compiler.is_compiling():
             return call(self, record, args, kwargs)
+        follow_classes(self, record)
         if "peft_config" in vars(self):
             follow_adapters(self, record)
         with ExitStack() as stack:

@@ -110,6 +110,7 @@ class PatchRecord:
             calls may leave it out.
         fused_head_call: the second way to call the model, None where there is only one.
         layers: the argument ``layers`` of ``apply_patch``.
+        replacements: ``subclass.count_replacements`` when layers were put on kernels.
         adapters: the model's ``peft_config`` for which its LoRA layers were put on kernels, and a
             copy of it from that time, which shows what has been added since.
         checked_dtypes: whether the dtypes of these adapters have been looked at, and warned of
@@ -136,6 +137,7 @@ class PatchRecord:
     passes_through: bool = False
     fused_head_call: FusedHeadCall | None = None
     layers: bool | frozenset[str] = False
+    replacements: int = 0
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     checked_dtypes: bool = False
     offload: CheckpointOffload | None = None

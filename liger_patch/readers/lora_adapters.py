@@ -30,10 +30,12 @@ def merged_adapters(*modules: nn.Module | None) -> tuple[list[str], ...]:
 def runs_pefts_forward(module: nn.Module) -> bool:
     """Return True for a linear layer with LoRA adapters that runs PEFT's own forward."""
     forward = type(module).forward
+    # functools.wraps copies __module__, but no globals
+    own = getattr(forward, "__globals__", {})
     return (
         isinstance(module, LoraLayer)
         and isinstance(getattr(module, "base_layer", None), nn.Module)
-        and forward.__module__ in LORA_MODULES
+        and own.get("__name__") in LORA_MODULES
         and forward.__qualname__ in LORA_FORWARDS
     )
 

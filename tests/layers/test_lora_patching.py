@@ -5,6 +5,7 @@ what is said of layers that run PEFT's own forward.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls
     assert count_layers(model)["lora"] == 14 * on_kernels
     revert_patch(model)
     assert not any(hasattr(type(layer), "_liger_patch_layer") for layer in model.modules())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_of_peft_that_somebody_wraps_runs(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(base=tiny_model(ROWS["llama"]).double())
+    eager, cls = copy.deepcopy(model), peft.tuners.lora.Linear
+    own, batch = cls.forward, batch_of(model)
+    twice = functools.wraps(own)(lambda *args, **options: 2 * own(*args, **options))
+    if when == "after":
+        assert_same(apply_patch(model, layers=["lora"]), eager, batch)
+    monkeypatch.setattr(cls, "forward", twice)
+    assert_same(apply_patch(model, layers="lora") if when == "before" else model, eager, batch)
+    monkeypatch.undo()
+    assert_same(model, eager, batch)
+    assert when == "before" or count_layers(model)["lora"] == 14
 
 
 @pytest.mark.parametrize("layers", ["lora", ["lora"]], ids=str)

@@ -291,6 +291,35 @@ def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
     assert counts["lora"] == 0
 
 
+@pytest.mark.parametrize("layers", [True, ["rms_norm", "attention", "gated"]], ids=str)
+@pytest.mark.parametrize("kind", ["Model", "RMSNorm", "Attention", "MLP"])
+def test_a_forward_that_is_replaced_since_runs(
+    kind: str, layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, eager = apply_patch(make_model(), layers=layers), make_model()
+    batch, before = tiny_batch(model), layers_of(model)
+    cls: Any = getattr(transformers.models.llama.modeling_llama, f"Llama{kind}")
+    own, calls = cls.forward, []
+
+    @functools.wraps(own)
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **options)
+
+    model(**batch)
+    monkeypatch.setattr(cls, "forward", counted)
+    for _ in range(2):
+        eager(**batch)
+        expected = len(calls)
+        model(**batch)
+        assert len(calls) == 2 * expected > 0
+        calls.clear()
+    monkeypatch.undo()
+    model(**batch)
+    assert not calls
+    assert layers_of(model) == before
+
+
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
     model = apply_patch(make_model(), layers=True)
     counts, norm = count_layers(model), model.model.norm
