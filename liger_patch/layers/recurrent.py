@@ -43,7 +43,6 @@ WITHOUT_KEYWORDS = {  # classes to which Transformers 5.24 hands none
     "Mamba2Mixer",
     "MambaMixer",
 }
-WITHOUT_POSITIONS = {"granitemoehybrid"}  # masks of attention that Transformers 5.24 makes so
 # methods of a cache by which layers keep what they carry to the next call
 WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 UNPACKED, BY_KERNELS = "own code over unpacked sequences", "kernels that keep sequences apart"
@@ -145,6 +144,16 @@ def packed_rows(starts: Tensor, kept: Tensor) -> PackedRows:
     lengths = sequence.unique_consecutive(return_counts=True)[1]
     are_packed = len(lengths) > int(on_host[1].any(1).sum())
     return PackedRows(starts.shape, tokens, lengths, starts.device, are_packed)
+
+
+@functools.cache
+def gives_masks_positions(cls: Any) -> bool:
+    """Return whether a backbone gives positions to all functions that make its masks, by which
+    these keep sequences apart: the names of arguments are constants of its code.
+    """
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    names = [{*each} for each in getattr(code, "co_consts", ()) if isinstance(each, tuple)]
+    return all("position_ids" in each for each in names if {"config", "attention_mask"} <= each)
 
 
 def carries_state(module: nn.Module) -> bool:

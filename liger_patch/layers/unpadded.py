@@ -2,8 +2,8 @@
 
 Where a call of a patched model uses no result of its padding (see ``UsedTokens``), the backbone's
 own code gets the real tokens of all rows in one row, and no mask: Transformers' packed form. Each
-row's positions begin at 0, which is where Transformers and its flash attention part sequences; for
-rotary embeddings only distances matter. The last hidden states go back to their places, with zeros
+row's positions begin at 0, which is where Transformers and its flash attention part sequences;
+mostly only distances matter. The last hidden states go back to their places, with zeros
 between them. So the head, the loss and whoever reads the logits see the batch as it was given.
 Recurrent layers get the sequences of the row, see ``recurrent``.
 
@@ -38,12 +38,19 @@ from liger_patch.layers.prefixes import (
     groups_of,
     in_one_row,
 )
-from liger_patch.layers.recurrent import PACKED, WITHOUT_POSITIONS, carries_state, packed_rows
+from liger_patch.layers.recurrent import (
+    PACKED,
+    carries_state,
+    gives_masks_positions,
+    packed_rows,
+)
 
 LEAST_SAVED = 1 / 16  # of tokens: leaving out less saves less than gathering rows takes
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
 MOST_FEATURES = 256  # of a head, with which flash attention serves
 SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales queries
+# these scale queries by position too, or norm queries and keys behind rotary embeddings
+BY_PLACE = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
 NO_STATE = "full_attention", "sliding_attention"  # layers whose tokens see just what masks show
 NOISE = "drop", "jitter"  # parts of names in configurations
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
@@ -82,6 +89,8 @@ def without_padding(
     if recurrent is None or (backbone._is_stateful and not recurrent):
         return None
     starts, lengths, groups = found
+    if any(starts) and not _only_distances_matter(backbone.config):
+        return None
     rows, tokens = ids.shape
     one = in_one_row(starts, lengths, tokens, groups, ids.device)
     row: dict[str, Any] = {
@@ -180,7 +189,7 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if getattr(config, "is_causal", True) is False:  # Transformers then makes masks of both sides
         return False
-    if config.model_type in WITHOUT_POSITIONS or not _has_relative_positions(backbone):
+    if not _has_rotary_positions(backbone):
         return False
     if any(getattr(config, name, None) for name in NEED_MASKS):
         return False
@@ -201,21 +210,24 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     return may_serve_flash_attention(ids.device, dtype)
 
 
-def _has_relative_positions(backbone: nn.Module) -> bool:
-    """Return whether only distances between tokens matter: a row's first token may have any
-    position.
-    """
+def _has_rotary_positions(backbone: nn.Module) -> bool:
+    """Return whether a row's own positions are all that its tokens know of where they are."""
     rotary = getattr(backbone, "rotary_emb", None)
-    if SCALED_BY_POSITION in (getattr(backbone.config, "rope_parameters", None) or {}):
-        return False
     types = getattr(rotary, "rope_type", None)
     types = types.values() if isinstance(types, dict) else [types]
     return rotary is not None and not OF_LENGTH & {*types}
 
 
+def _only_distances_matter(config: Any) -> bool:
+    """Return whether a row's first token may have any position."""
+    is_scaled = SCALED_BY_POSITION in (getattr(config, "rope_parameters", None) or {})
+    return not is_scaled and config.model_type not in BY_PLACE
+
+
 @functools.cache
-def _takes_positions(cls: Any) -> Any:
-    return "position_ids" in inspect.signature(cls.forward).parameters
+def _takes_positions(cls: Any) -> bool:
+    takes_them = "position_ids" in inspect.signature(cls.forward).parameters
+    return takes_them and gives_masks_positions(cls)
 
 
 def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:

@@ -18,9 +18,9 @@ from liger_patch.kernels.graphs import is_traced
 from liger_patch.layers.recurrent import (
     CACHES,
     PACKED,
-    WITHOUT_POSITIONS,
     PackedRows,
     carrying_layers,
+    gives_masks_positions,
     packed_rows,
     takes_packed_rows,
 )
@@ -137,18 +137,19 @@ def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> s
         return "position ids have 3 rows: put those of the text before them, as a 4th row"
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return "attention_mask (B, T) hides the restarts from Transformers: leave it out"
+    is_flash = "flash" in (getattr(config, "_attn_implementation", None) or "")
     use_cache = arguments.get("use_cache")
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and model.training:  # Transformers has no cache beside checkpoints
         use_cache = not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    if use_cache and "flash" not in (getattr(config, "_attn_implementation", None) or ""):
+    if use_cache and not is_flash:
         return "Transformers looks for restarts without a cache only: pass use_cache=False"
+    if not (is_flash or gives_masks_positions(type(model.get_decoder()))):
+        return "masks of attention are made without them: do not pack rows for this model"
     if has_other_layers(model) and arguments.get("seq_idx") is None:
         carrying = carrying_layers(model)
         if PACKED in arguments and not carrying:
-            if config.model_type not in WITHOUT_POSITIONS:
-                return None
-            return "masks of attention are made without them: do not pack rows for this model"
+            return None
         names = ", ".join(sorted({type(each).__name__ for each in carrying}))
         may_unpack = carrying and all(
             takes_packed_rows(each) and "forward" not in vars(each) for each in carrying

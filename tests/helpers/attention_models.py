@@ -119,7 +119,7 @@ class Calls:
         def flash(query, key, value, found, scale=None) -> Tensor:
             self.flash.append(found)
             if served:
-                return reference.segment_attention(query, key, value, found, scale)
+                return reference.segment_attention(query, key, value, found, scale).contiguous()
             return segments.segment_attention(query, key, value, found, scale)
 
         def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
@@ -147,6 +147,7 @@ class Calls:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
         monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
+            monkeypatch.setattr(masked_attention, "sink_attention", _sink_attention)
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
             monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: True)
             for name in ("flash_forward", "flash_backward"):
@@ -154,6 +155,20 @@ class Calls:
             for module in (deferred_mask, unpadded):
                 monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
             monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", 1)
+
+
+def _sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, found: Any, scale: float | None
+) -> Tensor:
+    """The sinks are the scores of one more key, whose value is 0."""
+    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    seen = reference.segment_mask(found, len(query), query.shape[2], query.device)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    sink = sinks.view(1, heads, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+    shares = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return (shares @ value).transpose(1, 2).contiguous()
 
 
 def rows_of(model: nn.Module) -> list[torch.Size]:

@@ -286,6 +286,7 @@ def test_layers_that_get_no_keyword_are_said(monkeypatch: pytest.MonkeyPatch) ->
         ("jamba", True, r"\(JambaMambaMixer\) .*: do not pack rows"),
         ("minimax", True, r"\(MiniMaxLightningAttention\) .*: do not pack rows"),
         ("granitemoehybrid", True, "masks of attention are made without them: do not pack rows"),
+        ("gpt_oss", True, "masks of attention are made without them: do not pack rows"),
     ],
 )
 def test_sequences_that_are_not_kept_apart_are_said(name: str, layers: bool, says: str) -> None:

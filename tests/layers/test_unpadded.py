@@ -17,14 +17,16 @@ from attention_models import (
     make_model,
     rows_of,
 )
+from rows import every_row
+from rows import model_type as row_name
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import step, widened
+from training_step import in_float64, step, widened
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from liger_patch import apply_patch, revert_patch
+from liger_patch import apply_patch, registry, revert_patch
 from liger_patch.layers import unpadded
 from liger_patch.layers.replace import count_layers
 
@@ -113,6 +115,26 @@ def test_recurrent_layers_get_the_sequences_of_the_row(model_type: str, calls: C
     assert {*shapes} == {(1, 3 + 2 * tokens - 5)}
 
 
+@pytest.mark.parametrize("row", every_row(), ids=row_name)
+def test_every_architecture_computes_what_it_does_with_padding(
+    row: registry.Architecture, calls: Calls
+) -> None:
+    """No tokens of the batch begin alike: those would get another mask."""
+    model = widened(tiny_model(row))
+    model.train(row.model_type == "reformer")  # the others without what is drawn at random
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    batch = tiny_batch(model, batch=3, length=12)
+    batch["attention_mask"] = mask = torch.ones_like(batch["labels"])
+    mask[1, :5] = mask[2, 7:] = 0
+    batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
+    batch["labels"][1, 5] = -100  # a token of padding would predict it
+    with in_float64():
+        own = step(model, batch)
+        apply_patch(model)
+        ours = step(model, batch)
+    torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-10)
+
+
 def _hole(model: Any, batch: dict[str, Any]) -> None:
     batch["attention_mask"][1, 10] = 0
     batch["labels"][1, 10:12] = -100
@@ -198,7 +220,7 @@ def test_a_model_without_rotary_positions_keeps_its_batch(calls: Calls) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=131, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     model, batch = AutoModelForCausalLM.from_config(config), make_batch()
-    assert not unpadded._has_relative_positions(model.transformer)
+    assert not unpadded._has_rotary_positions(model.transformer)
     model.eval()
     with torch.no_grad():
         own = model(**batch).loss
