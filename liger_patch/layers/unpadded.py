@@ -86,7 +86,9 @@ def without_padding(
     if found is None or not may_defer():
         return None
     recurrent = _recurrent_layers(backbone)
-    if recurrent is None or (backbone._is_stateful and not recurrent):
+    layer_types = {*(getattr(backbone.config, "layer_types", None) or ())}
+    has_others = backbone._is_stateful or layer_types - {*NO_STATE}
+    if recurrent is None or (has_others and not recurrent):
         return None
     starts, lengths, groups = found
     if any(starts) and not _only_distances_matter(backbone.config):
@@ -183,7 +185,8 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     if given - GIVEN or options.get("return_dict") is False:
         return False
     config = backbone.config
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    layer_types = {*(getattr(config, "layer_types", None) or ())} - {*NO_STATE, "linear_attention"}
+    if any("attention" in each for each in layer_types):  # in chunks, or to keys of an index
         return False
     if config._attn_implementation not in IMPLEMENTATIONS:
         return False

@@ -191,6 +191,12 @@ KEPT = {
     "a compiled layer": lambda model, batch: model.model.layers[0].compile(backend="eager"),
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
+    "keys of an index": lambda model, batch: setattr(
+        model.config, "layer_types", ["full_attention", "indexed_attention"]
+    ),
+    "blocks of keys": lambda model, batch: setattr(
+        model.config, "layer_types", ["full_attention", "minimax_m3_sparse"]
+    ),
     "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
     "attention to both sides": lambda model, batch: setattr(model.config, "is_causal", False),
     "no padding": lambda model, batch: batch.update(make_batch([(0, 40)] * 3)),
