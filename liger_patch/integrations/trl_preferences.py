@@ -30,31 +30,38 @@ from liger_patch.patch.packing import IGNORE_INDEX
 SAME_FOR_ALL = ("reshape", "view", "contiguous", "detach")  # methods that keep the vocabulary whole
 OF_TENSORS = ("shape", "dtype", "device", "ndim")
 FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1")  # of TRL's output, that are read
+# of functional.cross_entropy, as given; others compute another loss
+PLAIN = {"weight": None, "ignore_index": IGNORE_INDEX, "reduction": "mean", "label_smoothing": 0.0}
 
 
 class NextTokens:
-    """What stands for logits (..., V) in TRL's code: what it reads of them.
+    """What stands for logits (..., V), less their log-sum-exp: what TRL's code reads of them. All
+    else raises.
 
     Attributes:
-        fields: (..., 1), as if of a vocabulary of one token: "labels" are the tokens that follow,
-            and the others are outputs of ``LogProbsCall``.
+        fields: (..., 1), as if of a vocabulary of one token: "labels" are the tokens that follow
+            and count, and the others are outputs of ``LogProbsCall``.
+        temperature: what the model's call has divided the logits by, and TRL's code has not yet.
     """
 
-    def __init__(self, fields: dict[str, Tensor]) -> None:
-        self.fields = fields
+    def __init__(self, fields: dict[str, Tensor], temperature: float = 1.0) -> None:
+        self.fields, self.temperature = fields, temperature
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> NextTokens:
-        return NextTokens({name: function(value) for name, value in self.fields.items()})
+        fields = {name: function(value) for name, value in self.fields.items()}
+        return NextTokens(fields, self.temperature)
+
+    def _field(self, name: str, read: str, dim: int | None = -1) -> Tensor:
+        if name not in self.fields or dim not in (-1, None):
+            raise _not_computed(read)
+        return self.fields[name]
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_TENSORS:
             return getattr(self.fields["log_probs"], name)
         if name in SAME_FOR_ALL:
             return lambda *given: self._each(lambda value: getattr(value, name)(*given))
-        raise AttributeError(
-            f"'{name}' of logits is not computed with use_liger_patch=True; "
-            "LIGER_PATCH_RETURN_LOGITS=1 gives the logits"
-        )
+        raise _not_computed(name)
 
     def __getitem__(self, index: Any) -> NextTokens:
         return self._each(lambda value: value[index])
@@ -71,21 +78,26 @@ class NextTokens:
         return 0  # no memory: TRL's own Triton kernels take it for unsupported
 
     def __truediv__(self, temperature: float) -> NextTokens:
-        return self  # the model's call has divided by it
+        if temperature != self.temperature:
+            raise _not_computed(f"/ {temperature}")
+        return NextTokens(self.fields)
 
     def log_softmax(self, dim: int) -> NextTokens:
         return self
 
-    def __mul__(self, log_probs: NextTokens) -> Tensor:
+    def __mul__(self, log_probs: object) -> Tensor:
         """Return what adds up to p log p over the vocabulary: ``exp`` of these is p."""
-        return -self.fields["entropy"]
+        if isinstance(log_probs, NextTokens):
+            return -self._field("entropy", "*")
+        return NotImplemented
 
     def mean(self, dim: int | None = None) -> Tensor:
-        means = self.fields["mean_logits"]
+        means = self._field("mean_logits", "mean", dim)
         return means.mean() if dim is None else means.squeeze(-1)
 
     def argmax(self, dim: int) -> Tensor:
-        return torch.where(self.fields["is_top1"], self.fields["labels"], -1).squeeze(-1)
+        is_top1 = self._field("is_top1", "argmax", dim)
+        return torch.where(is_top1, self.fields["labels"], -1).squeeze(-1)
 
     def sum(self) -> Tensor:
         return self.fields["log_probs"].sum()  # only ever times 0
@@ -94,24 +106,44 @@ class NextTokens:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        logits, index = args[0], (kwargs or {}).get("index", args[-1])
+        options = dict(kwargs or {})
+        logits, index = args[0], options.pop("index", args[-1])
         if not isinstance(logits, cls):
             return NotImplemented
         if func in (torch.exp, functional.log_softmax):
             return logits
-        log_probs = logits.fields["log_probs"]
+        log_probs, labels = logits.fields["log_probs"], logits.fields["labels"]
         if func is torch.logsumexp:
             return torch.zeros_like(log_probs[..., 0])
         if func in (torch.gather, torch.take_along_dim) and index.shape == log_probs.shape:
+            counted = (labels != IGNORE_INDEX) & (index != 0)  # 0: TRL masks the result
+            _check_following(func, index, labels, counted)
             return log_probs
-        if func is functional.cross_entropy:
+        is_plain = all(value == PLAIN.get(name) for name, value in options.items())
+        if func is functional.cross_entropy and is_plain:
             supervised = index != IGNORE_INDEX
+            _check_following(func, index, labels[:, 0], supervised)
             return -(log_probs[:, 0] * supervised).sum() / supervised.sum()
         return NotImplemented
 
 
+def _check_following(func: Any, index: Tensor, labels: Tensor, counted: Tensor) -> None:
+    wrong = counted & (index != labels)
+    if wrong.any():
+        asked, follows = (each[wrong][0].item() for each in (index, labels))
+        raise _not_computed(f"{func.__name__} of token {asked} where {follows} follows")
+
+
+def _not_computed(read: str) -> AttributeError:
+    return AttributeError(
+        f"'{read}' of logits is not computed with use_liger_patch=True; "
+        "LIGER_PATCH_RETURN_LOGITS=1 gives the logits"
+    )
+
+
 def _call(
     model: Callable[..., Any],
+    temperature: float,
     counted: Tensor | None,  # (B, T)
     last: int | None,
     input_ids: Tensor,  # (B, T)
@@ -120,11 +152,11 @@ def _call(
     """Call a model as TRL's loss does, and return ``NextTokens`` in place of its logits.
 
     Args:
+        temperature: what the call divides the logits by.
         counted: 0 for the tokens whose log-probabilities count for nothing.
         last: how many tokens at the end are asked for. None for all of both.
     """
-    following = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    labels = following
+    labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     if counted is not None:
         ignored = functional.pad(counted[:, 1:].to(labels.device), (0, 1)) == 0
         labels = labels.masked_fill(ignored, IGNORE_INDEX)
@@ -135,8 +167,12 @@ def _call(
     output = model(input_ids, shift_labels=labels, fused_lm_head=True, **inputs)
     if output is None:  # the head cannot be fused, and a warning has said why
         return model(input_ids, **kept, **inputs)
-    fields = {"labels": following, **{name: output[name] for name in FIELDS if name in output}}
-    logits = NextTokens({name: value[..., None] for name, value in fields.items()})
+    fields = {
+        "labels": labels.to(output.loss.device),
+        **{name: output[name] for name in FIELDS if name in output},
+    }
+    fields = {name: value[..., None] for name, value in fields.items()}
+    logits = NextTokens(fields, temperature)
     return SimpleNamespace(
         logits=logits[:, -kept["logits_to_keep"] :] if kept else logits, aux_loss=output.aux_loss
     )
@@ -163,9 +199,10 @@ class _WithoutLogits(OnKernels):
         """Return what TRL's method calls as the model: see ``_call``."""
         trainer: Any = self
         record = record_of(transformers_model(trainer.accelerator.unwrap_model(model)))
-        if record is None or not isinstance(record.fused_head_call, LogProbsCall):
+        call = None if record is None else record.fused_head_call
+        if not isinstance(call, LogProbsCall):
             return model
-        return functools.partial(_call, model, counted, last)
+        return functools.partial(_call, model, call.temperature, counted, last)
 
 
 class OfAnswers(_WithoutLogits):

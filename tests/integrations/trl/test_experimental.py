@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
+from torch.nn import functional
 from training_step import Step, widened
 from trl_models import (
     DEFAULTS,
@@ -237,10 +239,37 @@ def test_padding_is_left_out(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_reads_of_logits_are_errors() -> None:
     from liger_patch.integrations.trl_preferences import NextTokens
 
-    logits: Any = NextTokens({"log_probs": torch.zeros(2, 3, 1)})
-    with pytest.raises(AttributeError, match=r"'topk' of logits is not computed.*RETURN_LOGITS=1"):
-        logits.topk(2)
-    with pytest.raises(TypeError, match="topk"):
-        torch.topk(logits, 2)
-    with pytest.raises(TypeError, match="gather"):  # of more classes than the label
-        torch.gather(logits, -1, torch.zeros(2, 3, 2, dtype=torch.long))
+    labels = torch.tensor([[[1], [2], [-100]], [[4], [5], [6]]])
+    logits: Any = NextTokens({"log_probs": -torch.ones(2, 3, 1), "labels": labels}, 0.5)
+    flat, tokens = logits.view(-1, 1), labels.view(-1)
+    others = labels.clone()
+    others[0, 1:, 0] = torch.tensor([0, 7])  # neither counts: 0 stands for a label that is ignored
+    assert torch.equal(torch.gather(logits, -1, others), -torch.ones(2, 3, 1))
+    assert functional.cross_entropy(flat, tokens) == 1
+    others[1, 0] = 8
+    reads: dict[str, Callable[[], Any]] = {
+        "topk": lambda: logits.topk(2),
+        "gather of token 8 where 4 follows": lambda: torch.gather(logits, -1, others),
+        "cross_entropy of token 0 where 2 follows": lambda: functional.cross_entropy(
+            flat, others.view(-1)
+        ),
+        "/ 2.0": lambda: logits / 2.0,
+        "/ 0.5": lambda: logits / 0.5 / 0.5,
+        r"\*": lambda: logits * logits,  # the trainer asked for no entropy
+        "mean": lambda: logits.mean(),
+        "argmax": lambda: logits.argmax(dim=-1),
+    }
+    for read, function in reads.items():
+        with pytest.raises(
+            AttributeError, match=f"'{read}' of logits is not computed.*RETURN_LOGITS=1"
+        ):
+            function()
+    for read, function in {
+        "topk": lambda: torch.topk(logits, 2),
+        "gather": lambda: torch.gather(logits, -1, torch.zeros(2, 3, 2, dtype=torch.long)),
+        "unsupported operand type": lambda: logits * torch.ones(1),
+        r"'NextTokens' and 'float'": lambda: logits * 2.0,
+        "cross_entropy": lambda: functional.cross_entropy(flat, tokens, label_smoothing=0.1),
+    }.items():
+        with pytest.raises(TypeError, match=read):
+            function()
