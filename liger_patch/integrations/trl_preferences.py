@@ -248,22 +248,28 @@ class OfPairs(_WithoutLogits):
     """Online-DPO, whose metrics count what follows an answer's end."""
 
     def _forward(
-        self, model: Any, prompt_ids: Any, prompt_mask: Any, ids: Any, *others: Any
+        self,
+        model: Any,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        *others: Any,
+        **named: Any,
     ) -> Any:
         trls: Any = super()
-        asked = self._asking(model, last=ids.shape[1])
-        return trls._forward(asked, prompt_ids, prompt_mask, ids, *others)
+        asked = self._asking(model, last=completion_ids.shape[1])
+        return trls._forward(asked, prompt_ids, prompt_mask, completion_ids, *others, **named)
 
 
 class OfSequences(_WithoutLogits):
     """A2PO."""
 
     def _get_sequence_logps(
-        self, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
     ) -> Any:
         trls: Any = super()
-        asked = self._asking(model, mask, logits_to_keep)
-        return trls._get_sequence_logps(asked, ids, mask, logits_to_keep)
+        asked = self._asking(model, attention_mask, logits_to_keep)
+        return trls._get_sequence_logps(asked, input_ids, attention_mask, logits_to_keep)
 
 
 class OfOneself(_WithoutLogits):

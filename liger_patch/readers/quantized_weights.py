@@ -97,7 +97,7 @@ def reader_of(layer: nn.Module) -> Any:
 @functools.cache
 def _reader(layer: type, weight: type) -> Any:
     for name, library in READERS.items():
-        if library in sys.modules:
+        if sys.modules.get(library) is not None:  # None forbids an import
             reader = import_module(f"liger_patch.readers.{name}")
             if reader.serves(layer, weight):
                 return reader

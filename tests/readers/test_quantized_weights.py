@@ -26,9 +26,14 @@ def test_plain_layers_have_none() -> None:
         assert quantized_weight(layer, torch.float32) is None
 
 
-def test_a_library_that_is_not_loaded_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_a_library_that_is_not_loaded_is_not_imported(
+    forbidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, library in quantized_weights.READERS.items():
-        monkeypatch.delitem(sys.modules, library, raising=False)
+        monkeypatch.setitem(sys.modules, library, None)  # pyright: ignore
+        if not forbidden:
+            monkeypatch.delitem(sys.modules, library)
         monkeypatch.setitem(sys.modules, f"liger_patch.readers.{name}", None)  # an import fails
     assert reader_of(nn.Linear(4, 4)) is None
 
