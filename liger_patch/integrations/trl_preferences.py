@@ -70,9 +70,11 @@ class NextTokens:
         return self.split(-(-self.shape[dim] // chunks), dim)
 
     def split(self, size: int, dim: int = 0) -> list[NextTokens]:
-        count = -(-self.shape[dim] // size)
-        parts = (lambda value, i=i: value.split(size, dim)[i] for i in range(count))
-        return [self._each(part) for part in parts]
+        parts = {name: value.split(size, dim) for name, value in self.fields.items()}
+        return [
+            NextTokens(dict(zip(parts, part, strict=True)), self.temperature)
+            for part in zip(*parts.values(), strict=True)
+        ]
 
     def stride(self, dim: int) -> int:
         return 0  # no memory: TRL's own Triton kernels take it for unsupported
