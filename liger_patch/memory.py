@@ -37,6 +37,7 @@ from liger_patch.layers.quantized_experts import ExpertWeight4bit, Mxfp4Rows
 from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.readers.quantized_weights import reader_of
 
 
 def longest_row(
@@ -151,6 +152,12 @@ def _step(
     model: Any, record: PatchRecord | None, batch: int, optimizer: str, autocast: bool
 ) -> TrainingStep:
     """Return the step that a model's weights and options describe, of the usual length."""
+    for each in model.modules():
+        if reader_of(each) is not None and not _bits(each):
+            raise ValueError(
+                "model must be one that is not quantized, or by bitsandbytes, got a "
+                f"{type(each).__name__} whose weight is a {type(each.weight).__name__}"
+            )
     adapters = [each for each in model.modules() if hasattr(each, "lora_A")]
     down = [weight for each in adapters for weight in each.lora_A.parameters()]
     experts = [each for each in model.modules() if isinstance(each, ExpertWeight4bit)]

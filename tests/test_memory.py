@@ -205,9 +205,19 @@ def with_adapters(**options: Any) -> Any:
     return get_peft_model(LlamaForCausalLM(copy.deepcopy(CONFIG)), LoraConfig(**given | options))
 
 
+def in_fp8() -> Any:
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    model = model_of()
+    size = CONFIG.hidden_size
+    model.model.layers[1].self_attn.q_proj = FP8Linear(size, size, block_size=(16, 16))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (in_fp8, "must be one that is not quantized, or by bitsandbytes, got a FP8Linear whose"),
         (
             frozen_in_part,
             "model must train all weights, or LoRA adapters of one rank on linear",
