@@ -36,6 +36,7 @@ PACKAGES = {  # with the newest version that is tested: that of constraints.txt
     "bitsandbytes": "0.50.2",
     "trl": "1.16.0",
     "deepspeed": "0.19.8",
+    "torchao": "0.18.0",
 }
 VARIABLES = (  # and those of liger_patch
     "CUDA_VISIBLE_DEVICES",
