@@ -153,10 +153,10 @@ def _step(
 ) -> TrainingStep:
     """Return the step that a model's weights and options describe, of the usual length."""
     for each in model.modules():
-        if reader_of(each) is not None and not _bits(each):
+        if reader_of(each) is not None and not (_bits(each) or isinstance(each, Fp8Linear)):
             raise ValueError(
-                "model must be one that is not quantized, or by bitsandbytes, got a "
-                f"{type(each).__name__} whose weight is a {type(each.weight).__name__}"
+                "model must be one that is not quantized, or by bitsandbytes or quantize_base, got "
+                f"a {type(each).__name__} whose weight is a {type(each.weight).__name__}"
             )
     adapters = [each for each in model.modules() if hasattr(each, "lora_A")]
     down = [weight for each in adapters for weight in each.lora_A.parameters()]

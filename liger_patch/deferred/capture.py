@@ -25,10 +25,10 @@ from liger_patch.deferred.tensor_parallel import (
 )
 from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
 from liger_patch.kernels.graphs import runs_eagerly
-from liger_patch.readers.quantized_weights import quantized_weight, reader_of
+from liger_patch.readers.quantized_weights import FORWARD, quantized_weight, reader_of
 
-# as torch defines them: DeepSpeed replaces nn.functional.linear
-LINEAR, FORWARD = cast(Any, torch._C)._nn.linear, nn.Linear.forward
+# as torch defines it: DeepSpeed replaces nn.functional.linear
+LINEAR = cast(Any, torch._C)._nn.linear
 
 
 class _DeferLinear(TorchFunctionMode):

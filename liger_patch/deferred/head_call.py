@@ -10,8 +10,9 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -157,7 +158,11 @@ class HeadCall(NamedTuple):
 
     def compute(self, *tensors: Any) -> Tensor:
         """Compute the product in the autocast state of the call."""
-        with autocast_to(self.hidden_states.device.type, self.autocast_dtype):
+        with ExitStack() as stack:
+            stack.enter_context(autocast_to(self.hidden_states.device.type, self.autocast_dtype))
+            if not isinstance(self.weight, Tensor):
+                # torchao's product is its weight's own function, which a read has switched off
+                stack.enter_context(cast(Any, torch._C)._EnableTorchFunction())
             return self.product(*tensors)
 
     def logits(self) -> Tensor:

@@ -5,12 +5,13 @@ from typing import Any
 from torch import nn
 
 from liger_patch.kernels.fp8 import Fp8Weight
-from liger_patch.layers.quantized_base import Fp8Linear
+
+LAYER = "liger_patch.layers.quantized_base", "Fp8Linear"  # layers import readers
 
 
 def serves(layer: type, weight: type) -> bool:
     """Return whether layers of a class hold their weight in FP8."""
-    return issubclass(layer, Fp8Linear)
+    return any((each.__module__, each.__name__) == LAYER for each in layer.__mro__)
 
 
 def read(layer: Any, dtype: Any) -> Fp8Weight:

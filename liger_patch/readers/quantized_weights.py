@@ -29,6 +29,7 @@ READERS = {  # and the module that is loaded where there are such layers
     "finegrained_fp8": "transformers.integrations.finegrained_fp8",
     "torchao": "torchao",
 }
+FORWARD = nn.Linear.forward  # torch's own: a library may replace it later
 
 
 class LayerWeight(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.readers.quantized_weights import LayerWeight
+from liger_patch.readers.quantized_weights import FORWARD, LayerWeight
 
 # the attributes of each class that is read, which are None where activations are not changed
 OF_ACTIVATIONS = {
@@ -64,6 +64,8 @@ def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
     name = type(weight).__name__
     if name not in OF_ACTIVATIONS or weight.is_meta:
         return f"the base's weight is a {name}"
+    if nn.Linear.forward is not FORWARD:
+        return "another function than torch's linear"
     if any(getattr(weight, each, None) is not None for each in OF_ACTIVATIONS[name]):
         return "torchao rounds or scales activations"
     return _Weight(layer, weight, dtype)
@@ -73,4 +75,4 @@ def stamp(layer: Any) -> tuple | None:
     """Return the stamp of a layer."""
     weight = layer._parameters["weight"]
     how = OF_ACTIVATIONS.get(type(weight).__name__, ())
-    return id(weight), *(vars(weight).get(each) is None for each in how)
+    return nn.Linear.forward, id(weight), *(vars(weight).get(each) is None for each in how)

@@ -207,6 +207,32 @@ def test_rounded_activations_are_left_to_torchao(checkpoint: Path) -> None:
     assert not_plain(patched) == {"torchao rounds or scales activations": 14}
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_of_a_fused_head_are_torchaos(name: str) -> None:
+    model = quantized(name, torch.float32, adapters=True)
+    patched = apply_patch(copy.deepcopy(model), layers=False)
+    batch = batch_of(model)
+    expected, found = (each(**batch).logits for each in (model, patched))
+    assert torch.equal(torch.softmax(found, -1), torch.softmax(expected, -1))
+    results = []
+    for each in (model, patched):
+        each(**batch).logits.exp().sum().backward()
+        results.append(first(each, "q_proj").lora_B["default"].weight.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore:liger_patch:UserWarning")
+def test_a_replaced_forward_of_linear_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = nn.Linear.forward
+    model = quantized("int8", torch.float32, adapters=True)
+    patched = apply_patch(copy.deepcopy(model), layers=["lora"])
+    before = logits_of(patched)
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: own(layer, x) * 1.5)
+    assert torch.equal(logits_of(patched), logits_of(model))
+    assert not torch.equal(logits_of(patched), before)
+    assert not_plain(patched) == {"another function than torch's linear": 14}
+
+
 class Other(Tensor):
     """A weight in a format that is not read."""
 
