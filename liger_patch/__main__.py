@@ -126,7 +126,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 
-    from liger_patch.apply import transformers_model
     from liger_patch.cli import report
     from liger_patch.estimate.estimate import (
         GIB,
@@ -143,6 +142,7 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         model_class_name,
         of_checkpoint,
     )
+    from liger_patch.readers.wrapped_model import transformers_model
     from liger_patch.registry import is_tested
 
     dtype = getattr(torch, options.dtype)

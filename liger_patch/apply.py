@@ -30,6 +30,7 @@ from liger_patch.patch.forward import (
 )
 from liger_patch.patch.offload import CheckpointOffload
 from liger_patch.patch.settings import LossSettings, PatchRecord
+from liger_patch.readers.wrapped_model import transformers_model
 from liger_patch.subclass import ORIGINAL, count_replacements
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -241,30 +242,3 @@ def revert_patch(model: Model) -> Model:
             vars(target).pop("_original_forward", None)
         vars(target).setdefault("forward", record.replaced_forward)
     return model
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the model that is patched: what a PEFT wrapper wraps, or the model itself.
-
-    Raises:
-        TypeError: not a Transformers model.
-    """
-    base = model
-    if "peft" in sys.modules:
-        from liger_patch.readers import lora_adapters
-
-        base = lora_adapters.base_model(model)
-    if not isinstance(base, PreTrainedModel):
-        around = "" if base is model else f" around a {_short(base)}"
-        advice = "load it first, with from_pretrained()"
-        if isinstance(base, nn.Module):
-            advice = "give the model within, and patch it before it is wrapped or compiled"
-        raise TypeError(
-            "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
-            f"{_short(model)}{around}: {advice}"
-        )
-    return base
-
-
-def _short(value: object) -> str:
-    return repr(value) if isinstance(value, str) else type(value).__name__

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_patch.apply import transformers_model
 from liger_patch.estimate.contenders import EAGER, OURS, Contender
 from liger_patch.estimate.estimate import (
     GIB,
@@ -38,6 +37,7 @@ from liger_patch.patch import flags
 from liger_patch.patch.forward import original_class, record_of
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.readers.quantized_weights import reader_of
+from liger_patch.readers.wrapped_model import transformers_model
 
 
 def longest_row(

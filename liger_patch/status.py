@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_patch import registry
-from liger_patch.apply import transformers_model
 from liger_patch.kernels import fp8
 from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers import checks
@@ -24,6 +23,7 @@ from liger_patch.patch.adapters import follow_adapters
 from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.settings import LossSettings, PatchRecord
+from liger_patch.readers.wrapped_model import transformers_model
 
 
 @dataclass(frozen=True)

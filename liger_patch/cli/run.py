@@ -25,12 +25,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from liger_patch.apply import apply_patch, revert_patch, transformers_model
+from liger_patch.apply import apply_patch, revert_patch
 from liger_patch.cli.compare import NO_MODEL
 from liger_patch.estimate.model import described
 from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.settings import LossSettings
+from liger_patch.readers.wrapped_model import transformers_model
 from liger_patch.status import loss_rows, patch_status
 
 DEFAULTS = loss_rows(LossSettings())  # rows that say nothing of a script

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import transformers
 
-from liger_patch.apply import apply_patch, transformers_model
+from liger_patch.apply import apply_patch
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
     NUM_SEQUENCES,
     count_sequences,
     why_sequences_are_split,
 )
+from liger_patch.readers.wrapped_model import transformers_model
 from liger_patch.status import patch_status
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import trl
 from torch import nn
 
-from liger_patch.apply import apply_patch, revert_patch, transformers_model
+from liger_patch.apply import apply_patch, revert_patch
 from liger_patch.integrations.trl_head import (
     SUPPORTED,
     Flag,
@@ -33,6 +33,7 @@ from liger_patch.integrations.trl_head import (
     trls_head,
 )
 from liger_patch.patch.forward import record_of
+from liger_patch.readers.wrapped_model import transformers_model
 
 Model = TypeVar("Model", bound=nn.Module)
 MODELS = ("model", "ref_model", "teacher_model")  # of a trainer

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_patch.apply import transformers_model
 from liger_patch.integrations.trl import OnKernels
 from liger_patch.integrations.trl_head import LogProbsCall
 from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.patch.forward import record_of
+from liger_patch.readers.wrapped_model import transformers_model
 
 OF_ANSWERS = "grpo", "sapo"  # GRPO's losses that are means over the tokens of each answer
 OF_TOKENS = "bnpo", "cispo", "dapo", "dr_grpo", "luspo"  # sums over those of all answers

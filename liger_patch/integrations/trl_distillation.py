@@ -18,7 +18,7 @@ import trl
 from torch import Tensor, nn
 from trl.trainer import distillation_trainer
 
-from liger_patch.apply import apply_patch, transformers_model
+from liger_patch.apply import apply_patch
 from liger_patch.deferred.engines import is_partitioned
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.distillation import distillation_loss
@@ -30,6 +30,7 @@ from liger_patch.patch import flags
 from liger_patch.patch.forward import deferred_logits, record_of
 from liger_patch.patch.packing import IGNORE_INDEX
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
+from liger_patch.readers.wrapped_model import transformers_model
 
 TRLS_LOSS = "_chunked_divergence_loss"  # that DistillationTrainer hands hidden states and heads
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from liger_patch.apply import apply_patch, transformers_model
+from liger_patch.apply import apply_patch
 from liger_patch.integrations import trl_trainers
 from liger_patch.integrations.trl import OnKernels
 from liger_patch.integrations.trl_head import LogProbsCall
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import IGNORE_INDEX
+from liger_patch.readers.wrapped_model import transformers_model
 
 SAME_FOR_ALL = ("reshape", "view", "contiguous", "detach")  # methods that keep the vocabulary whole
 OF_TENSORS = ("shape", "dtype", "device", "ndim")

@@ -28,6 +28,7 @@ from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.kernels.lora.products import products, through_base
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.rows import rows_of
+from liger_patch.readers.wrapped_model import transformers_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,8 +139,6 @@ def quantize_base(
 
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     """Yield the layers that can be held in FP8."""
-    from liger_patch.apply import transformers_model
-
     base: Any = transformers_model(model)
     head, decoder = base.get_output_embeddings(), base.get_decoder()
     of_head = set() if head is None else set(head.modules())

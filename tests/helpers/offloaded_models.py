@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch import apply_patch
-from liger_patch.apply import transformers_model
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
+from liger_patch.readers.wrapped_model import transformers_model
 
 MARKS = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
