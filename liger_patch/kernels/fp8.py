@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class Fp8Weight:
     @property
     def scales(self) -> Tensor:
         return self._scales.view(torch.float32)
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Return True if products of operands in a dtype run in FP8."""
+        return dtype == torch.bfloat16 and has_fp8(self.device)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows ``start`` to ``stop``, dequantized, in new memory."""
@@ -116,11 +120,6 @@ def transposed(weights: Sequence[Fp8Weight]) -> Tensor:
         else:
             columns.copy_(each.stored.t())
     return out.view(FP8)
-
-
-def multiplies(weight: object, dtype: torch.dtype) -> TypeGuard[Fp8Weight]:
-    """Return True if products with a weight run in FP8, of operands in a dtype."""
-    return isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 and has_fp8(weight.device)
 
 
 @functools.cache

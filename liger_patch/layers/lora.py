@@ -315,7 +315,8 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
         )
     except (KeyError, ValueError):
         return no_stamp
-    reader = reader_of(base)
+    is_plain = type(base) is nn.Linear and type(weight) in PLAIN_TENSORS
+    reader = None if is_plain else reader_of(base)
     if reader is None and type(base) is nn.Linear and weight is not None:  # not FSDP's
         of_base: Any = nn.Linear.forward, nn.functional.linear, type(weight), weight.dtype
     else:

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels import fp8
 from liger_patch.kernels.backend import serves_triton
-from liger_patch.kernels.fp8 import Fp8Rows
+from liger_patch.kernels.fp8 import Fp8Rows, Fp8Weight
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import product_
 
@@ -84,41 +84,34 @@ def products(
     x8: Fp8Rows | None = None  # of all bases in FP8
     ys: list[Tensor] = []
     for part, thin in zip(parts, s, strict=True):
-        weight = part.weight
-        if fp8.multiplies(weight, x.dtype):
+        weight, bias = part.weight, None if part.bias is None else part.bias.to(x.dtype)
+        if isinstance(weight, Fp8Weight) and weight.multiplies(x.dtype):
             x8 = fp8.quantized((x,)) if x8 is None else x8
             y = x.new_empty(*leading, weight.shape[0])
             rows = y.view(len(x), weight.shape[0])
-            bias = None if part.bias is None else part.bias.to(x.dtype)
             fp8.scaled_product(x8, weight.numbers, weight.scales, bias, rows)
-            if thin is not None:
+            if thin is not None:  # a product in FP8 cannot add
                 rows.addmm_(thin, part.b.t(), alpha=part.scaling)
-            ys.append(y)
+        elif thin is None:
+            y = linear(x.view(*leading, x.shape[1]), part.dense(x.dtype), bias)
         else:
-            ys.append(_product(x, part, thin, leading))
+            # what the adapter gives first: the base's product adds to it as it writes, and no pass
+            # over y is needed for the sum
+            b = part.b.t()
+            y = x.new_empty(*leading, b.shape[1])
+            rows = y.view(len(x), b.shape[1])
+            first, beta = (rows, 0.0) if bias is None else (bias, 1.0)
+            torch.addmm(first, thin, b, beta=beta, alpha=part.scaling, out=rows)
+            torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
+        ys.append(y)
     return ys
-
-
-def _product(x: Tensor, part: LoraProjection, s: Tensor | None, leading: Sequence[int]) -> Tensor:
-    """Return y. What the adapter gives is written first: the base's product adds to it as it
-    writes, and no pass over y is needed for the sum. A product in FP8 cannot add.
-    """
-    if s is None:
-        bias = None if part.bias is None else part.bias.to(x.dtype)
-        return linear(x.view(*leading, x.shape[1]), part.dense(x.dtype), bias)
-    b = part.b.t()
-    y = x.new_empty(*leading, b.shape[1])
-    rows = y.view(len(x), b.shape[1])
-    bias, beta = (rows, 0.0) if part.bias is None else (part.bias.to(x.dtype), 1.0)
-    torch.addmm(bias, s, b, beta=beta, alpha=part.scaling, out=rows)
-    torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
-    return y
 
 
 def through_base(dy: Tensor, part: LoraProjection) -> Tensor:
     """Return the gradient (N, H) of the base's input, of dy (N, O)."""
-    if fp8.multiplies(part.weight, dy.dtype):
-        return fp8.input_gradient((dy,), (part.weight,))
+    weight = part.weight
+    if isinstance(weight, Fp8Weight) and weight.multiplies(dy.dtype):
+        return fp8.input_gradient((dy,), (weight,))
     return dy @ part.dense(dy.dtype)
 
 
@@ -156,12 +149,25 @@ def gradients_of_input_(
     """
     is_whole = {*kept} == {None}  # each adapter sees all features
     if dx is not None:
-        pairs = [(dy, part) for dy, part in zip(dys, parts, strict=True) if dy is not None]
-        add, pairs = _through_fp8_(dx, pairs)  # first: these products cannot add
+        others, dys8, weights8 = [], [], []
+        for dy, part in zip(dys, parts, strict=True):
+            weight = part.weight
+            if dy is None:
+                continue
+            if isinstance(weight, Fp8Weight) and weight.multiplies(dy.dtype):
+                dys8.append(dy)
+                weights8.append(weight)
+            else:
+                others.append((dy, part))
+        add = bool(dys8)
+        if dys8:  # first: these products cannot add
+            total = fp8.input_gradient(dys8, weights8, dx if dx.dtype == dys8[0].dtype else None)
+            if total is not dx:
+                dx.copy_(total)
         if is_whole and ds is not None and a is not None:
             product_(dx, ds, a, add=add)
             add = True
-        for dy, part in pairs:
+        for dy, part in others:
             product_(dx, dy, part.dense(dy.dtype), add=add)
             add = True
     wanted = set(dtypes) - {None}
@@ -176,22 +182,6 @@ def gradients_of_input_(
     da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=wanted.pop()), ds.t(), x)
     rows = da.split([len(part.a) for part in parts])
     return [None if dtype is None else each for each, dtype in zip(rows, dtypes, strict=True)]
-
-
-def _through_fp8_(
-    dx: Tensor, pairs: list[tuple[Tensor, LoraProjection]]
-) -> tuple[bool, list[tuple[Tensor, LoraProjection]]]:
-    """Write to dx what comes through bases in FP8. Return whether there are some, and the other
-    pairs of dy and projection.
-    """
-    found = [(dy, p.weight) for dy, p in pairs if fp8.multiplies(p.weight, dy.dtype)]
-    if not found:
-        return False, pairs
-    dys, weights = zip(*found, strict=True)
-    total = fp8.input_gradient(dys, weights, dx if dx.dtype == dys[0].dtype else None)
-    if total is not dx:
-        dx.copy_(total)
-    return True, [each for each in pairs if not fp8.multiplies(each[1].weight, each[0].dtype)]
 
 
 def adapter_gradient_(

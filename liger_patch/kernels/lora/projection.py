@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype
-from liger_patch.kernels.fp8 import multiplies
+from liger_patch.kernels.fp8 import Fp8Weight
 from liger_patch.kernels.products import QuantizedWeight
 
 
@@ -43,7 +43,7 @@ class LoraProjection(NamedTuple):
 
     def prepared(self, dtype: torch.dtype) -> LoraProjection:
         """Return the projection for several products in a dtype, which dequantize nothing."""
-        if multiplies(self.weight, dtype):
+        if isinstance(self.weight, Fp8Weight) and self.weight.multiplies(dtype):
             return self
         return self._replace(weight=self.dense(dtype))
 
