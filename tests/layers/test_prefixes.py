@@ -147,7 +147,6 @@ ALONE = {
     "dropout by the configuration": lambda model: setattr(model.config, "resid_pdrop", 0.1),
     "noise of a router": lambda model: setattr(model.config, "router_jitter_noise", 0.1),
     "a window that hides tokens": _windows,
-    "layers of another kind": lambda model: setattr(model.config, "layer_types", ["linear"] * 2),
     "an attention without kernels": lambda model: setattr(
         model.model.layers[0].self_attn,
         "__class__",

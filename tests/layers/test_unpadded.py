@@ -191,6 +191,9 @@ KEPT = {
     "a compiled layer": lambda model, batch: model.model.layers[0].compile(backend="eager"),
     "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
     "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
+    "layers of an unknown kind": lambda model, batch: setattr(
+        model.config, "layer_types", ["linear"] * 2
+    ),
     "keys of an index": lambda model, batch: setattr(
         model.config, "layer_types", ["full_attention", "indexed_attention"]
     ),
