@@ -93,7 +93,9 @@ def divergence_rows_(
     if serves_triton(student, teacher):
         from liger_patch.kernels.triton.distillation import divergence_rows_ as on_triton
 
-        return on_triton(student, teacher, labels, *how, row_scale, entropies)
+        numbers = divergence.temperature, divergence.beta, divergence.ce_weight
+        what = options, teacher_options, DIVERGENCES.index(divergence.form), *numbers
+        return on_triton(student, teacher, labels, *what, row_scale, entropies)
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     losses = student.new_empty(len(student), dtype=dtype)
     for part in blocks_of_rows(student, COPIES):

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.head.divergences import DIVERGENCES, Divergence
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.softcap import tanh, tanh_derivative
@@ -30,7 +29,7 @@ TINY = 1e-37  # factor in place of 0
 LN_2 = tl.constexpr(math.log(2.0))
 LEAST = tl.constexpr(-1e30)  # LOWEST of ``head/divergences``, where it is explained
 NEAR = tl.constexpr(0.25)  # |d| up to which series are nearer to the truth than differences
-FORWARD_KL, REVERSE_KL, JSD = (tl.constexpr(i) for i in range(3))  # places in DIVERGENCES
+FORWARD_KL, REVERSE_KL, JSD = (tl.constexpr(i) for i in range(3))  # places in ``head/divergences``
 
 
 @triton.jit
@@ -267,12 +266,18 @@ def divergence_rows_(
     labels: Tensor,  # (C,)
     options: LossOptions,
     teacher_options: LossOptions,
-    divergence: Divergence,
+    form: int,
+    temperature: float,
+    beta: float,
+    ce_weight: float,
     row_scale: Tensor | None,  # (C,) float32
     entropies: Tensor | None,  # (C,) float32
 ) -> Tensor:
     """Return the losses (C,) in float32, and write the entropies. With ``row_scale``, overwrite the
     student's logits with the gradient of ``row_scale * losses``.
+
+    Args:
+        form: place of the divergence in ``DIVERGENCES`` of ``head/divergences``.
     """
     rows, vocab_size = student.shape
     losses = torch.empty(rows, dtype=torch.float32, device=student.device)
@@ -292,18 +297,18 @@ def divergence_rows_(
         student.stride(0),
         teacher,
         teacher.stride(0),
-        labels.contiguous() if divergence.ce_weight else None,
+        labels.contiguous() if ce_weight else None,
         None if row_scale is None else row_scale.contiguous(),
         losses,
         entropies,
         vocab_size,
         width,
-        *_scales(options, divergence.temperature),
-        *_scales(teacher_options, divergence.temperature),
-        float(divergence.temperature),
-        float(divergence.beta),
-        float(divergence.ce_weight),
-        DIVERGENCE=DIVERGENCES.index(divergence.form),
+        *_scales(options, temperature),
+        *_scales(teacher_options, temperature),
+        float(temperature),
+        float(beta),
+        float(ce_weight),
+        DIVERGENCE=form,
         BLOCK_V=block_v,
         VECTOR=vector,
         num_warps=num_warps,
