@@ -168,6 +168,8 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     try:
         config = load_config(options.model)
         step = of_checkpoint(config, step)
+        if step.bits and step.fp8_base:
+            parser.error(f"argument --quantize-base: linear layers are in {step.bits} bits already")
         is_slow = loops_over_tokens(config, step)
         if is_slow and options.length > report.QUICK_LENGTH:
             print(report.slow(model_class_name(config), options.length), file=sys.stderr)

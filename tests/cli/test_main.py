@@ -284,6 +284,9 @@ def test_a_quantized_checkpoint_has_its_bits_or_an_error_with_its_method(
         assert message in capsys.readouterr().err
     assert main([*given, "--lora-rank", "4"]) == 0
     assert ", LoRA of rank 4, 4 bits, " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--lora-rank", "4", "--quantize-base", "fp8"])
+    assert "argument --quantize-base: linear layers are in 4 bits" in capsys.readouterr().err
 
 
 def test_an_error_is_one_line() -> None:
