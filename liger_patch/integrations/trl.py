@@ -140,9 +140,10 @@ def apply_trl_patch(
     if record is None:
         if head is None:
             raise RuntimeError(
-                f"{type(target).__name__} has no fused head of TRL that is known here. "
-                "Call apply_trl_patch(trainer.model) once the trainer is made, with "
-                f"{SUPPORTED}, got trl {trl.__version__}"
+                f"{type(target).__name__} has no fused head of TRL that is known here. Call "
+                "apply_trl_patch(trainer.model) once a trainer of SFT, DPO, KTO, GRPO or RLOO is "
+                f"made, with {SUPPORTED}, got trl {trl.__version__}; other trainers: "
+                "use_liger_patch=True of liger_patch.integrations.trl_trainers"
             )
         apply_patch(target, **options)
         record = record_of(target)

@@ -139,7 +139,7 @@ def check_loss_is_trls(settings: LossSettings) -> None:
     if settings.changed:
         raise ValueError(
             f"{settings.changed} has no part in TRL's loss: use the options of apply_patch with "
-            "their defaults, and those of SFTConfig"
+            "their defaults, and those of the trainer's configuration"
         )
 
 
