@@ -142,7 +142,10 @@ def _products(student: Tensor, teacher: Tensor) -> tuple[HeadProduct, HeadProduc
     ours, theirs = products
     dtype = theirs.autocast_dtype or theirs.weight.dtype
     if ours.autocast_dtype not in (None, dtype):
-        return f"autocast to {ours.autocast_dtype} is the student's, and not the teacher's"
+        return (
+            f"autocast to {ours.autocast_dtype} is the student's alone: load the teacher in that "
+            "dtype, or call it under autocast too"
+        )
     if theirs.autocast_dtype != ours.autocast_dtype:
         tensors = (each.to(dtype) if isinstance(each, Tensor) else each for each in theirs[:3])
         theirs = theirs._replace(**dict(zip(HeadProduct._fields, tensors, strict=False)))
