@@ -129,8 +129,9 @@ def quantize_base(
     found = list(_linears(model))
     if not found:
         raise ValueError(
-            f"model is a {type(model).__name__} without linear layers that can be held in FP8: "
-            f"torch's own, frozen, in its decoder, with sizes that are multiples of {fp8.MULTIPLE}"
+            f"model is a {type(model).__name__} without linear layers that can be held in FP8: of "
+            "torch's own class (they hold 16 or 32 bits still), frozen, in its decoder, with sizes "
+            f"that are multiples of {fp8.MULTIPLE}"
         )
     for layer in found:
         _hold(layer, device)

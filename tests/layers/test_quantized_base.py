@@ -302,7 +302,7 @@ def test_status_names_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_held_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"quant_type must be one of \('fp8',\), got 'int8'"):
         quantize_base(base(), "int8")
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM without linear layers that can be held"):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM without .*16 or 32 bits still"):
         quantize_base(quantize_base(base()))
     with pytest.raises(TypeError, match="Linear"):
         quantize_base(nn.Linear(32, 32))  # type: ignore[arg-type]
