@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from dequantized_steps import assert_close, step
 from exactness import assert_no_worse
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from liger_patch import apply_patch, patch_status, quantize_base, revert_patch
@@ -66,24 +67,6 @@ def dequantized(model: Any, quantized: Any) -> Any:
         own = model.get_submodule(name)
         own.weight.data = layer.held(own.weight.dtype).rows(0, layer.out_features)
     return model
-
-
-def step(model: Any, *, autocast: bool = False) -> dict[str, Tensor]:
-    ids = torch.arange(24).view(2, 12) % 96
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), **gradients}
-
-
-def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """In float32, from two orders of the same operations."""
-    assert ours.keys() == truth.keys()
-    for name, value in truth.items():
-        scale = value.abs().max().item()
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale + 1e-9)
 
 
 @pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dequantized_steps import assert_close, step
 from exactness import assert_no_worse
 from torch import Tensor, nn
 
@@ -82,22 +83,6 @@ def dequantized(model: Any, quantized: Any) -> Any:
             weight = held.in_4_bits[name].dequantized(torch.float32)
             own.data = (weight if layer.is_transposed else weight.transpose(1, 2)).to(own.dtype)
     return model
-
-
-def step(model: Any) -> dict[str, Tensor]:
-    ids = torch.arange(24).view(2, 12) % 64
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), **gradients}
-
-
-def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert ours.keys() == truth.keys()
-    for name, value in truth.items():
-        scale = value.abs().max().item()
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale + 1e-9)
 
 
 @pytest.mark.parametrize("is_patched", [True, False], ids=["patched", ""])

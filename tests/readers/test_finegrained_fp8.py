@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse
-from lora_models import LAYER, MARKS, ROWS, WAYS, Calls, adapted, batch_of, training_step
+from dequantized_steps import check_lora_step
+from lora_models import MARKS, ROWS, WAYS, adapted
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_step import joined
 from transformers.integrations import finegrained_fp8 as fp8
 
 if not hasattr(fp8, "_dequantize_fp8_weight"):
     pytest.skip("Transformers trains no adapters on FP8 layers yet", allow_module_level=True)
 
-from liger_patch import apply_patch, patch_status
-from liger_patch.kernels import products
+from liger_patch import apply_patch
 from liger_patch.layers.lora import not_plain
 from liger_patch.readers import finegrained_fp8
 from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight
@@ -105,20 +103,9 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *_
 def test_a_step_is_that_of_the_dequantized_weights(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight exists 16 rows at a time, the head's too. PEFT would make 16-bit adapters FP8."""
-    dtype, _, autocast = WAYS[way]
-    monkeypatch.setattr(products, "SLICE_BYTES", 16 * 2 * 32)
+    """PEFT would make 16-bit adapters FP8."""
     monkeypatch.setattr(fp8, "fp8_linear", product)
-    eager = quantized(BLOCKS[name], dtype)
-    model, batch, calls = apply_patch(copy.deepcopy(eager)), batch_of(eager), Calls(monkeypatch)
-    theirs = training_step(eager, batch, autocast=autocast)
-    calls.clear()
-    ours = training_step(model, batch, autocast=autocast)
-    assert calls.taken(model) == (LAYER * 2, [])
-    assert not_plain(model) == {}
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
-    truth, theirs, ours = joined(training_step(in_float64(eager), batch), theirs, ours)
-    assert_no_worse(ours, theirs, truth, torch.bfloat16 if autocast else dtype)
+    check_lora_step(quantized(BLOCKS[name], WAYS[way][0]), in_float64, way, monkeypatch)
 
 
 def test_a_model_that_was_not_called_counts_as_under_autocast() -> None:
