@@ -36,6 +36,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "longest_row": "the longest LoRA and QLoRA rows that fit, one process a contender",
     "long_row_check": "gradients of a row of a million tokens, beside those of its blocks",
     "distributed_step": "steps of whole models on several GPUs, and a distributed head",
+    "soak": "memory and losses of small models in thousands of steps, with and without the patch",
     "convergence": "losses of small models, trained with and without the patch",
     "distributed_convergence": "losses under FSDP2 and ZeRO-3 beside those of one GPU",
 }

@@ -28,6 +28,7 @@ from .step_tables import (
     lora_steps_table,
     rl_steps_table,
     sft_steps_table,
+    soak_table,
     steps_table,
 )
 
@@ -65,6 +66,7 @@ TABLES: dict[str, Callable[[dict], str]] = {  # of a report's lists, in Markdown
     "convergence": convergence_table,
     "distributed_convergence": drift_table,
     "layer_kernels": layer_kernels_table,
+    "soaks": soak_table,
 }
 
 

@@ -56,7 +56,7 @@ def test_a_benchmark_has_help_without_a_gpu_and_needs_one_to_run(name: str, caps
     said = capsys.readouterr().out
     assert f"python -m benchmarks {name}" in said
     assert "--output" in said
-    assert ("--rounds" in said) is not name.endswith(("convergence", "check"))
+    assert ("--rounds" in said) is not name.endswith(("convergence", "check", "soak"))
     with pytest.raises(SystemExit, match="benchmarks need a CUDA GPU"):
         main([name])
 
@@ -68,7 +68,7 @@ def test_every_list_of_a_report_has_a_table(name: str):
     options.layers = options.tokens = options.sequences = options.limit = options.gpus = None
     options.gib = options.timed = options.whole_attention = None
     options.engine = options.steps = options.host_gib = options.all_blocks = None
-    options.total = options.generation = None
+    options.total = options.generation = options.run = None
     options.estimated = False
     setattr(options, "try", None)
     options.device = "cuda"
