@@ -199,7 +199,7 @@ class Unpacked:
 
 
 def activate(gate: Tensor, up: Tensor, s: Tensor, parts: Any, down_a: Tensor, *_: Any) -> Any:
-    """Return what the kernel of ``lora/activation`` does."""
+    """Return what the kernel of ``lora/mlp`` does."""
     return torch.empty_like(gate), s.new_empty(len(s), len(down_a)), None
 
 

@@ -8,7 +8,7 @@ Ignored tokens are dropped. For each chunk of tokens, as in ``head/chunked``:
     dX_c = G W,  dW += G^T X_c            two products
 
 four products, three with a frozen head of the student, two without gradients; one less where the
-teacher's likeliest classes are given in place of its head (``head/top_k``). Gradients are computed
+teacher's likeliest classes are given in place of its head. Gradients are computed
 in the forward pass, and again in the backward pass where ``linear_cross_entropy`` does so.
 Extra memory: the gradients themselves and the logits of one chunk, of both.
 """
@@ -31,7 +31,7 @@ from liger_patch.kernels.head.chunked import (
     empty_logits,
     row_elements,
 )
-from liger_patch.kernels.head.divergences import Divergence, divergence_rows_
+from liger_patch.kernels.head.divergences import Divergence, divergence_rows_, top_k_rows_
 from liger_patch.kernels.head.gradients import Gradients, scale_
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
@@ -46,7 +46,6 @@ from liger_patch.kernels.head.inputs import (
 from liger_patch.kernels.head.labels import compact_labels
 from liger_patch.kernels.head.logits import logits_
 from liger_patch.kernels.head.losses import loss_factors
-from liger_patch.kernels.head.top_k import top_k_rows_
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 

@@ -29,7 +29,6 @@ from liger_patch.kernels.backend import check_backward
 from liger_patch.kernels.graphs import constants, is_traced, runs_eagerly
 from liger_patch.kernels.head import operators
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
-from liger_patch.kernels.head.forms import UpstreamGradients
 from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.losses import (
     LogProbs,
@@ -37,6 +36,7 @@ from liger_patch.kernels.head.losses import (
     log_probs_and_gradients,
     log_probs_gradients_,
 )
+from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard

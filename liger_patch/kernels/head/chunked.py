@@ -16,9 +16,11 @@ logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
 ``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +37,6 @@ from liger_patch.kernels.chunk_sizes import (
     rows_before_count,
     summed_chunk_bounds,
 )
-from liger_patch.kernels.head.forms import HeadForm, TokenStatistics, UpstreamGradients
 from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
@@ -51,9 +52,13 @@ from liger_patch.kernels.head.labels import (
     compact_labels,
 )
 from liger_patch.kernels.head.logits import LogitsForm
+from liger_patch.kernels.head.row_sums import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from liger_patch.kernels.head.hopper import OddsForm
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 
@@ -243,7 +248,7 @@ def _form(
     operands: HeadInputs,
     statistics: Collection[str],
     upstream: UpstreamGradients | None,
-) -> HeadForm:
+) -> LogitsForm | OddsForm:
     """Return the form that computes losses and dlogits. Reads nothing from the device."""
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}

@@ -8,18 +8,34 @@ the device computes the next products.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.chunk_sizes import chunk_bounds
-from liger_patch.kernels.head.forms import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
 from liger_patch.kernels.products import QuantizedWeight, product_, weight_slices
 from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
+
+
+class OddsFactors(NamedTuple):
+    """What turns the odds of some tokens into the gradient of their logits, (tokens,) each.
+
+    The gradient is ``factors[:, None] * odds``. The odds of the labels are 0: there it is
+    ``label_gradients``.
+    """
+
+    factors: Tensor  # float32
+    labels: Tensor
+    label_gradients: Tensor  # float32
+
+    def of(self, tokens: slice) -> "OddsFactors":
+        """Return the same of some of the tokens."""
+        return OddsFactors(*(each[tokens] for each in self))
 
 
 class Gradients:

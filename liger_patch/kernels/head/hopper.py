@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import TensorDescriptor, processors
-from liger_patch.kernels.head.forms import OddsFactors, TokenStatistics
+from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
+from liger_patch.kernels.head.row_sums import TokenStatistics
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton.odds import finish_kernel, label_logit_kernel, odds_kernel
 
@@ -41,7 +42,7 @@ ALIGNED = 4  # float32 numbers, 16 bytes: Triton compiles anew for pointers that
 
 
 class OddsForm:
-    """Computes losses and gradients of chunks of tokens from odds: a ``forms.HeadForm``."""
+    """Computes losses and gradients of chunks of tokens from odds: see ``logits.LogitsForm``."""
 
     counts_on_device = True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head import pytorch
-from liger_patch.kernels.head.forms import OddsFactors, TokenStatistics, UpstreamGradients
+from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.row_sums import (
@@ -20,6 +20,8 @@ from liger_patch.kernels.head.row_sums import (
     OF_SMOOTHING,
     OF_STATISTICS,
     RowSums,
+    TokenStatistics,
+    UpstreamGradients,
     gradients_of_log_probs,
     losses_and_gradients,
     row_gradients_,
@@ -32,7 +34,17 @@ from liger_patch.kernels.vocab_shard import VocabShard
 
 
 class LogitsForm:
-    """Computes losses and gradients of chunks of tokens from their logits: a ``forms.HeadForm``."""
+    """Computes losses and gradients of chunks of tokens from their logits. ``odds.RowOddsForm`` and
+    ``hopper.OddsForm`` have the same interface.
+
+    Attributes:
+        counts_on_device: whether the kernels read on the device where the supervised tokens end.
+            Then a chunk may run before the host knows their count, and losses without gradients
+            take no (C, V) memory.
+        losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
+        statistics: of the same tokens, None where not wanted.
+        odds: what turns the odds in the memory of a chunk into dlogits; None where these are there.
+    """
 
     counts_on_device = False
     odds: OddsFactors | None = None
@@ -70,7 +82,11 @@ class LogitsForm:
         memory: Tensor | None,  # (C, V), or (C, V_r) of a shard; to be overwritten
         row_scale: Tensor | None,  # (N,), or (n,) once the count is read
     ) -> None:
-        """Compute the losses and dlogits of C tokens: see ``HeadForm``."""
+        """Compute the losses of the C supervised tokens from ``start`` on.
+
+        With ``row_scale``, memory then holds the gradient by the logits of the sum of
+        ``row_scale * losses``, or its odds; with upstream gradients, theirs.
+        """
         assert memory is not None
         logits = logits_(memory, operands)
         chunk = slice(start, start + len(logits))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, without_autocast
 from liger_patch.kernels.head.chunked import ChunkConfig, run_chunks
-from liger_patch.kernels.head.forms import UpstreamGradients
 from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
 from liger_patch.kernels.head.labels import token_factors
+from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.products import weight_slices
 
 SLAB = 1024  # tokens that are converted at a time

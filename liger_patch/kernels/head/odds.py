@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import is_hopper, takes_descriptors
-from liger_patch.kernels.head.forms import OddsFactors
+from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.logits import LogitsForm

@@ -15,7 +15,6 @@ from torch import Tensor
 from liger_patch.kernels.backend import accumulation_dtype, check_backward
 from liger_patch.kernels.graphs import constants, operator
 from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
-from liger_patch.kernels.head.forms import UpstreamGradients
 from liger_patch.kernels.head.inputs import HeadInputs, Surroundings, Wanted, product_dtype
 from liger_patch.kernels.head.labels import traced_items
 from liger_patch.kernels.head.losses import (
@@ -27,6 +26,7 @@ from liger_patch.kernels.head.losses import (
     loss_factors,
     loss_gradients,
 )
+from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 
 _TENSORS = (

@@ -32,11 +32,36 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
-from liger_patch.kernels.head.forms import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.head.pytorch import blocks_of_rows
 from liger_patch.kernels.options import LossOptions
 
 LOWEST = -3.0e38  # stands for the largest of no logits, and finite: -inf - -inf is nan
+
+
+class TokenStatistics(NamedTuple):
+    """Of each token, (N,); None where not computed. All but ``is_top1`` in the dtype of losses."""
+
+    entropy: Tensor
+    lse: Tensor
+    is_top1: Tensor  # bool
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+    def of(self, tokens: slice) -> "TokenStatistics":
+        """Return the same of some of the tokens."""
+        return TokenStatistics(*(None if each is None else each[tokens] for each in self))  # pyright: ignore[reportArgumentType]
+
+
+class UpstreamGradients(NamedTuple):
+    """Of each token's log_prob, entropy and lse, (N,); None for zero."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None
+
+    def of(self, tokens: slice) -> "UpstreamGradients":
+        """Return the same of some of the tokens."""
+        return UpstreamGradients(*(None if each is None else each[tokens] for each in self))
 
 
 class RowSums(NamedTuple):
