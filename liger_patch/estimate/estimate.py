@@ -17,8 +17,8 @@ from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.operations import CHUNK
 from liger_patch.estimate.step import progress, trace_step
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
+from liger_patch.kernels.attention import MOST_NUMBERS
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
-from liger_patch.kernels.segments import MOST_NUMBERS
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES
 from liger_patch.patch.offload import MIN_BYTES

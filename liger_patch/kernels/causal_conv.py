@@ -22,10 +22,11 @@ from liger_patch.kernels.backend import (
     accumulation_dtype,
     check_backward,
     check_plain_tensors,
+    contiguous,
+    contiguous_features,
     serves_triton,
 )
 from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rows import contiguous, contiguous_features
 
 ACTIVATIONS = (None, "silu")
 MAX_WIDTH = 4  # of the Triton form, which holds so many tokens in registers

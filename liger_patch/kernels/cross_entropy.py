@@ -5,7 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import accumulation_dtype, check_backward, check_plain_tensors
+from liger_patch.kernels.backend import (
+    accumulation_dtype,
+    check_backward,
+    check_plain_tensors,
+    contiguous_features,
+)
 from liger_patch.kernels.graphs import constants, differentiable, operator, sees_operators
 from liger_patch.kernels.head.labels import (
     check_token_arguments,
@@ -15,7 +20,6 @@ from liger_patch.kernels.head.labels import (
 )
 from liger_patch.kernels.head.logits import cross_entropy_rows
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.rows import contiguous_features
 
 
 def _cross_entropy_results(logits: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import serves_triton_device
-from liger_patch.kernels.rows import contiguous_features
+from liger_patch.kernels.backend import contiguous_features, serves_triton_device
 
 scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 FP8 = torch.float8_e4m3fn

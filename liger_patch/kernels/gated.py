@@ -16,10 +16,10 @@ from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
     check_backward,
+    contiguous,
     serves_triton,
 )
 from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rows import contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
+from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
 from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
 from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
@@ -52,7 +52,6 @@ from liger_patch.kernels.lora.projection import (
     without_adapter,
 )
 from liger_patch.kernels.products import QuantizedWeight
-from liger_patch.kernels.rows import rows_of
 
 Seeds = list[int | None]  # of what the adapters of gate, up and down drop
 

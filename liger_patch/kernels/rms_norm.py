@@ -20,14 +20,12 @@ from torch import Tensor
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     check_backward,
-    serves_triton,
-)
-from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rows import (
     contiguous,
     empty_in_order,
     in_order_of,
+    serves_triton,
 )
+from liger_patch.kernels.graphs import differentiable, operator
 
 NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers

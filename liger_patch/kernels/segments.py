@@ -8,26 +8,22 @@ more than this:
     query i sees keys j with    start(i) <= j <= i    and    i - j < window
 
 where start(i) is the first token of its sequence. ``segments_of_intervals`` finds it out of a mask
-that was not made. ``segment_attention`` computes just those products, with the flash attention of
-PyTorch.
+that was not made. ``attention.segment_attention`` computes just those products.
 
 Padding is tokens whose key no query sees. On the right, where they see the tokens before them, they
 count as the end of that sequence. On the left, where they see nothing, they count as a sequence of
 their own. They see each other then: their result is another one than with the mask.
 
-B: rows, T: tokens of a row, S: sequences in all rows, D: features of an attention head. Flash
-attention: Dao, "FlashAttention-2" (arXiv:2307.08691).
+B: rows, T: tokens of a row, S: sequences in all rows, D: features of an attention head.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK_BYTES = 256 * 2**20  # bounds the temporary tensors of reading a mask
-MOST_NUMBERS = 2**31  # of queries: with more, PyTorch 2.11's flash attention gave wrong gradients
 
 
 class Prefixes(NamedTuple):
@@ -202,120 +198,3 @@ def _before(tokens: Tensor) -> Tensor:
     before = tokens.roll(1, -1)
     before[:, 0] = False
     return before
-
-
-def may_serve_flash_attention(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return whether PyTorch's flash attention serves any tensors of this dtype on this device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def has_lse_of_tokens() -> bool:
-    """Return whether flash attention's log-sum-exp of several sequences is of their tokens,
-    (num_heads, T). torch 2.6 pads each sequence.
-    """
-    states = torch.empty(2, 1, 8, device="meta")
-    ends = torch.empty(2, device="meta", dtype=torch.int32)
-    how = flash_options(Segments(ends, 2, None), None)
-    return flash_forward(states, states, states, how)[1].dim() == 2
-
-
-def serves_flash_attention(
-    query: Tensor,  # (B, num_heads, T, D)
-    key: Tensor,  # (B, num_key_value_heads, T, D)
-    value: Tensor,  # (B, num_key_value_heads, T, D)
-) -> bool:
-    """Return whether PyTorch's flash attention serves these: their dtype and sizes, on this GPU,
-    and nobody has turned it off.
-    """
-    if not query.is_cuda or torch.version.hip is not None:
-        return False
-    if query.shape[-1] % 8:  # SDPA would pad them
-        return False
-    if query.numel() > MOST_NUMBERS:
-        return False
-    cuda = torch.backends.cuda
-    is_grouped = query.shape[1] != key.shape[1]
-    parameters = cuda.SDPAParams(query, key, value, None, 0.0, True, is_grouped)
-    return cuda.can_use_flash_attention(parameters)
-
-
-def segment_attention(
-    query: Tensor,  # (B, num_heads, T, D)
-    key: Tensor,  # (B, num_key_value_heads, T, D)
-    value: Tensor,  # (B, num_key_value_heads, T, D)
-    segments: Segments,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment, without
-    those of a prefix.
-
-    Args:
-        scale: factor on the products of queries and keys; None for 1 / sqrt(D).
-    """
-    states, shape = flash_states(query, key, value, segments)
-    return flash_forward(*states, flash_options(segments, scale))[0].view(shape)
-
-
-def flash_states(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments
-) -> tuple[tuple[Tensor, Tensor, Tensor], torch.Size]:
-    """Return states (B, heads, T, D) as flash attention takes them, and the shape of its result."""
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    shape = query.shape
-    if segments.cu_seqlens is not None:
-        query, key, value = (each.flatten(0, 1) for each in (query, key, value))
-    return (query, key, value), shape
-
-
-def flash_options(segments: Segments, scale: float | None) -> dict[str, Any]:
-    """Return the arguments of flash attention within segments, by what they say."""
-    cu_seqlens, max_seqlen, window, *_ = segments
-    return {
-        "cu_seqlens": (cu_seqlens, cu_seqlens),  # of queries, of keys
-        "lengths": (max_seqlen, max_seqlen),
-        "is_causal": window is None,
-        "options": {
-            "scale": scale,
-            "window_size_left": None if window is None else window - 1,
-            "window_size_right": None if window is None else 0,
-        },
-    }
-
-
-def flash_forward(
-    query: Tensor,  # (B, T, num_heads, D); with several sequences (B T, num_heads, D)
-    key: Tensor,
-    value: Tensor,
-    how: dict[str, Any],
-) -> tuple[Tensor, ...]:
-    """Return the result, the log-sum-exp of scores (B, num_heads, T) or (num_heads, B T), seed and
-    offset.
-    """
-    # the public varlen_attn came with torch 2.10, and takes more of the host's time
-    return torch.ops.aten._flash_attention_forward(
-        query, key, value, *how["cu_seqlens"], *how["lengths"], 0.0, how["is_causal"], False,
-        **how["options"],
-    )[:4]  # fmt: skip
-
-
-def flash_backward(
-    dy: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    how: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, of attention over these keys and others where
-    y and lse are those of all.
-    """
-    return torch.ops.aten._flash_attention_backward(
-        dy, query, key, value, y, lse, *how["cu_seqlens"], *how["lengths"], 0.0,
-        how["is_causal"], seed, offset, **how["options"],
-    )  # fmt: skip

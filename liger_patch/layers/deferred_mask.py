@@ -26,14 +26,11 @@ from transformers import masking_utils
 from transformers.masking_utils import sdpa_mask
 
 from liger_patch.deferred.ops import METADATA
+from liger_patch.kernels.attention import may_serve_flash_attention
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode
 from liger_patch.kernels.reference import segment_mask
-from liger_patch.kernels.segments import (
-    Segments,
-    may_serve_flash_attention,
-    segments_of_intervals,
-)
+from liger_patch.kernels.segments import Segments, segments_of_intervals
 
 # what is answered without values; strides are those that Transformers gives the mask
 ANSWERED = METADATA - {Tensor.stride, Tensor.is_contiguous}

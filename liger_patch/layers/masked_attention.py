@@ -26,18 +26,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from liger_patch.kernels.attention import (
+    MOST_NUMBERS,
+    add_sinks,
+    may_serve_flash_attention,
+    prefix_attention,
+    segment_attention,
+    serves_flash_attention,
+    sink_attention,
+)
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
-from liger_patch.kernels.prefixes import prefix_attention
-from liger_patch.kernels.segments import (
-    MOST_NUMBERS,
-    Segments,
-    may_serve_flash_attention,
-    segment_attention,
-    segments_of,
-    serves_flash_attention,
-)
-from liger_patch.kernels.sinks import add_sinks, sink_attention
+from liger_patch.kernels.segments import Segments, segments_of
 from liger_patch.layers.checks import names_of, needs_own_code
 from liger_patch.layers.deferred_mask import DeferredMask
 from liger_patch.layers.probing import few_numbers, results_match

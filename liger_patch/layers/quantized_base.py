@@ -21,13 +21,13 @@ from liger_patch.kernels.backend import (
     PLAIN_TENSORS,
     autocast_dtype,
     check_backward,
+    rows_of,
     without_autocast,
 )
 from liger_patch.kernels.fp8 import Fp8Weight
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.kernels.lora.products import products, through_base
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.rows import rows_of
 from liger_patch.readers.wrapped_model import transformers_model
 
 if TYPE_CHECKING:

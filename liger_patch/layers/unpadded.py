@@ -24,8 +24,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from liger_patch.kernels.attention import has_lse_of_tokens, may_serve_flash_attention
 from liger_patch.kernels.backend import autocast_dtype
-from liger_patch.kernels.segments import has_lse_of_tokens, may_serve_flash_attention
 from liger_patch.layers.checks import has_hooks, layers_of, names_of
 from liger_patch.layers.deferred_mask import NEED_MASKS, DeferredMask
 from liger_patch.layers.masked_attention import TABLE, UsedTokens

@@ -22,7 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from liger_patch.kernels import prefixes, reference, segments
+from liger_patch.kernels import attention, reference, segments
 from liger_patch.layers import deferred_mask, masked_attention, unpadded
 from liger_patch.layers.deferred_mask import DeferredMask
 
@@ -120,7 +120,7 @@ class Calls:
             self.flash.append(found)
             if served:
                 return reference.segment_attention(query, key, value, found, scale).contiguous()
-            return segments.segment_attention(query, key, value, found, scale)
+            return attention.segment_attention(query, key, value, found, scale)
 
         def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
             self.own.append(attn_mask is not None)
@@ -151,7 +151,7 @@ class Calls:
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
             monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: True)
             for name in ("flash_forward", "flash_backward"):
-                monkeypatch.setattr(prefixes, name, getattr(plain_flash, name))
+                monkeypatch.setattr(attention, name, getattr(plain_flash, name))
             for module in (deferred_mask, unpadded):
                 monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
             monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", 1)

@@ -190,16 +190,16 @@ def finish(target: GPUTarget) -> Cases:
 
 
 def order_tokens(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import order_tokens as kernels
+    from liger_patch.kernels.triton import labels as kernels
 
     given = arguments("*i64", "labels_ptr rows_ptr counts_ptr") | {"means_ptr": "*fp32"}
-    given |= arguments("i32", "tokens vocab_size ignore_index") | {"BLOCK": kernels.BLOCK}
+    given |= arguments("i32", "tokens vocab_size ignore_index") | {"BLOCK": kernels.ORDER_BLOCK}
     for labels in ("*i64", "*i32", "*i16", "*i8", "*u8"):
-        yield labels[1:], {"given_ptr": labels, **given}, kernels.WARPS
+        yield labels[1:], {"given_ptr": labels, **given}, kernels.ORDER_WARPS
 
 
 def add_label_rows(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.triton import label_rows as kernels
+    from liger_patch.kernels.triton import labels as kernels
 
     for dweight, rows in itertools.product(("*bf16", "*fp32"), (0, 1)):
         given = {"labels_ptr": "*i32", "order_ptr": "*i64", "label_gradients_ptr": "*fp32"}

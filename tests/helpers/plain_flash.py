@@ -1,5 +1,5 @@
 """Flash attention's forward and backward pass over packed sequences, by their formulas, in any
-dtype and on any device: what ``segments.flash_forward`` and ``flash_backward`` call PyTorch for.
+dtype and on any device: what ``attention.flash_forward`` and ``flash_backward`` call PyTorch for.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _memory_is_filled() -> Iterator[None]:
 def test_all_results_are_written(
     tokens: int, ignored: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from liger_patch.kernels.triton.order_tokens import order_tokens
+    from liger_patch.kernels.triton.labels import order_tokens
 
     labels = torch.randint(140, (tokens,), dtype=dtype)
     labels[torch.rand(tokens) < ignored] = -100

@@ -13,13 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from liger_patch.kernels import reference, segments
-from liger_patch.kernels.segments import (
-    Segments,
-    segment_attention,
-    segments_of,
-    segments_of_intervals,
-    serves_flash_attention,
-)
+from liger_patch.kernels.attention import segment_attention, serves_flash_attention
+from liger_patch.kernels.segments import Segments, segments_of, segments_of_intervals
 
 TOKENS = 24
 

@@ -161,7 +161,7 @@ class _Product:
         """Return the sums, and keep none of them."""
         self._end_sum()
         if self._dweight is not None and self._odds is not None:
-            from liger_patch.kernels.triton.label_rows import add_label_rows_
+            from liger_patch.kernels.triton.labels import add_label_rows_
 
             _, labels, label_gradients = self._odds
             add_label_rows_(self._dweight, self._x, self._rows, labels, label_gradients)

@@ -128,7 +128,7 @@ def compact_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> Compac
     if compacted is not None and of == [labels._version, vocab_size, ignore_index]:
         return compacted
     if serves_triton_device(labels):
-        from liger_patch.kernels.triton.order_tokens import order_tokens
+        from liger_patch.kernels.triton.labels import order_tokens
 
         ordered, rows, counts, means = order_tokens(labels, vocab_size, ignore_index)
     else:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, without_autocast
+from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
 from liger_patch.kernels.lora.products import (
     b_gradient,
     base_gradients,
@@ -51,7 +51,6 @@ from liger_patch.kernels.lora.projection import (
     restored,
 )
 from liger_patch.kernels.rms_norm import NormInputs
-from liger_patch.kernels.rows import rows_of
 
 
 class _LoraLinears(torch.autograd.Function):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.rows import contiguous_features
+from liger_patch.kernels.backend import contiguous_features
 from liger_patch.kernels.triton.launch import launch
 
 # The best of those tried on an H200, for attention heads of 64 to 256 features, of which all, a
