@@ -49,12 +49,6 @@ def test_all_labels_ignored_gives_zero(kind, dtype, tokens, frozen, quick_device
     assert all_zero(check_log_probs(inputs, labels, upstream=upstream, frozen=frozen))
 
 
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_no_supervised_token_gives_zero(tokens, device):
-    inputs, labels = linear_inputs(torch.float32, device, tokens, ignored=1.1)
-    assert all_zero(check_log_probs(inputs, labels, upstream=upstream_of("all", labels)))
-
-
 @pytest.mark.parametrize("ignore_index", [0, 130, -1, 131])
 def test_any_ignore_index_also_within_the_vocabulary(ignore_index, quick_device):
     inputs, labels = linear_inputs(torch.float32, quick_device, ignore_index=ignore_index)

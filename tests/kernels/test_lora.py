@@ -40,12 +40,6 @@ def test_any_number_of_batch_dimensions(shape: str, device: torch.device) -> Non
     check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING)
 
 
-@pytest.mark.parametrize("scaling", [1.0, -0.25, 0.0, 16.0])
-def test_scaling(scaling: float, device: torch.device) -> None:
-    x, parts = linears_inputs(device, "float32", scaling=scaling)
-    check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING)
-
-
 @pytest.mark.parametrize("unused", [(0,), (1,), (0, 2)], ids=str)
 @pytest.mark.parametrize("way", ["float64", "autocast"])
 def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device) -> None:
@@ -66,27 +60,6 @@ def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device)
 def test_quantized_bases(way: str, which: str, device: torch.device) -> None:
     x, parts = linears_inputs(device, way, which=which, quantized=True)
     check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING, autocast=WAYS[way][2])
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("way", ["bfloat16", "autocast"])
-def test_bases_of_bitsandbytes(kind: str, way: str, device: torch.device) -> None:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from liger_patch.readers import quantized_weights
-
-    hidden_size = 64
-    x, (part,) = linears_inputs(device, way, (5, 7, hidden_size), "one")
-    (part,) = (projection(48, hidden_size, 8, dtype=WAYS[way][0], adapters=WAYS[way][1]),)
-    if kind == "nf4":
-        layer = bnb.nn.Linear4bit(hidden_size, 48, bias=False, compute_dtype=torch.bfloat16)
-        layer.weight = bnb.nn.Params4bit(part.weight, requires_grad=False, quant_type="nf4")
-    else:
-        layer = bnb.nn.Linear8bitLt(hidden_size, 48, bias=False, has_fp16_weights=False)
-        layer.weight = bnb.nn.Int8Params(part.weight, requires_grad=False, has_fp16_weights=False)
-    weight = quantized_weights.quantized_weight(layer.to(device), torch.bfloat16)
-    assert weight is not None
-    part = part._replace(weight=weight, a=part.a.to(device), b=part.b.to(device))
-    check(lora_linears, eager_linears, x, [part], wanted=EVERYTHING, autocast=WAYS[way][2])
 
 
 def test_a_quantized_base_is_not_kept_dense(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from layer_checks import ACTIVATIONS
 from lora_checks import ADAPTERS, EVERYTHING, WAYS, check, eager_linear, eager_mlp, our_mlp
-from lora_inputs import HIDDEN, RANKS, SHAPES, mlp_inputs
+from lora_inputs import HIDDEN, RANKS, mlp_inputs
 from torch.nn.functional import linear
 
 from liger_patch.kernels.gated_mlp import gated_mlp
@@ -50,19 +50,6 @@ def test_scaling(way: str, scaling: float, device: torch.device) -> None:
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
 
 
-FEWEST = "float16", "row"
-
-
-@pytest.mark.parametrize(
-    ("way", "shape"),
-    # not one row of float16: of so few numbers eager's are now and then exact
-    [(way, each) for way in ("float64", "float16") for each in SHAPES if (way, each) != FEWEST],
-)
-def test_any_number_of_batch_dimensions(way: str, shape: str, device: torch.device) -> None:
-    x, parts = mlp_inputs(device, way, shape)
-    check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
-
-
 @pytest.mark.parametrize("way", ["float64", "float32", "float16"])
 def test_to_another_size(way: str, device: torch.device) -> None:
     x, (gate, up, down) = mlp_inputs(
@@ -88,30 +75,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gated_mlp(X, PART, PART, DOWN, activation="relu"),
         r"activation must be one of .* got 'relu'",
     ),
-    "integers": (
-        lambda: gated_mlp(X.long(), PART, PART, DOWN),
-        "x must be floating point .* got torch.int64",
-    ),
-    "x": (
-        lambda: gated_mlp(X[:, :7], PART, PART, DOWN),
-        r"^gate\.weight must have shape \(O, 7\), got \(6, 8\)",
-    ),
     "up": (lambda: gated_mlp(X, PART, SMALL, DOWN), r"up.weight must have 6 rows .* got 5"),
     "down": (
         lambda: gated_mlp(X, SMALL, SMALL, DOWN),
         r"^down\.weight must have shape \(O, 5\), got \(8, 6\)",
     ),
-    "A of down": (
-        lambda: gated_mlp(X, PART, PART, DOWN._replace(a=torch.zeros(3, 5))),
-        r"^down\.a must have shape \(3, 6\), got \(3, 5\)",
-    ),
     "dtype of down": (
         lambda: gated_mlp(X, PART, PART, DOWN._replace(b=DOWN.b.double())),
         r"^down\.b must be torch.float32 as x is, outside autocast, got torch.float64",
-    ),
-    "dropout": (
-        lambda: gated_mlp(X, PART, PART, DOWN._replace(dropout=1.5)),
-        r"^down\.dropout must be in \[0, 1\), got 1.5",
     ),
 }
 
