@@ -121,21 +121,13 @@ def cross_entropy(
 ) -> Tensor:
     """Compute ``torch.nn.functional.cross_entropy`` in float32, without a float32 copy of logits.
 
-    Within ``torch.compile`` and the others that ``linear_cross_entropy`` names, it is the operator
+    In ``torch.compile``, ``torch.export``, ``make_fx`` and ``FakeTensorMode`` it is the operator
     ``liger_patch::cross_entropy``.
 
     Args:
         logits: (N, V), any floating dtype; left as they are. The backward pass allocates their
             gradient, nothing else.
-        labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
-        reduction: "mean", "sum" or "none".
-        softcap: logits become ``softcap * tanh(logits / softcap)``, after ``logit_scale``.
-        label_smoothing: as in PyTorch, in [0, 1].
-        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
-        class_weight: PyTorch's ``weight``.
-        token_weight: factor on each token's loss; the mean is then the weighted mean.
-        num_items_in_batch: denominator of the mean instead of the (weighted) number of supervised
-            tokens; 0 counts as 1.
+        others: as in ``linear_cross_entropy``.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits.

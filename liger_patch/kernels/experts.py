@@ -362,37 +362,25 @@ def _check(
         raise ValueError(
             f"index must be ({len(x)}, K) integers, got {index.dtype} {tuple(index.shape)}"
         )
-    if weights.shape != index.shape:
-        raise ValueError(
-            f"weights must have the shape of index, {tuple(index.shape)}, "
-            f"got {tuple(weights.shape)}"
-        )
-    for name, part in (("first", first), ("last", last)):
-        if part.weight.dim() != 3:
-            raise ValueError(f"{name}.weight must be (E, in, out), got {tuple(part.weight.shape)}")
-    count, hidden = first.weight.shape[0], x.shape[1]
-    size = last.weight.shape[1]
-    for name, part, shape in (
-        ("first", first, (count, hidden, 2 * size)),
-        ("last", last, (count, size, hidden)),
+    count, hidden, size = first.weight.shape[0], x.shape[1], last.weight.shape[1]
+    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"weights": (weights, tuple(index.shape))}
+    for name, part, (source, out) in (
+        ("first", first, (hidden, 2 * size)),
+        ("last", last, (size, hidden)),
     ):
-        if tuple(part.weight.shape) != shape:
-            raise ValueError(f"{name}.weight must be {shape}, got {tuple(part.weight.shape)}")
         if (part.a is None) != (part.b is None):
             raise ValueError(f"{name}.a and {name}.b must both be given, or none of them")
-        rank = 0 if part.a is None or part.a.dim() < 2 else part.a.shape[1]
-        for which, tensor, wanted in (
-            ("bias", part.bias, (count, shape[2])),
-            ("a", part.a, (count, rank, shape[1])),
-            ("b", part.b, (count, shape[2], rank)),
-        ):
-            if tensor is not None and tuple(tensor.shape) != wanted:
-                raise ValueError(f"{name}.{which} must be {wanted}, got {tuple(tensor.shape)}")
-        for which, tensor in zip(("weight", "bias", "a", "b"), part[:4], strict=True):
-            if tensor is not None and not tensor.is_floating_point():
-                raise ValueError(f"{name}.{which} must be floating point, got {tensor.dtype}")
-            if tensor is not None and tensor.device != x.device:
-                raise ValueError(f"{name}.{which} must be on {x.device}, got {tensor.device}")
-    for name, tensor in (("index", index), ("weights", weights)):
-        if tensor.device != x.device:
+        rank = 0 if part.a is None else part.a.shape[1]
+        expected[f"{name}.weight"] = part.weight, (count, source, out)
+        expected[f"{name}.bias"] = part.bias, (count, out)
+        expected[f"{name}.a"] = part.a, (count, rank, source)
+        expected[f"{name}.b"] = part.b, (count, out, rank)
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    expected["index"] = index, ()
+    for name, (tensor, _) in expected.items():
+        if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device}, got {tensor.device}")

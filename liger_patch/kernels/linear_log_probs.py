@@ -97,20 +97,9 @@ def linear_log_probs(
     Within ``torch.compile`` and the others that ``linear_cross_entropy`` names, it is the operator
     ``liger_patch::linear_log_probs``.
 
-    Under autocast the products run in the autocast dtype, as those of
-    ``torch.nn.functional.linear`` do; the softmax is computed in float32 (float64 for float64
-    inputs). Each gradient has its input's own dtype.
-
     Args:
-        hidden_states: (N, H).
-        weight: (V, H), on the same device. A ``QuantizedWeight`` has no gradient and is dequantized
-            64 MiB at a time.
-        labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
-        bias: (V,), added to the logits.
-        low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter (LoRA) on the
-            head.
-        softcap: logits become ``softcap * tanh(logits / softcap)``, after ``logit_scale``.
-        logit_scale: factor on the logits.
+        hidden_states, weight, labels, bias, low_rank, ignore_index, softcap, logit_scale,
+            chunk_mib: as in ``linear_cross_entropy``, and so are dtypes.
         temperature: > 0, divides the logits after the softcap.
         outputs: which fields of ``LogProbs`` are computed beside ``log_probs``. Gradients flow
             through ``entropy`` and ``lse`` too.
@@ -121,7 +110,6 @@ def linear_log_probs(
         row_weights: (N,), what the loss multiplies each log-probability by, up to one factor for
             all: the upstream gradient that is expected instead, without a gradient of its own. Rows
             where it turns out otherwise are computed again, if they are few.
-        chunk_mib: MiB of logits held at once, as in ``linear_cross_entropy``.
         vocab_shard: of a vocabulary that is distributed over ranks, as in ``linear_cross_entropy``;
             upstream gradients are the same on every rank too.
 

@@ -250,49 +250,21 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: experts(X.long(), INDEX, WEIGHTS, FIRST, LAST),
         r"^x must be floating point \(N, H\), got torch.int64 \(2, 8\)",
     ),
-    "batch": (
-        lambda: experts(X[None], INDEX, WEIGHTS, FIRST, LAST),
-        r"^x must be floating point \(N, H\), got torch.float32 \(1, 2, 8\)",
-    ),
-    "floating index": (
-        lambda: experts(X, INDEX.float(), WEIGHTS, FIRST, LAST),
-        r"^index must be \(2, K\) integers, got torch.float32 \(2, 3\)",
-    ),
     "tokens of index": (
         lambda: experts(X, INDEX[:1], WEIGHTS, FIRST, LAST),
         r"^index must be \(2, K\) integers, got torch.int64 \(1, 3\)",
     ),
     "weights": (
         lambda: experts(X, INDEX, WEIGHTS[:, :2], FIRST, LAST),
-        r"^weights must have the shape of index, \(2, 3\), got \(2, 2\)",
-    ),
-    "device of weights": (
-        lambda: experts(X, INDEX, WEIGHTS.to("meta"), FIRST, LAST),
-        "^weights must be on cpu, got meta",
-    ),
-    "2-D": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(weight=torch.zeros(8, 12)), LAST),
-        r"^first\.weight must be \(E, in, out\), got \(8, 12\)",
+        r"^weights must be \(2, 3\), got \(2, 2\)",
     ),
     "features of first": (
         lambda: experts(X[:, :7], INDEX, WEIGHTS, FIRST, LAST),
         r"^first\.weight must be \(4, 7, 12\), got \(4, 8, 12\)",
     ),
-    "features of last": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(weight=torch.zeros(3, 6, 8))),
-        r"^last\.weight must be \(4, 6, 8\), got \(3, 6, 8\)",
-    ),
-    "whole numbers": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(weight=FIRST.weight.int()), LAST),
-        r"^first\.weight must be floating point, got torch.int32",
-    ),
     "B without A": (
         lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=None), LAST),
         r"^first\.a and first\.b must both be given, or none of them",
-    ),
-    "A": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=torch.zeros(4, 2, 7)), LAST),
-        r"^first\.a must be \(4, 2, 8\), got \(4, 2, 7\)",
     ),
     "B": (
         lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(b=torch.zeros(4, 12, 3)), LAST),
@@ -301,10 +273,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "bias": (
         lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(bias=torch.zeros(8))),
         r"^last\.bias must be \(4, 8\), got \(8,\)",
-    ),
-    "device": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(bias=LAST.bias.to("meta"))),  # type: ignore[union-attr]
-        r"^last\.bias must be on cpu, got meta",
     ),
 }
 
