@@ -30,7 +30,7 @@ from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.kernels import experts as kernels_of_experts
 from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.lora import mlp as lora_mlp
-from liger_patch.layers import deferred_mask, experts, masked_attention, mlp
+from liger_patch.layers import experts, masked_attention, masks, mlp
 from liger_patch.patch import offload as checkpoints
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
@@ -114,9 +114,9 @@ def trace_step(
         for name in ("serves_flash_attention", "segments_of", "segment_attention"):
             stack.enter_context(_stood_in(masked_attention, name, getattr(operations, name)))
         if not short_masks:
-            stack.enter_context(_replaced(deferred_mask, "LEAST_NUMBERS", 1))
+            stack.enter_context(_replaced(masks, "LEAST_NUMBERS", 1))
         for name in ("may_serve_flash_attention", "segments_of_intervals"):
-            stack.enter_context(_stood_in(deferred_mask, name, getattr(operations, name)))
+            stack.enter_context(_stood_in(masks, name, getattr(operations, name)))
         stack.enter_context(masked_attention.UsedTokens())
         # with torch 2.6, these questions about the meta device are errors
         stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))

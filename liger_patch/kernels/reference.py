@@ -200,9 +200,9 @@ def segment_mask(
     if segments.cu_seqlens is not None:
         ends = segments.cu_seqlens
     sequence = torch.searchsorted(ends.to(place.dtype), place, right=True).view(rows, tokens)
-    behind = place[:tokens, None] - place[:tokens]
+    query, key = place[:tokens, None], place[:tokens]
     window = tokens if segments.window is None else segments.window
-    mask = (sequence[:, :, None] == sequence[:, None]) & (behind >= 0) & (behind < window)
+    mask = (sequence[:, :, None] == sequence[:, None]) & (key <= query) & (key > query - window)
     if segments.prefixes is None:
         return mask
     many, continued, ends, _ = segments.prefixes

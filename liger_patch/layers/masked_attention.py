@@ -1,10 +1,10 @@
 """Attention of Transformers' models without the mask of packed sequences, sliding windows or
 padding.
 
-Transformers hands ``scaled_dot_product_attention`` a mask (B, 1, T, T) for these, deferred where
-``masks`` can. The attention function here reads the mask once a forward pass, and computes with
-``segment_attention`` what it describes. For any other mask, and without one, it calls Transformers'
-own function.
+Transformers hands ``scaled_dot_product_attention`` a mask (B, 1, T, T) for these, deferred
+where ``masks`` can. The attention function here reads the mask once a forward pass, and computes
+with ``segment_attention`` what it describes. For any other mask, and without one, it calls
+Transformers' own function.
 
 Padding gets another result without the mask. So a mask with padding is left out only where no
 result of the padding is used: see ``UsedTokens``. Each call of a patched model reads its masks
@@ -18,14 +18,18 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from liger_patch.deferred.ops import METADATA
 from liger_patch.kernels.attention import (
     MOST_NUMBERS,
     add_sinks,
@@ -37,9 +41,9 @@ from liger_patch.kernels.attention import (
 )
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
+from liger_patch.kernels.reference import segment_mask
 from liger_patch.kernels.segments import Segments, segments_of
 from liger_patch.layers.checks import names_of, needs_own_code
-from liger_patch.layers.deferred_mask import DeferredMask
 from liger_patch.layers.probing import few_numbers, results_match
 from liger_patch.subclass import is_transformers, once_for_each_class
 
@@ -55,6 +59,8 @@ UNSUPPORTED = {
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
     "kwargs",
 }
+# what a mask that is not made answers; strides are those of the values
+ANSWERED = METADATA - {Tensor.stride, Tensor.is_contiguous}
 
 _running = threading.local()  # the UsedTokens of the call that this thread runs
 # what masks describe, as the last call has read them
@@ -118,6 +124,72 @@ def used_tokens_of_call() -> UsedTokens | None:
     return getattr(_running, "used", None)
 
 
+class DeferredMask(Tensor):
+    """A mask (B, 1, T, T) bool, True where a query sees a key. What it describes is read when an
+    attention first asks; its values are made, once, for an operation that needs them.
+    """
+
+    read: Callable[[], Segments | Tensor] | None  # until it is called; values of another kind
+    described: Segments | None = None
+    value: Tensor | None = None
+    version: int  # of the value, when it was made
+
+    @staticmethod
+    def of(
+        read: Callable[[], Segments | Tensor], rows: int, tokens: int, device: torch.device
+    ) -> DeferredMask:
+        """Return the mask of rows (B, T) that ``read`` returns, or the segments of."""
+        mask: Any = Tensor._make_wrapper_subclass(
+            DeferredMask, (rows, 1, tokens, tokens), dtype=torch.bool, device=device
+        )
+        mask.read = read
+        return mask
+
+    def segments(self) -> Segments | None:
+        """Return what it describes; None for a mask of another kind, and where somebody has written
+        to its values.
+        """
+        if self.read is not None:
+            found, self.read = self.read(), None
+            if isinstance(found, Segments):
+                self.described = found
+            else:
+                self.value, self.version = found, found._version
+        is_written = self.value is not None and self.value._version != self.version
+        return None if is_written else self.described
+
+    def real_mask(self) -> Tensor:
+        """Return the values, made at the first call."""
+        # selective checkpointing must not see the operations: it counts them
+        unseen = _disable_current_modes() if in_tracing_mode() else nullcontext()
+        with torch.inference_mode(False), unseen:
+            segments = self.segments()
+            if self.value is None and segments is not None:
+                rows, _, tokens, _ = self.shape
+                value = segment_mask(segments, rows, tokens, self.device)[:, None]
+                self.value, self.version = value, value._version
+        assert self.value is not None
+        return self.value
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in ANSWERED:
+                return func(*args, **kwargs)
+            if func is Tensor.detach and args[0].value is None:
+                return args[0]
+            args, kwargs = tree_map_only(DeferredMask, DeferredMask.real_mask, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        args, kwargs = tree_map_only(DeferredMask, DeferredMask.real_mask, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def is_causal_by_table(module: Any) -> bool:
     """Return whether an attention is causal and looks its function up in Transformers' table."""
     if getattr(module, "is_causal", None) is not True or TABLE not in names_of(type(module)):
@@ -139,29 +211,30 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention (B, T, num_heads, D), and None for the weights."""
-    segments = None
-    deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
-    like = attention_mask if deferred is None else deferred.padding  # of the same shape
-    if like is not None and like.dtype != torch.bool:  # a mask of the caller's
-        like = None
-    if like is not None and not _needs_mask(query, key, like, dropout, options):
+    segments, mask = None, attention_mask
+    # one of another dtype is the caller's
+    if (
+        mask is not None
+        and mask.dtype == torch.bool
+        and not _needs_mask(query, key, mask, dropout, options)
+    ):
         dtype, states = autocast_dtype(query.device.type, query.dtype), (query, key, value)
         if dtype is not None:  # as autocast has it for scaled_dot_product_attention
             states = query.to(dtype), key.to(dtype), value.to(dtype)
         if serves_flash_attention(*states):
-            segments = _segments_of_call(attention_mask, len(query))
+            segments = _segments_of_call(mask, len(query))
         if segments is not None and not segments.is_causal:
             compute = segment_attention if segments.prefixes is None else prefix_attention
             return compute(*states, segments, scaling), None
     if segments is not None:  # whole rows: PyTorch may have a faster kernel
-        attention_mask, is_causal = None, True
-    elif deferred is not None:
-        attention_mask = deferred.real_mask()
+        mask, is_causal = None, True
+    elif isinstance(mask, DeferredMask):
+        mask = mask.real_mask()
     # a flag of all threads: another thread that compiles puts the warning off
     if not torch.compiler.is_compiling() and query.requires_grad and query.numel() > MOST_NUMBERS:
         _warn_of_length(query)
     how = dropout, scaling, is_causal
-    return sdpa_attention_forward(module, query, key, value, attention_mask, *how, **options)
+    return sdpa_attention_forward(module, query, key, value, mask, *how, **options)
 
 
 @once_for_each_class
@@ -271,18 +344,20 @@ def _needs_mask(
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _segments_of_call(mask: Any, rows: int) -> Segments | None:
+def _segments_of_call(mask: Tensor, rows: int) -> Segments | None:
     """Return what a mask (rows or 1, 1, T, T) describes, None for a mask that is not left out.
 
     It is read once in a call of a patched model: layers share it, and checkpointing brings it again
     in the backward pass.
     """
+    if isinstance(mask, DeferredMask):
+        described = mask.segments() if len(mask) == rows else None
+        if described is not None:
+            return described
+        mask = mask.real_mask()
     used = used_tokens_of_call()
     read_for, read_of, segments = _read.get(mask, (None, None, None))
-    deferred = mask if isinstance(mask, DeferredMask) else None
-    if deferred is not None and deferred.described is not None and not deferred.writes():
-        return deferred.described
-    of = rows, mask._version if deferred is None else deferred.writes()
+    of = rows, mask._version
     runs_again = torch._C._current_graph_task_id() != -1
     is_same = read_for is used and read_of == of
     if is_same or (runs_again and read_of is not None and read_of[0] == rows):
@@ -290,16 +365,12 @@ def _segments_of_call(mask: Any, rows: int) -> Segments | None:
     if used is None:
         return None
     with torch.inference_mode(False):
-        if deferred is not None and not deferred.writes():
-            segments = deferred.segments(rows, used.of_mask(rows, deferred.padding))
-        else:  # somebody may have written to it
-            values = mask if deferred is None else deferred.real_mask()
-            # eager's mask is added to scores: 0 where a query sees a key
-            seen = values if values.dtype == torch.bool else values == 0
-            segments = segments_of(seen[:, 0], rows, used.of_mask(rows, values))
-            if values.dtype != torch.bool:  # a bias of the caller's is no mask
-                hides = values <= torch.finfo(values.dtype).min
-                segments = segments if bool((seen | hides).all()) else None
+        # eager's mask is added to scores: 0 where a query sees a key
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        segments = segments_of(seen[:, 0], rows, used.of_mask(rows, mask))
+        if mask.dtype != torch.bool:  # a bias of the caller's is no mask
+            hides = mask <= torch.finfo(mask.dtype).min
+            segments = segments if bool((seen | hides).all()) else None
     used.without_padding |= segments is not None and segments.has_padding
     _read[mask] = used, of, segments
     return segments

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from liger_patch.kernels.attention import has_lse_of_tokens, may_serve_flash_attention
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.layers.checks import has_hooks, layers_of, names_of
-from liger_patch.layers.deferred_mask import NEED_MASKS, DeferredMask
-from liger_patch.layers.masked_attention import TABLE, UsedTokens
+from liger_patch.layers.masked_attention import TABLE, DeferredMask, UsedTokens
 from liger_patch.layers.prefixes import (
     MOST_COMPARED,
     MOST_ROWS,
@@ -47,6 +46,13 @@ from liger_patch.layers.recurrent import (
 
 LEAST_SAVED = 1 / 16  # of tokens: leaving out less saves less than gathering rows takes
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
+# with one of these in its configuration, a model's attention needs its mask
+NEED_MASKS = (
+    "attn_logit_softcapping",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+)
 MOST_FEATURES = 256  # of a head, with which flash attention serves
 SCALED_BY_POSITION = "llama_4_scaling_beta"  # of rotary embeddings: it scales queries
 # these scale queries by position too, or norm queries and keys behind rotary embeddings
@@ -102,7 +108,9 @@ def without_padding(
         "use_cache": False,  # with a cache, Transformers looks for no restarts
     }
     if groups:
-        row["attention_mask"] = DeferredMask.of_segments(one.segments, len(one.places), ids.device)
+        row["attention_mask"] = DeferredMask.of(
+            lambda: one.segments, 1, len(one.places), ids.device
+        )
     if recurrent:
         row[PACKED] = packed_rows(row["position_ids"] == 0, torch.ones_like(row["input_ids"]))
     outputs = function(backbone, **{**options, **row})

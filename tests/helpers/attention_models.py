@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from liger_patch.kernels import attention, reference, segments
-from liger_patch.layers import deferred_mask, masked_attention, unpadded
-from liger_patch.layers.deferred_mask import DeferredMask
+from liger_patch.layers import masked_attention, masks, unpadded
+from liger_patch.layers.masked_attention import DeferredMask
 
 TOKENS, WINDOW = 40, 12
 SIZES: dict[str, Any] = {
@@ -130,7 +130,7 @@ class Calls:
             self.read += 1
             return segments.segments_of(mask, rows, used)
 
-        def read_deferred(*arguments: Any, **options: Any) -> Any:
+        def read_intervals(*arguments: Any, **options: Any) -> Any:
             self.read += 1
             return segments.segments_of_intervals(*arguments, **options)
 
@@ -142,7 +142,7 @@ class Calls:
 
         monkeypatch.setattr(masked_attention, "segment_attention", flash)
         monkeypatch.setattr(masked_attention, "segments_of", read)
-        monkeypatch.setattr(deferred_mask, "segments_of_intervals", read_deferred)
+        monkeypatch.setattr(masks, "segments_of_intervals", read_intervals)
         monkeypatch.setattr(DeferredMask, "real_mask", made)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
         monkeypatch.setattr(masked_attention, "SDPA", counted)
@@ -152,9 +152,9 @@ class Calls:
             monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: True)
             for name in ("flash_forward", "flash_backward"):
                 monkeypatch.setattr(attention, name, getattr(plain_flash, name))
-            for module in (deferred_mask, unpadded):
+            for module in (masks, unpadded):
                 monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
-            monkeypatch.setattr(deferred_mask, "LEAST_NUMBERS", 1)
+            monkeypatch.setattr(masks, "LEAST_NUMBERS", 1)
 
 
 def _sink_attention(

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.layers.deferred_mask import DeferredMask
+from liger_patch.layers.masked_attention import DeferredMask
 from liger_patch.registry import available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32

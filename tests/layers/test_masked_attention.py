@@ -5,6 +5,7 @@ computes with it. On a CPU, the reference stands for flash attention.
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from attention_models import (
     causal_mask,
     make_batch,
     make_model,
+    seen_masks,
 )
 from exactness import assert_no_worse
 from slow_cases import slow_but
@@ -34,6 +36,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.layers import masked_attention
+from liger_patch.layers.masked_attention import DeferredMask
 from liger_patch.layers.replace import count_layers
 
 pytestmark = WARNINGS
@@ -252,10 +255,104 @@ def test_other_calls_keep_their_mask(
         quiet = {"inference mode": torch.inference_mode, "flex_attention": torch.no_grad}
         with quiet.get(kind, nullcontext)():
             call(model, batch)
-    assert (calls.flash, calls.read) == ([], 0)
+    assert (calls.flash, calls.read) == ([], calls.made)
     assert ran is None or len(ran) == 2
     if kind not in ("eager", "flex_attention"):
         assert calls.own == [True, True] * (1 + ("checkpoints" in kind))
+
+
+def make_mask() -> tuple[Any, Tensor]:
+    """Return a mask that was not made, and the one that it stands for."""
+    model, batch = make_model("mistral"), make_batch("packed")
+    with seen_masks(model) as seen:
+        model(**batch)
+        apply_patch(model, layers=["attention"])(**batch)
+    own, mask = seen[0], seen[2]
+    assert (type(own), type(mask)) == (Tensor, DeferredMask)
+    return mask, own
+
+
+def _saved(mask: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "numbers": lambda mask: mask.tolist(),
+    "numpy": lambda mask: mask.numpy().tolist(),
+    "text": repr,
+    "a slice": lambda mask: mask[:, :, 3:9, :7].tolist(),
+    "a sum": lambda mask: mask.sum().item(),
+    "a cast": lambda mask: mask.to(torch.float32).tolist(),
+    "a function": lambda mask: torch.where(mask, 0.0, 1.0).tolist(),
+    "strides": lambda mask: mask.stride(),
+    "a copy": lambda mask: copy.deepcopy(mask).tolist(),
+    "a pickle": lambda mask: pickle.loads(pickle.dumps(mask)).tolist(),
+    "a file": lambda mask: _saved(mask).tolist(),
+    "below autograd": lambda mask: torch.ops.aten.bitwise_not(mask).tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whoever_reads_a_mask_gets_its_values(read: Callable[[Tensor], Any], calls: Calls) -> None:
+    mask, own = make_mask()
+    assert read(mask) == read(own)
+    assert calls.made == 1
+    assert read(mask) == read(own)
+
+
+def test_sizes_of_a_mask_are_answered_without_values(calls: Calls) -> None:
+    mask, own = make_mask()
+    for each in (mask, mask.detach()):
+        assert (each.shape, each.dtype, each.device) == (own.shape, own.dtype, own.device)
+        assert (each.dim(), each.size(-1), each.numel()) == (4, own.size(-1), own.numel())
+        assert (each.requires_grad, each.is_floating_point()) == (False, False)
+    assert calls.made == 0
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_model_that_reads_its_mask_trains_as_before(
+    changed: bool, layer: int, calls: Calls
+) -> None:
+    """A hook that reads it, or that hides a key from all other tokens."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs["attention_mask"]
+        assert mask.diagonal(dim1=2, dim2=3).all()
+        if changed:
+            mask[..., 20:, 9] = False
+
+    model, batch = make_model("mistral").double(), make_batch("packed")
+    model.model.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+    own = step(model, batch)
+    calls.own.clear()
+    ours = step(apply_patch(model, layers=["attention"]), batch)
+    torch.testing.assert_close(ours, own)
+    assert calls.own == [True] * (2 - layer) * changed
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["reentrant", "not"])
+def test_positions_may_change_before_the_backward_pass(checkpointing: bool, calls: Calls) -> None:
+    """Layers keep what their mask says."""
+    model = make_model("mistral").double()
+    model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    model.enable_input_require_grads()
+
+    def changed_step() -> dict[str, Tensor]:
+        batch = make_batch("packed")
+        model.zero_grad()
+        loss = model(**batch).loss
+        batch["position_ids"].zero_()
+        loss.backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    own = changed_step()
+    apply_patch(model, layers=["attention"])
+    torch.testing.assert_close(changed_step(), own)
+    assert calls.made == 0
 
 
 @pytest.mark.parametrize("names", [["attention"], ["rotary"], ["attention", "rotary"]])

@@ -1,4 +1,6 @@
-"""Backbones whose masks are deferred: which get such a class, in which calls, and how it goes."""
+"""Transformers' masks (B, 1, T, T) are not made where attention leaves them out: of which
+backbones, in which calls, for which mask functions.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,129 @@ import torch
 from attention_models import SIZES, WARNINGS, Calls, make_batch, make_model, seen_masks
 from tiny_models import tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_step import step
 from transformers import LlamaConfig, masking_utils
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral import modeling_mistral
 
 from liger_patch import apply_patch, registry, revert_patch
-from liger_patch.layers import masks
-from liger_patch.layers.deferred_mask import DeferredMask
+from liger_patch.kernels.segments import segments_of
+from liger_patch.layers import masked_attention, masks
+from liger_patch.layers.masked_attention import DeferredMask, UsedTokens
 
 pytestmark = WARNINGS
 DYNAMO_WARNING = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
 )
+TOKENS = 512
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch, served=True)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [
+            each.untyped_storage().nbytes() // each.itemsize
+            for each in tree_leaves(result)
+            if isinstance(each, Tensor) and not isinstance(each, DeferredMask)
+        ]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+def long_batch(kind: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, SIZES["vocab_size"], (1, TOKENS), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":
+        places = [torch.arange(n) for n in (200, 1, TOKENS - 201)]
+        batch["position_ids"] = torch.cat(places)[None]
+    if kind.startswith("padded"):
+        batch["attention_mask"] = torch.ones_like(ids)
+        padding = slice(-20, None) if kind == "padded" else slice(20)  # so few stay in the batch
+        batch["attention_mask"][:, padding] = 0
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        batch["labels"][:, 20] = -100
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "checkpointing"),
+    [
+        ("llama", "packed", False),
+        ("llama", "padded left", None),
+        ("mistral", "plain", True),
+        ("gemma3_text", "plain", None),
+        ("gemma3_text", "packed", True),
+        ("gemma3_text", "padded", False),
+        ("qwen2", "packed", None),
+    ],
+)
+def test_no_tensor_of_a_mask_is_made(
+    model_type: str,
+    kind: str,
+    checkpointing: bool | None,
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+
+    def served(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        return (query * (key * value).repeat_interleave(groups, 1)).transpose(1, 2)
+
+    def sdpa(*states: Tensor, attn_mask: Tensor | None, **_: Any) -> Tensor:
+        given.append(attn_mask)
+        return served(*states).transpose(1, 2)
+
+    model, batch = apply_patch(make_model(model_type), layers=["attention"]), long_batch(kind)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    # PyTorch's own make such tensors on a CPU
+    monkeypatch.setattr(masked_attention, "segment_attention", served)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(masked_attention, "SDPA", sdpa)
+    with Largest() as largest:
+        model(**batch).loss.backward()
+    assert calls.made == 0
+    assert given == [None] * len(given)
+    assert 0 < largest.numbers < TOKENS * TOKENS
+    if checkpointing is None:
+        monkeypatch.setattr(masks, "may_serve_flash_attention", lambda *_: False)
+        with Largest() as largest, torch.no_grad():
+            model(**batch)
+        assert largest.numbers >= TOKENS * TOKENS
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_masks_of_few_numbers_are_made(
+    more: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "LEAST_NUMBERS", TOKENS * TOKENS + more)
+    model = apply_patch(make_model("llama"), layers=["attention"])
+    with seen_masks(model) as seen:
+        model(**long_batch("packed"))
+    assert [type(mask) for mask in seen] == [Tensor if more else DeferredMask] * 2
+
+
+@pytest.mark.parametrize("name", masks.NEED_MASKS)
+def test_masks_that_attention_needs_are_made_at_once(name: str, calls: Calls) -> None:
+    model = apply_patch(make_model("mistral"), layers=["attention"])
+    setattr(model.config, name, 0.5)
+    with seen_masks(model) as seen:
+        step(model, make_batch("packed"))
+    assert [type(mask) for mask in seen] == [Tensor] * 2
 
 
 def _compiled_layer(model: Any) -> None:
@@ -75,20 +182,15 @@ CHANGES: dict[str, tuple[Callable[[Any], None], type]] = {  # of a layer, and th
 
 
 @DYNAMO_WARNING
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_masks_are_real_where_a_compiled_or_replaced_forward_is_given_them(
-    name: str, when: str, calls: Calls
+    name: str, calls: Calls
 ) -> None:
     """And deferred where other modules have such a forward."""
     change, expected = CHANGES[name]
     model, batch = make_model("mistral").double(), make_batch("packed")
     own, seen = step(model, batch), []
-    for now in ("before", "after"):
-        if now == when:
-            change(model)
-        if now == "before":
-            apply_patch(model, layers=["attention"])
+    change(apply_patch(model, layers=["attention"]))
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(type(kwargs["attention_mask"])), with_kwargs=True
     )
@@ -182,3 +284,121 @@ def test_classes_whose_code_is_not_transformers_stay() -> None:
     apply_patch(model, layers=["attention"])
     assert type(model.model) is Own
     assert masks.mask_deferring_class(Own(LlamaConfig(**SIZES))) is None
+
+
+def ask(function: Callable[..., Any], mask_function: Callable[..., Any], **options: Any) -> Any:
+    """Call ``sdpa_mask`` as Transformers does, with the arguments that its version has."""
+    rows, tokens = options.pop("rows", 2), options.pop("tokens", 24)
+    names = inspect.signature(masking_utils.sdpa_mask).parameters
+    if "cache_position" in names:
+        options["cache_position"] = torch.arange(tokens)
+    else:
+        options["q_length"], options["device"] = tokens, torch.device("cpu")
+    given = {"batch_size": rows, "kv_length": tokens, "dtype": torch.bfloat16, **options}
+    return function(mask_function=mask_function, **given)
+
+
+def packed(base: Callable[..., Any], sequences: Tensor, positions: Tensor) -> Callable[..., Any]:
+    """Return what Transformers makes for packed rows: its later versions use the positions."""
+    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if make is not None:
+        return make(base, positions, sequences)
+    return masking_utils.and_masks(base, masking_utils.packed_sequence_mask_function(sequences))
+
+
+BASES: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "causal": (masking_utils.causal_mask_function, None),
+    "window": (masking_utils.sliding_window_causal_mask_function(7), 7),
+    "chunks": (masking_utils.chunked_causal_mask_function(9, torch.tensor([0, 4])), 9),
+}
+
+
+def masks_of(
+    mask_function: Callable[..., Any], used: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the mask that a backbone gets, and Transformers' own."""
+    may_defer, found = options.pop("may_defer", True), UsedTokens(lambda: used)
+
+    def described(**given: Any) -> Any:
+        return masks.deferred_sdpa_mask(lambda: may_defer, found, given)
+
+    ours = ask(described, mask_function, **options)
+    return ours, ask(masking_utils.sdpa_mask, mask_function, **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("base", BASES)
+def test_segments_are_those_of_the_mask(base: str, seed: int, calls: Calls) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(2, 24, generator=generator) < 0.2
+    starts[:, 0] = True
+    place = torch.arange(24).expand(2, -1)
+    positions = place - torch.where(starts, place, 0).cummax(-1).values
+    function, window = BASES[base]
+    options: dict[str, Any] = {"local_size": window, "allow_is_causal_skip": True}
+    if seed % 3 == 0:
+        function = packed(function, starts.cumsum(-1), positions)
+        options["allow_is_causal_skip"] = False
+    if seed % 3 == 1:
+        options["attention_mask"] = (place >= torch.tensor([[0], [4]])) & (place < 20)
+    if seed % 3 == 2:
+        options["attention_mask"] = torch.rand(2, 24, generator=generator) < 0.9
+    kept = options.get("attention_mask", torch.ones(2, 24, dtype=torch.bool))
+    for used in (None, kept):
+        mask, own = masks_of(function, used, **options)
+        expected = segments_of(own[:, 0], 2, used)
+        assert isinstance(mask, DeferredMask)
+        assert str(mask.segments()) == str(expected)
+        assert (mask.value is None) == (expected is not None)
+        assert torch.equal(mask[:, 0][kept], own[:, 0][kept])
+
+
+CAUSAL = masking_utils.causal_mask_function
+NO_INTERVALS = {
+    "a sequence that goes on": (torch.tensor([[0] * 8 + [1] * 8 + [0] * 8]), torch.arange(24)),
+    "positions that jump": (torch.zeros(1, 24).long(), torch.arange(24).roll(3)),
+}
+
+
+@pytest.mark.parametrize("kind", NO_INTERVALS)
+def test_sequences_that_are_no_intervals_keep_their_mask(kind: str, calls: Calls) -> None:
+    sequences, positions = NO_INTERVALS[kind]
+    if kind == "positions that jump" and not hasattr(
+        masking_utils, "packed_sequence_compatibility_function"
+    ):
+        pytest.skip("this version of Transformers does not use the positions")
+    function = packed(CAUSAL, sequences, positions[None])
+    options = {"rows": 1, "allow_is_causal_skip": False}
+    mask, own = masks_of(function, **options)
+    assert isinstance(mask, DeferredMask)
+    assert mask.segments() is segments_of(own[:, 0], 1) is None
+    assert torch.equal(mask, own)
+
+
+def _users(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx <= q_idx
+
+
+HALVES = masking_utils.packed_sequence_mask_function(torch.arange(24).expand(2, -1) // 12)
+OTHERS: dict[str, dict[str, Any]] = {
+    "a user's": {"mask_function": _users},
+    "a user's, combined": {"mask_function": masking_utils.and_masks(CAUSAL, _users)},
+    "a union": {"mask_function": masking_utils.or_masks(CAUSAL, _users)},
+    "bidirectional": {"mask_function": masking_utils.bidirectional_mask_function},
+    "packed twice": {"mask_function": masking_utils.and_masks(CAUSAL, HALVES, HALVES)},
+    "by vmap": {"mask_function": CAUSAL, "use_vmap": True},
+    "fewer queries": {"mask_function": CAUSAL, "kv_length": 30},
+    "whoever gets it reads memory": {"mask_function": CAUSAL, "may_defer": False},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_masks_are_made_at_once(kind: str, calls: Calls) -> None:
+    mask, own = masks_of(**{"allow_is_causal_skip": False, **OTHERS[kind]})
+    assert type(mask) is Tensor
+    assert torch.equal(mask, own)
+
+
+@pytest.mark.parametrize("attention_mask", [None, torch.ones(2, 24, dtype=torch.bool)])
+def test_no_mask_stays_none(attention_mask: Tensor | None, calls: Calls) -> None:
+    assert masks_of(CAUSAL, attention_mask=attention_mask) == (None, None)
