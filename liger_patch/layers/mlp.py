@@ -1,13 +1,14 @@
 """Derive the classes of gated feed-forward layers on kernels, each from a layer's own class.
 
 GATES says what the kernel must know of a class. A probe tests it before a layer is replaced:
-another version of Transformers may compute something else under the same names.
+another version of Transformers may compute something else under the same names. Layers that do more
+than ``down(act(gate) * up)``, as with dropout or a scale, run their own code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from liger_patch.layers.checks import (
     needs_own_code,
     packs_saved_tensors,
 )
-from liger_patch.layers.gates import GATES, Gate
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.layers.probing import configuration, few_numbers, probe_of, results_match
@@ -43,6 +43,36 @@ ACTIVATIONS = {
 }
 
 
+class Gate(NamedTuple):
+    """The attributes by which a class computes ``down(act(gate) * up)``."""
+
+    projections: tuple[str, ...]  # of gate and up; one whose product has both as its halves
+    activation: str = "act_fn"
+    down: str = "down_proj"
+
+    def products(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return gate and up, None for the second half of the first."""
+        gate, *up = (getattr(layer, name)(x) for name in self.projections)
+        return gate, up[0] if up else None
+
+
+TWO = "gate_proj", "up_proj"
+GATES = {  # by the names in the code of forward
+    frozenset(names.split()): gate
+    for names, gate in {
+        "act_fn down_proj gate_proj up_proj": Gate(TWO),
+        "act_fn down_proj dtype float gate_proj to up_proj": Gate(TWO),
+        # of Gemma 3n, where its gate is not sparse
+        "_gaussian_topk act_fn activation_sparsity down_proj gate_proj up_proj": Gate(TWO),
+        "activation_fn down_proj gate_proj up_proj": Gate(TWO, "activation_fn"),
+        "activation_fn chunk down_proj gate_up_proj": Gate(("gate_up_proj",), "activation_fn"),
+        "activation chunk input_linear output_linear": Gate(
+            ("input_linear",), "activation", "output_linear"
+        ),
+    }.items()
+}
+
+
 def mlp_class(module: Any) -> Any:
     """Return the class that puts a feed-forward layer on a kernel, or None.
 
@@ -52,7 +82,8 @@ def mlp_class(module: Any) -> Any:
     gate = GATES.get(names_of(type(module)))
     if gate is None or not is_transformers(type(module).forward):
         return None
-    if any(p is not None for p in module._parameters.values()):
+    is_sparse = getattr(module, "activation_sparsity", 0.0) > 0.0
+    if is_sparse or any(p is not None for p in module._parameters.values()):
         return None
     activation = _activation(getattr(module, gate.activation))
     if activation is None or not _agree(module, gate, activation):
@@ -72,7 +103,7 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
     """Return whether the layer's own forward computes what its gate says, on a small input."""
 
     def on_kernel(layer: Any, x: Tensor) -> Tensor:
-        return _result(layer, gate, run_gated(*gate.products(layer, x), activation))
+        return getattr(layer, gate.down)(run_gated(*gate.products(layer, x), activation))
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         return [forward(_with_few_features(module, gate), few_numbers(2, PROBED_HIDDEN))]
@@ -80,13 +111,8 @@ def _agree(module: Any, gate: Gate, activation: str) -> bool:
     return results_match(lambda: results(type(module).forward), lambda: results(on_kernel))
 
 
-def _result(layer: Any, gate: Gate, y: Tensor) -> Tensor:
-    """Return the layer's result from act(gate) * up."""
-    return getattr(layer, gate.down)(y) if gate.result is None else gate.result(layer, y)
-
-
 def _with_few_features(module: Any, gate: Gate) -> Any:
-    """Return a copy with small projections, without hooks, and in evaluation: it drops nothing."""
+    """Return a copy with small projections, without hooks."""
     first = 2 * PROBED_SIZE // len(gate.projections)  # features of each product of the input
     shapes = {name: (first, PROBED_HIDDEN) for name in gate.projections}
     shapes[gate.down] = PROBED_HIDDEN, PROBED_SIZE
@@ -127,7 +153,7 @@ def gated_layer(original: Any) -> type[nn.Module]:
     product with up are one kernel.
     """
     own = GATES[names_of(original)]
-    is_plain, projections = own.is_plain, (*own.projections, own.down)
+    projections = *own.projections, own.down
 
     def forward(self, x: Tensor) -> Tensor:
         if is_left_to_model(self, x):
@@ -138,16 +164,17 @@ def gated_layer(original: Any) -> type[nn.Module]:
             return original.forward(self, x)
         modules = [getattr(self, name) for name in projections]
         # hooks are asked for before weights are read: under ZeRO-3, reading gathers them
-        if not has_hooks(*modules) and is_plain(self):
+        if not has_hooks(*modules):
             y = _as_one_function(x, modules, kind)
             if y is not None:
                 return y
         gate, up = own.products(self, x)
+        down = modules[-1]
         if needs_own_code(gate, up):
             return original.forward(self, x)
         if up is not None and gate.dtype != up.dtype:  # an adapter of another dtype on one of them
-            return _result(self, own, act(gate) * up)
-        return _result(self, own, run_gated(gate, up, kind))
+            return down(act(gate) * up)
+        return down(run_gated(gate, up, kind))
 
     return derived_class(original, gated_layer, forward=forward, _liger_patch_layers=("gated",))
 

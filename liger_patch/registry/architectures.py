@@ -106,7 +106,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("exaone4_5", "Exaone4_5_ForConditionalGeneration", "Others"),
     Architecture("exaone_moe", "ExaoneMoeForCausalLM", "Others", SHARED),
     Architecture("falcon", "FalconForCausalLM", "Others", "rotary"),
-    Architecture("falcon_h1", "FalconH1ForCausalLM", "Others", HYBRID),
+    Architecture(
+        "falcon_h1", "FalconH1ForCausalLM", "Others", "rms_norm rotary attention recurrent"
+    ),
     Architecture("falcon_mamba", "FalconMambaForCausalLM", "Others", "rms_norm"),
     Architecture("flex_olmo", "FlexOlmoForCausalLM", "Others", ROUTED),
     Architecture("flint", "FlintForCausalLM", "Others", SHARED),
@@ -172,9 +174,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "rms_norm attention gated experts recurrent",
     ),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Others", SHARED),
-    Architecture(
-        "kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "Others", "rms_norm attention gated"
-    ),
+    Architecture("kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "Others", "rms_norm attention"),
     Architecture("laguna", "LagunaForCausalLM", "Others", SHARED),
     Architecture("lfm2", "Lfm2ForCausalLM", "Others", "rms_norm rotary attention"),
     Architecture(
@@ -221,14 +221,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("mllama", "MllamaForConditionalGeneration", "Llama"),
     Architecture("mllama_text_model", "MllamaForCausalLM", "Llama"),
     Architecture(
-        "modernbert-decoder", "ModernBertDecoderForCausalLM", "Others", "rotary attention gated"
+        "modernbert-decoder", "ModernBertDecoderForCausalLM", "Others", "rotary attention"
     ),
     Architecture("moshi", "MoshiForCausalLM", "Others", "rms_norm rotary attention"),
     Architecture(
         "moss_transcribe_diarize", "MossTranscribeDiarizeForConditionalGeneration", "Others"
     ),
     Architecture("mpt", "MptForCausalLM", "Others", ""),
-    Architecture("mt5", "MT5ForConditionalGeneration", "Others", "rms_norm attention gated"),
+    Architecture("mt5", "MT5ForConditionalGeneration", "Others", "rms_norm attention"),
     Architecture("muse_glimmer", "MuseGlimmerForConditionalGeneration", "Others"),
     Architecture("musicflamingo", "MusicFlamingoForConditionalGeneration", "Others"),
     Architecture("nanochat", "NanoChatForCausalLM", "Others", "rms_norm rotary attention"),
@@ -285,7 +285,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("rwkv", "RwkvForCausalLM", "Others", ""),
     Architecture("seamless_m4t", "SeamlessM4TForTextToText", "Others", "attention"),
     Architecture("seamless_m4t_v2", "SeamlessM4Tv2ForTextToText", "Others", "attention"),
-    Architecture("seed_oss", "SeedOssForCausalLM", "Others"),
+    Architecture("seed_oss", "SeedOssForCausalLM", "Others", "rms_norm rotary attention"),
     Architecture("smollm3", "SmolLM3ForCausalLM", "Others"),
     Architecture("smolvlm", "SmolVLMForConditionalGeneration", "Others"),
     Architecture("solar_open", "SolarOpenForCausalLM", "Others", SHARED),
@@ -299,9 +299,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "rms_norm attention",
     ),
     Architecture("t5", "T5ForConditionalGeneration", "Others", "rms_norm attention"),
-    Architecture("t5gemma", "T5GemmaForConditionalGeneration", "Others"),
-    Architecture("t5gemma2", "T5Gemma2ForConditionalGeneration", "Others", "rms_norm rotary gated"),
-    Architecture("umt5", "UMT5ForConditionalGeneration", "Others", "rms_norm attention gated"),
+    Architecture(
+        "t5gemma", "T5GemmaForConditionalGeneration", "Others", "rms_norm rotary attention"
+    ),
+    Architecture("t5gemma2", "T5Gemma2ForConditionalGeneration", "Others", "rms_norm rotary"),
+    Architecture("umt5", "UMT5ForConditionalGeneration", "Others", "rms_norm attention"),
     Architecture("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", "Others", SHARED),
     Architecture("vaultgemma", "VaultGemmaForCausalLM", "Gemma"),
     Architecture("vibevoice", "VibeVoiceForConditionalGeneration", "Others"),

@@ -1,80 +1,49 @@
-"""Gated feed-forward layers of Transformers' own classes on kernels, in 16 bits and in 32, with
-dropout and without: results and every gradient against float64, no worse than the class's own.
+"""Gated feed-forward layers of Transformers' own classes: which have a kernel, and that results and
+every gradient are no worse than the class's own against float64, in 16 bits and in 32.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from layer_checks import as_of, check
+from layer_checks import check
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from liger_patch import apply_patch
 from liger_patch.layers import mlp
-from liger_patch.layers.checks import LAYER_NAMES
-from liger_patch.layers.gates import GATES
+from liger_patch.layers.checks import LAYER_NAMES, layers_of
 from liger_patch.layers.mlp import mlp_class
+from liger_patch.layers.replace import count_layers
 
 HIDDEN, SIZE = 24, 40
 CONFIGURATION = {  # every field that a class reads
-    "d_ff": SIZE,
-    "d_model": HIDDEN,
-    "dense_act_fn": "gelu_new",
-    "dropout_rate": 0.0,
     "hidden_act": "silu",
-    "hidden_activation": "gelu",
     "hidden_size": HIDDEN,
     "intermediate_size": SIZE,
     "mlp_bias": False,
-    "mlp_dropout": 0.0,
-    "mlp_multipliers": (0.7, 1.3),
-    "residual_dropout": 0.0,
     "shared_intermediate_size": SIZE,
 }
 FOLDERS = {
     "BeamMLP": "beam",
-    "FalconH1MLP": "falcon_h1",
     "GraniteMoeHybridMLP": "granitemoehybrid",
     "GraniteMoeSharedMLP": "granitemoeshared",
-    "Kosmos2_5VisionMlp": "kosmos2_5",
-    "LongT5DenseGatedActDense": "longt5",
-    "MT5DenseGatedActDense": "mt5",
-    "ModernBertDecoderMLP": "modernbert_decoder",
     "PixtralMLP": "pixtral",
-    "Pop2PianoDenseGatedActDense": "pop2piano",
-    "SeedOssMLP": "seed_oss",
-    "T5DenseGatedActDense": "t5",
-    "T5Gemma2MLP": "t5gemma2",
-    "T5GemmaMLP": "t5gemma",
-    "UMT5DenseGatedActDense": "umt5",
-}
-DROPPING = {  # the attribute that says how much
-    "Kosmos2_5VisionMlp": "dropout",
-    "LongT5DenseGatedActDense": "dropout",
-    "ModernBertDecoderMLP": "drop",
-    "SeedOssMLP": "residual_dropout",
-    "T5DenseGatedActDense": "dropout",
-    "T5GemmaMLP": "dropout",
 }
 
 
-def own_layer(name: str, dropout: float = 0.0) -> Any:
-    """A layer of the class in training mode, which drops this share of features."""
+def own_layer(name: str) -> Any:
     folder = FOLDERS[name]
     module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
     layer = getattr(module, name)(SimpleNamespace(**CONFIGURATION)).train()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
-    attribute = DROPPING.get(name, "")
-    for each in {attribute, "dropout", "residual_dropout"} & {*vars(layer), *layer._modules}:
-        share = dropout if each == attribute else 0.0
-        if isinstance(getattr(layer, each), nn.Dropout):
-            getattr(layer, each).p = share
-        else:
-            setattr(layer, each, share)
     return layer
 
 
@@ -92,7 +61,6 @@ def hold_to_the_rule(layer: Any, dtype: torch.dtype) -> None:
     inputs["x"] = torch.randn(2, 5, HIDDEN).to(dtype)
 
     def result(module: Any, x: Tensor, **weights: Tensor) -> Tensor:
-        torch.manual_seed(1)  # the same features are dropped
         named = {name.replace("__", "."): value for name, value in weights.items()}
         return torch.func.functional_call(module, named, (x,))
 
@@ -100,85 +68,181 @@ def hold_to_the_rule(layer: Any, dtype: torch.dtype) -> None:
     check(lambda **t: result(replaced, **t), lambda **t: result(layer, **t), inputs)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that ran, by name."""
-    found: list[str] = []
-    for name in ("run_gated", "run_gated_mlp"):
-        function = getattr(mlp, name)
-
-        def counted(
-            *arguments: Any, _name: str = name, _own: Any = function, **options: Any
-        ) -> Any:
-            found.append(_name)
-            return _own(*arguments, **options)
-
-        monkeypatch.setattr(mlp, name, counted)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_layers_compute_what_their_class_does(
-    name: str, dtype: torch.dtype, calls: list[str]
+def test_layers_compute_what_their_class_does(name: str, dtype: torch.dtype) -> None:
+    hold_to_the_rule(own_layer(name), dtype)
+
+
+def make_model(model_type: str = "llama") -> Any:
+    return tiny_model(ROWS[model_type])
+
+
+ACTIVATIONS = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "quick_gelu", "relu"]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_that_have_a_kernel(activation: str) -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = ACT2FN[activation]
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    has_none = activation in ("quick_gelu", "relu")
+    if has_none:
+        with pytest.raises(ValueError, match=r"no gated layer .* activation of gated"):
+            apply_patch(model, layers=["gated"])
+    counts = count_layers(apply_patch(model, layers=True))
+    assert counts["gated"] == (0 if has_none else 2)
+    torch.testing.assert_close(model(**batch).loss, truth)
+
+
+def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(make_model(), layers=True)
+    activation, calls = type(model.model.layers[0].mlp.act_fn), []
+    monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
+    model(**tiny_batch(model))
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
+def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
+    model, calls = make_model(model_type), []
+    if when == "after":
+        apply_patch(model, layers=True)
+    activation = getattr(model.model.layers[0].mlp, name)
+    activation.register_forward_hook(lambda *_: calls.append(1))
+    if when == "before":
+        apply_patch(model, layers=True)
+    model(**tiny_batch(model))
+    assert calls == [1]
+
+
+class Partitioned(dict):
+    """The parameters of a module under ZeRO-3, whose hooks gather them for the module's forward."""
+
+    is_gathered = False
+
+    def __getitem__(self, name: str) -> Any:
+        assert self.is_gathered, f"{name} would be gathered once more"
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = own_layer(name)
-    on_kernels(layer)
-    calls.clear()
-    hold_to_the_rule(layer, dtype)
-    assert set(calls) <= {"run_gated", "run_gated_mlp"}
-    assert calls
+    """ZeRO-3 hooks every module."""
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        parameters: Any = module._parameters
+        parameters.is_gathered = not parameters.is_gathered
+
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model, batch = make_model(model_type), tiny_batch(make_model(model_type))
+    truth = model(**batch).loss
+    layers = [m for m in apply_patch(model).modules() if "gated" in layers_of(m)]
+    for module in (each for layer in layers for each in layer.modules()):
+        vars(module)["_parameters"] = Partitioned(module._parameters)
+        module.register_forward_pre_hook(hook)
+        module.register_forward_hook(hook)
+    calls, gated = [], mlp.run_gated
+    monkeypatch.setattr(mlp, "run_gated", lambda *a, **o: calls.append(1) or gated(*a, **o))
+    torch.testing.assert_close(model(**batch).loss, truth)
+    assert len(calls) == len(layers) > 0
 
 
-@pytest.mark.parametrize("name", [each for each in FOLDERS if each != "FalconH1MLP"])
-def test_plain_layers_are_one_function(name: str, calls: list[str]) -> None:
-    layer = on_kernels(own_layer(name))
-    calls.clear()
-    layer(torch.randn(2, HIDDEN))
-    assert calls == ["run_gated_mlp"]
+def swapped(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-@pytest.mark.parametrize("name", DROPPING)
-def test_layers_that_drop_features_are_two_functions(name: str, calls: list[str]) -> None:
-    layer = own_layer(name, dropout=0.5)
-    replaced = on_kernels(layer)
-    x = torch.randn(50, HIDDEN)
-    calls.clear()
-    results = []
-    for each in (layer, replaced):
-        torch.manual_seed(0)
-        results.append(each(x))
-    torch.testing.assert_close(*results)
-    assert calls == ["run_gated"]
-    assert not torch.equal(replaced(x), results[1])  # other features
-    hold_to_the_rule(layer, torch.float32)
+def another_product(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
 
 
-def test_a_last_product_in_float32_takes_float32() -> None:
-    """As T5's in a 16-bit model."""
-    layer = own_layer("T5DenseGatedActDense").bfloat16()
-    layer.wo.float()
-    x = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
-    ours, eager = on_kernels(layer)(x), layer(x)
-    assert ours.dtype == eager.dtype == torch.float32
-    truth = copy.deepcopy(layer).double()(x.double())
-    assert (ours - truth).abs().max() <= 2 * (eager - truth).abs().max()
+@pytest.mark.parametrize("forward", [swapped, another_product])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_layer_that_computes_something_else_is_left_alone(
+    hooked: bool, forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version of Transformers might, of the same names."""
+    if hooked:  # of all modules: then the layers that are replaced take the model's own way
+        hooks = nn.modules.module._global_forward_hooks
+        monkeypatch.setitem(hooks, -1, lambda *_: None)
+    model = make_model()
+    layer = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
+    monkeypatch.setattr(layer, "forward", forward)
+    counts = {
+        "rms_norm": 5,
+        "rotary": 2,
+        "attention": 2,
+        "gated": 0,
+        "experts": 0,
+        "recurrent": 0,
+        "delta_net": 0,
+        "lora": 0,
+    }
+    assert count_layers(apply_patch(model, layers=True)) == counts
 
 
-def test_gate_and_up_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their names are as long as each other."""
-    layer = own_layer("T5DenseGatedActDense")
-    own = type(layer).forward
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
+def test_layers_of_one_configuration_are_probed_once(
+    model_type: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, probes = make_model(model_type), []
+    if adapters:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
+    real = mlp.results_match
+    monkeypatch.setattr(mlp, "results_match", lambda *ways: probes.append(1) or real(*ways))
+    for number in (1, 2):  # a second patch tries again: a class may compute something else by then
+        assert count_layers(apply_patch(model, layers=True))["gated"] == 2
+        assert len(probes) == number
 
-    def other_way_round(self: Any, hidden_states: Tensor) -> Tensor:
-        other = copy.copy(self)
-        other._modules = {**self._modules, "wi_0": self.wi_1, "wi_1": self.wi_0}
-        return own(other, hidden_states)
 
-    monkeypatch.setitem(
-        GATES,
-        mlp.names_of(type("Other", (), {"forward": other_way_round})),
-        GATES[mlp.names_of(type(layer))],
-    )
-    monkeypatch.setattr(type(layer), "forward", as_of(own.__module__, other_way_round))
-    assert mlp_class(layer) is None
+def test_a_layer_whose_activation_is_configured_otherwise_is_probed_for_itself() -> None:
+    model = make_model("gemma2")
+    model.model.layers[1].mlp.act_fn.act = nn.functional.relu
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
+
+
+def test_a_sparse_gate_is_left_to_the_model() -> None:
+    model = make_model("gemma3n_text")
+    model.model.layers[0].mlp.activation_sparsity = 0.95
+    with torch.device("meta"):  # the others are tried on the CPU
+        apply_patch(model, layers=True)
+    assert count_layers(model)["gated"] == len(model.model.layers) - 1
+
+
+def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:
+    model, calls = make_model(), []
+    layer = model.model.layers[0].mlp
+    for module in (layer, *layer.children()):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    try:
+        apply_patch(model, layers=True)
+    finally:
+        hook.remove()
+    assert torch.rand(()) == expected
+    assert count_layers(model)["gated"] == 2
+    assert not calls
+
+
+def test_an_activation_of_another_class_is_left_alone() -> None:
+    class SiLU(torch.nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = make_model()
+    model.model.layers[0].mlp.act_fn = SiLU()
+    batch = tiny_batch(model)
+    truth = model(**batch).loss
+    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
+    torch.testing.assert_close(model(**batch).loss, truth)
