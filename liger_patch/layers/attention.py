@@ -1,7 +1,10 @@
 """Derive the classes of attentions on kernels, each from its own class.
 
-An attention's own code runs, with other functions under two kinds of names: the rotary functions
-(``rotations``), and the table of attention functions (``masked_attention``).
+An attention's own code runs, with other functions under two kinds of names: the table of attention
+functions (``masked_attention``), and the rotary functions. Two tables say what the kernel must know
+of these: ROTATIONS and ATTENTIONS. A probe tests it before an attention is replaced.
+
+B: batch size, T: tokens, D: features of a query or key.
 """
 
 from __future__ import annotations
@@ -9,14 +12,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_patch.kernels.graphs import is_compiled_here
-from liger_patch.layers.checks import is_left_to_model, layers_of
+from liger_patch.kernels.rotary import rotary
+from liger_patch.layers.checks import (
+    is_left_to_model,
+    layers_of,
+    names_of,
+    needs_own_code,
+    probing,
+    results_match,
+)
 from liger_patch.layers.lora import computed_together
 from liger_patch.layers.masked_attention import (
     TABLE,
@@ -26,8 +38,7 @@ from liger_patch.layers.masked_attention import (
     own_attention_with_sinks,
 )
 from liger_patch.layers.other_globals import OtherTable, decorated_again, with_other_globals
-from liger_patch.layers.rotations import rotates_or_falls_back, rotations_of
-from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
 
 NAMES = "rotary", "attention"  # of the layers that an attention may be
 
@@ -123,3 +134,202 @@ def _forward_on_kernels(function: Any, values: dict[str, Any]) -> Any:
 
     vars(forward)["look_up"] = look_up
     return forward
+
+
+def _rotate_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, T, num_heads, D) by angles cos + i sin (Llama 4)."""
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _rotate_heads_by_complex(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (B, num_heads, T, D) by angles cos + i sin (DeepSeek V2)."""
+    return rotary(q, k, angles.real, angles.imag, interleaved=True, dtype=q.dtype)
+
+
+def _rotate_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate x (T, num_heads, D), the patches of all images (Qwen2-VL), or
+    x (B, T, num_heads, D) (Kimi K2.5), by tables (T, D).
+    """
+    is_batch = q.dim() == 4
+    if not is_batch:
+        q, k = q[None], k[None]
+    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos[None], sin[None], dtype=q.dtype)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return (q, k) if is_batch else (q[0], k[0])
+
+
+def _rotate_pairs_to_halves(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate features in pairs; the results hold halves (DeepSeek V3)."""
+    half = cos.shape[-1] // 2
+    rotated = rotary(q, k, cos[..., :half], sin[..., :half], interleaved=True, grouped=True)
+    return rotated[0], None if k is None else rotated[1]
+
+
+def _rotate_in_own_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables of any dtype; results have the dtype of q and k (OLMo 2)."""
+    return rotary(q, k, cos, sin, dtype=q.dtype)
+
+
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Rotate q or k alone; dimension ``unsqueeze_dim`` has size num_heads (Gemma 3n and 4)."""
+    rotated, _ = rotary(x.transpose(1, unsqueeze_dim), None, cos, sin)
+    return rotated.transpose(1, unsqueeze_dim)
+
+
+def _rotate_pairs(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, beside: bool = False, own_dtype: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate features in pairs. Tables hold each angle twice, in their second half or side by side.
+    Results have the dtype of q * cos, or of q.
+    """
+    half = cos.shape[-1] // 2
+    cos, sin = (each[..., ::2] if beside else each[..., :half] for each in (cos, sin))
+    return rotary(q, k, cos, sin, interleaved=True, dtype=q.dtype if own_dtype else None)
+
+
+_rotate_pairs_in_own_dtype = functools.partial(_rotate_pairs, own_dtype=True)  # ERNIE 4.5
+_rotate_neighbours = functools.partial(_rotate_pairs, beside=True, own_dtype=True)  # Cohere
+_rotate_neighbours_in_promoted_dtype = functools.partial(_rotate_pairs, beside=True)  # GLM-4.1V
+
+
+def _rotate_by_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by tables (B, T, D / 2), which hold each angle once (gpt-oss)."""
+    return rotary(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def _rotate_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by the negative angles (nanochat)."""
+    return rotary(q, k, cos, -sin)
+
+
+ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that an attention calls
+    "apply_rotary_emb": _rotate_by_complex,
+    "apply_rotary_pos_emb": rotary,
+    "apply_rotary_pos_emb_interleave": _rotate_pairs_to_halves,
+    "apply_rotary_pos_emb_vision": _rotate_patches,
+}
+# attentions whose only rotary function does something else than ROTATIONS says
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "BeamAttention": _rotate_in_own_dtype,
+    "Cohere2Attention": _rotate_neighbours,
+    "Cohere2MoeAttention": _rotate_neighbours,
+    "CohereAttention": _rotate_neighbours,
+    "DeepseekV2Attention": _rotate_heads_by_complex,
+    "Ernie4_5Attention": _rotate_pairs_in_own_dtype,
+    "Ernie4_5_MoeAttention": _rotate_pairs_in_own_dtype,
+    "EvollaAttention": _rotate_in_own_dtype,
+    "FlexOlmoAttention": _rotate_in_own_dtype,
+    "Gemma3nTextAttention": _rotate_one,
+    "Gemma4TextAttention": _rotate_one,
+    "Gemma4UnifiedTextAttention": _rotate_one,
+    "Glm4Attention": _rotate_pairs,
+    "Glm4vTextAttention": _rotate_neighbours_in_promoted_dtype,
+    "GlmAttention": _rotate_pairs,
+    "GlmOcrTextAttention": _rotate_neighbours_in_promoted_dtype,
+    "GptOssAttention": _rotate_by_halves,
+    "HeliumAttention": _rotate_pairs,
+    "Lfm3Attention": _rotate_in_own_dtype,
+    "ModernBertDecoderAttention": _rotate_in_own_dtype,
+    "NanoChatAttention": _rotate_backwards,
+    "Olmo2Attention": _rotate_in_own_dtype,
+    "Olmo3Attention": _rotate_in_own_dtype,
+    "OlmoAttention": _rotate_in_own_dtype,
+    "OlmoHybridAttention": _rotate_in_own_dtype,
+}
+PROBED = 8  # features of a probe's query and key
+
+
+def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Return what the kernel has for each rotary function that an attention's forward names: one,
+    or two between which its configuration chooses (DeepSeek V3). None where one of them is not
+    Transformers' own, or computes something else than the tables say.
+    """
+    names = sorted(names_of(cls) & ROTATIONS.keys())
+    rotations = {name: ROTATIONS[name] for name in names}
+    if len(names) == 1 and own_name(cls) in ATTENTIONS:
+        rotations = {names[0]: ATTENTIONS[own_name(cls)]}
+    for name, rotate in rotations.items():
+        own = inspect.unwrap(cls.forward).__globals__.get(name)
+        if own is None or not is_transformers(own) or not _agree(own, name, rotate):
+            return {}
+    return rotations
+
+
+def _agree(own: Callable[..., Any], name: str, rotate: Callable[..., Any]) -> bool:
+    """Return whether both rotate the same way, by every form of tables that ``own`` can take."""
+
+    def results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+        rotated = function(*arguments)
+        return [rotated] if isinstance(rotated, Tensor) else list(rotated)
+
+    compared = False
+    with probing():
+        for arguments in _trials(name, rotate):
+            try:
+                expected = results(own, arguments)
+            except Exception:  # this function does not take such tables
+                continue
+            if not results_match(lambda e=expected: e, lambda a=arguments: results(rotate, a)):
+                return False
+            compared = True
+    return compared
+
+
+def _trials(name: str, rotate: Callable[..., Any]) -> Iterator[tuple]:
+    """Yield arguments for a function of this name: queries and keys in two dtypes, tables that are
+    as wide as these, or half as wide, for features that are rotated in part.
+    """
+    tokens, angles = 3, torch.arange(3 * PROBED, dtype=torch.float32).view(1, 3, PROBED)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = (0.7 * torch.arange(4.0 * tokens * PROBED)).cos().view(1, 4, tokens, PROBED).to(dtype)
+        k = q[:, 1:3].flip(1)
+        if name == "apply_rotary_emb":
+            half = angles[..., : PROBED // 2]
+            if rotate is _rotate_by_complex:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            yield q, k, torch.polar(torch.ones_like(half), half)
+            continue
+        if name == "apply_rotary_pos_emb_vision":
+            q, k, table = q.transpose(1, 2), k.transpose(1, 2), angles[0]
+            yield q[0], k[0], table.cos(), table.sin()
+            yield q, k, table.cos(), table.sin()
+            continue
+        for width in (PROBED, PROBED // 2):
+            table = angles[..., :width]
+            # the only tables that the models of these rotations have
+            if rotate in (_rotate_neighbours, _rotate_neighbours_in_promoted_dtype):
+                table = table[..., ::2].repeat_interleave(2, -1)
+            elif rotate is _rotate_pairs_to_halves:
+                table = torch.cat((angles[..., : PROBED // 2],) * 2, -1)
+            if rotate is _rotate_one:
+                yield q, table.cos(), table.sin()
+            else:
+                yield q, k, table.cos(), table.sin()
+
+
+def rotates_or_falls_back(
+    own: Callable[..., Any], name: str, rotate: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls ``rotate`` if the kernel serves the arguments, else ``own``."""
+    with probing():
+        trials = list(_trials(name, rotate))  # what ``rotate`` takes
+    takes_options = rotate is _rotate_one
+    first = 1 if takes_options else 2  # the arguments before the tables
+    number, dims = len(trials[0]), {(each[0].dim(), each[first].dim()) for each in trials}
+
+    def rotated(*arguments: Any, **options: Any) -> Any:
+        if len(arguments) != number or (options and not takes_options):
+            return own(*arguments, **options)
+        tables = arguments[first : first + 2]
+        is_known = (arguments[0].dim(), tables[0].dim()) in dims
+        # no gradient is computed for tables: MLCD trains an angle
+        is_trained = any([each.requires_grad for each in tables])
+        if not is_known or is_trained or needs_own_code(*arguments):
+            return own(*arguments, **options)
+        return rotate(*arguments, **options)
+
+    return rotated

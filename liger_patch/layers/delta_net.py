@@ -25,9 +25,9 @@ from liger_patch.layers.checks import (
     layers_of,
     names_of,
     needs_own_code,
+    results_match,
 )
 from liger_patch.layers.other_globals import decorated_again, with_other_globals
-from liger_patch.layers.probing import results_match
 from liger_patch.subclass import is_transformers
 
 RULE, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"  # the globals

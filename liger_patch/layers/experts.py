@@ -25,14 +25,17 @@ from liger_patch.kernels.experts import run_experts
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
     EVERYWHERE,
+    configuration,
+    few_numbers,
     has_hooks,
     is_left_to_model,
     layers_of,
     needs_own_code,
+    probe_of,
+    results_match,
 )
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.mlp import ACTIVATIONS
-from liger_patch.layers.probing import configuration, few_numbers, probe_of, results_match
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 FIRST, LAST = "gate_up_proj", "down_proj"  # names of the weights; biases have another ending

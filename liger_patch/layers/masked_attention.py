@@ -43,8 +43,7 @@ from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here
 from liger_patch.kernels.reference import segment_mask
 from liger_patch.kernels.segments import Segments, segments_of
-from liger_patch.layers.checks import names_of, needs_own_code
-from liger_patch.layers.probing import few_numbers, results_match
+from liger_patch.layers.checks import few_numbers, names_of, needs_own_code, results_match
 from liger_patch.subclass import is_transformers, once_for_each_class
 
 EAGER = "eager_attention_forward"  # the name of the function of an attention's own file

@@ -20,15 +20,18 @@ from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.lora.projection import without_adapter
 from liger_patch.layers.checks import (
     PRODUCT,
+    configuration,
+    few_numbers,
     has_hooks,
     is_left_to_model,
     names_of,
     needs_own_code,
     packs_saved_tensors,
+    probe_of,
+    results_match,
 )
 from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
-from liger_patch.layers.probing import configuration, few_numbers, probe_of, results_match
 from liger_patch.readers.quantized_weights import quantized_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 

@@ -15,8 +15,8 @@ from transformers import Gemma3ForCausalLM, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers import attention, checks, mlp, norm
+from liger_patch.layers.attention import ROTATIONS
 from liger_patch.layers.replace import count_layers
-from liger_patch.layers.rotations import ROTATIONS
 
 # what layers on kernels call, with an attention's context for its rotary embedding
 OPERATORS: list[tuple[Any, str]] = [

@@ -15,9 +15,9 @@ from torch import Tensor
 from training_step import call, gradients, joined, patched, router_arguments, step, widened
 
 from liger_patch import apply_patch, registry
+from liger_patch.layers.attention import ATTENTIONS
 from liger_patch.layers.norm import GATED_NORMS, NORMS
 from liger_patch.layers.replace import ENDINGS, count_layers
-from liger_patch.layers.rotations import ATTENTIONS, ROTATIONS
 
 SUBTRACT_A_MEAN = ("cohere", "cohere2", "phi", "starcoder2")  # their norms: no kernel
 
@@ -48,19 +48,6 @@ def test_every_row_computes_what_eager_computes(row: registry.Architecture) -> N
 def test_every_class_with_a_rule_is_looked_at() -> None:
     for name in (*NORMS, *GATED_NORMS, *ATTENTIONS):
         assert name.endswith(tuple(ENDINGS)), f"{name} is never tried: add its ending to ENDINGS"
-
-
-def test_sections_of_tables_are_those_of_time_height_and_width() -> None:
-    """Which Transformers before 5.17 leaves to the attention."""
-    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
-    tables = torch.randn(2, 3, 2, 5, 16)
-    sizes = [1, 3, 4]
-    of_feature = torch.arange(3).repeat_interleave(torch.tensor(sizes)).repeat(2)
-    cos, sin = (torch.stack([t[i, ..., d] for d, i in enumerate(of_feature)], -1) for t in tables)
-    across = [torch.cat((-x[..., 8:], x[..., :8]), -1) for x in (q, k)]
-    expected = [x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), across, strict=True)]
-    turned = ROTATIONS["apply_multimodal_rotary_pos_emb"](q, k, *tables, sizes)
-    torch.testing.assert_close(list(turned), expected)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_patch import apply_patch
 from liger_patch.layers import norm
+from liger_patch.layers.checks import results_match
 from liger_patch.layers.norm import PROBED
-from liger_patch.layers.probing import results_match
 from liger_patch.layers.replace import count_layers
 
 LLAMA_NORM_FORWARD = LlamaRMSNorm.forward

@@ -20,7 +20,7 @@ from training_step import step
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
-from liger_patch.layers import masked_attention, mlp, norm, replace, rotations
+from liger_patch.layers import attention, masked_attention, mlp, norm, replace
 from liger_patch.layers.replace import LAYERS, count_layers
 
 
@@ -215,7 +215,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
         revert_patch(model)
     kernels: list[tuple[Any, str]] = [
         (norm, "run_rms_norm"),
-        (rotations, "needs_own_code"),
+        (attention, "needs_own_code"),
         (masked_attention, "is_compiled_here"),
         (mlp, "run_gated"),
         (mlp, "run_gated_mlp"),
