@@ -1,8 +1,8 @@
 """Derive the classes of attentions on kernels, each from its own class.
 
 An attention's own code runs, with other functions under two kinds of names: the table of attention
-functions (``masked_attention``), and the rotary functions. Two tables say what the kernel must know
-of these: ROTATIONS and ATTENTIONS. A probe tests it before an attention is replaced.
+functions (``masked_attention``), and the rotary functions. Two tables say what the kernel may
+compute in their place: ROTATIONS and ATTENTIONS. A probe tries it before an attention is replaced.
 
 B: batch size, T: tokens, D: features of a query or key.
 """
@@ -206,39 +206,28 @@ def _rotate_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     return rotary(q, k, cos, -sin)
 
 
-ROTATIONS: dict[str, Callable[..., Any]] = {  # by the name of the function that an attention calls
-    "apply_rotary_emb": _rotate_by_complex,
-    "apply_rotary_pos_emb": rotary,
-    "apply_rotary_pos_emb_interleave": _rotate_pairs_to_halves,
-    "apply_rotary_pos_emb_vision": _rotate_patches,
+# by the name of the function that an attention calls: a probe tries which of them it computes
+ROTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "apply_rotary_emb": (_rotate_by_complex, _rotate_heads_by_complex),
+    "apply_rotary_pos_emb": (
+        rotary,
+        _rotate_in_own_dtype,
+        _rotate_one,
+        _rotate_pairs,
+        _rotate_pairs_in_own_dtype,
+        _rotate_by_halves,
+        _rotate_backwards,
+    ),
+    "apply_rotary_pos_emb_interleave": (_rotate_pairs_to_halves,),
+    "apply_rotary_pos_emb_vision": (_rotate_patches,),
 }
-# attentions whose only rotary function does something else than ROTATIONS says
+# attentions whose tables hold each angle side by side: no probe of their function can see that
 ATTENTIONS: dict[str, Callable[..., Any]] = {
-    "BeamAttention": _rotate_in_own_dtype,
     "Cohere2Attention": _rotate_neighbours,
     "Cohere2MoeAttention": _rotate_neighbours,
     "CohereAttention": _rotate_neighbours,
-    "DeepseekV2Attention": _rotate_heads_by_complex,
-    "Ernie4_5Attention": _rotate_pairs_in_own_dtype,
-    "Ernie4_5_MoeAttention": _rotate_pairs_in_own_dtype,
-    "EvollaAttention": _rotate_in_own_dtype,
-    "FlexOlmoAttention": _rotate_in_own_dtype,
-    "Gemma3nTextAttention": _rotate_one,
-    "Gemma4TextAttention": _rotate_one,
-    "Gemma4UnifiedTextAttention": _rotate_one,
-    "Glm4Attention": _rotate_pairs,
     "Glm4vTextAttention": _rotate_neighbours_in_promoted_dtype,
-    "GlmAttention": _rotate_pairs,
     "GlmOcrTextAttention": _rotate_neighbours_in_promoted_dtype,
-    "GptOssAttention": _rotate_by_halves,
-    "HeliumAttention": _rotate_pairs,
-    "Lfm3Attention": _rotate_in_own_dtype,
-    "ModernBertDecoderAttention": _rotate_in_own_dtype,
-    "NanoChatAttention": _rotate_backwards,
-    "Olmo2Attention": _rotate_in_own_dtype,
-    "Olmo3Attention": _rotate_in_own_dtype,
-    "OlmoAttention": _rotate_in_own_dtype,
-    "OlmoHybridAttention": _rotate_in_own_dtype,
 }
 PROBED = 8  # features of a probe's query and key
 
@@ -248,14 +237,16 @@ def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
     or two between which its configuration chooses (DeepSeek V3). None where one of them is not
     Transformers' own, or computes something else than the tables say.
     """
-    names = sorted(names_of(cls) & ROTATIONS.keys())
-    rotations = {name: ROTATIONS[name] for name in names}
-    if len(names) == 1 and own_name(cls) in ATTENTIONS:
-        rotations = {names[0]: ATTENTIONS[own_name(cls)]}
-    for name, rotate in rotations.items():
+    rotations: dict[str, Callable[..., Any]] = {}
+    for name in sorted(names_of(cls) & ROTATIONS.keys()):
+        known = (ATTENTIONS[own_name(cls)],) if own_name(cls) in ATTENTIONS else ROTATIONS[name]
         own = inspect.unwrap(cls.forward).__globals__.get(name)
-        if own is None or not is_transformers(own) or not _agree(own, name, rotate):
+        if own is None or not is_transformers(own):
             return {}
+        rotate = next((each for each in known if _agree(own, name, each)), None)
+        if rotate is None:
+            return {}
+        rotations[name] = rotate
     return rotations
 
 

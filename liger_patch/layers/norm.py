@@ -1,12 +1,12 @@
 """Derive the classes of norms on kernels, each from a norm's own class.
 
-NORMS, and GATED_NORMS of those with a gate, say what the kernel must know of a class. A probe tests
-it before a norm is replaced: another version of Transformers may compute something else under the
-same name.
+NORMS, and GATED_NORMS with a gate, are the forms that the kernels know. A probe tries which of them
+computes what a norm's own code does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from liger_patch.layers.checks import (
     with_weight,
 )
 from liger_patch.layers.long_rows import is_checkpointed, note_source
-from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 
 class Norm(NamedTuple):
@@ -55,91 +55,42 @@ class GatedNorm(NamedTuple):
 
 PROBED = 8  # features of a probe's input
 PROBED_DTYPES = torch.float32, torch.bfloat16  # of inputs and of weights
-LLAMA_NORM = Norm(promotes=True)
-GEMMA_NORM = Norm("eps", offset=1.0)
-UNSHIFTED_GEMMA_NORM = Norm("eps")
-OLMO_NORM = Norm()
-T5_NORM = Norm(promotes=True, narrows=True)
-NORMS = {  # of the classes that are not like Llama's
-    "AfmoeRMSNorm": OLMO_NORM,
-    "BeamRMSNorm": OLMO_NORM,
-    "DeepseekV4RMSNorm": OLMO_NORM,
-    "DeepseekV4UnweightedRMSNorm": Norm("eps"),
-    "FalconMambaWeightlessRMSNorm": Norm("eps", scales=False),
-    "FlexOlmoRMSNorm": OLMO_NORM,
-    "FlintRMSNorm": OLMO_NORM,
-    "Gemma2RMSNorm": GEMMA_NORM,
-    "Gemma3RMSNorm": GEMMA_NORM,
-    "Gemma3nRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "Gemma4RMSNorm": UNSHIFTED_GEMMA_NORM,
-    "Gemma4UnifiedRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "GemmaRMSNorm": GEMMA_NORM,
-    "GptOssRMSNorm": OLMO_NORM,
-    "HeliumRMSNorm": OLMO_NORM,
-    "HrmTextRMSNorm": Norm("eps"),
-    "Kosmos2_5LayerNorm": T5_NORM,
-    "Llama4TextL2Norm": Norm("eps"),
-    "Llama4TextRMSNorm": Norm("eps", promotes=True),
-    "LongT5LayerNorm": T5_NORM,
-    "MT5LayerNorm": T5_NORM,
-    "MiniMaxM3VLRMSNorm": GEMMA_NORM,
-    "MoshiRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "MuseGlimmerRMSNorm": UNSHIFTED_GEMMA_NORM,
-    "MuseGlimmerTextCenteredRMSNorm": GEMMA_NORM,
-    "NanoChatRMSNorm": Norm("eps"),
-    "NemotronHRMSNorm": OLMO_NORM,
-    "Olmo2RMSNorm": OLMO_NORM,
-    "Olmo3RMSNorm": OLMO_NORM,
-    "OlmoHybridRMSNorm": OLMO_NORM,
-    "Pop2PianoLayerNorm": T5_NORM,
-    "Qwen3NextRMSNorm": GEMMA_NORM,
-    "Qwen3_5MoeRMSNorm": GEMMA_NORM,
-    "Qwen3_5RMSNorm": GEMMA_NORM,
-    "Qwen4ExpTextRMSNorm": GEMMA_NORM,
-    "RecurrentGemmaRMSNorm": GEMMA_NORM,
-    "SwitchTransformersLayerNorm": T5_NORM,
-    "T5Gemma2RMSNorm": GEMMA_NORM,
-    "T5GemmaRMSNorm": GEMMA_NORM,
-    "T5LayerNorm": T5_NORM,
-    "UMT5LayerNorm": T5_NORM,
-    "VaultGemmaRMSNorm": GEMMA_NORM,
-    "xLSTMRMSNorm": Norm("eps", promotes=True),
-}
+NORMS = (
+    Norm(promotes=True),  # Llama's
+    Norm("eps", offset=1.0),  # Gemma's
+    Norm("eps"),  # Gemma 4's
+    Norm(),  # OLMo's
+    Norm("eps", promotes=True),  # Llama 4's
+    Norm(promotes=True, narrows=True),  # T5's
+    Norm("eps", scales=False),
+)
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
-DELTA_NORM = GatedNorm()
-MAMBA_NORM = GatedNorm(gate_first=True, group_size="group_size", promotes=True)
-GATED_NORMS = {
-    "BailingHybridRMSNormGated": DELTA_NORM,
-    "BambaRMSNormGated": MAMBA_NORM,
-    "FalconH1RMSNormGated": GatedNorm(groups="n_groups"),
-    "GraniteMoeHybridRMSNormGated": MAMBA_NORM,
-    "KimiLinearRMSNormGated": DELTA_NORM,
-    "MambaRMSNormGated": MAMBA_NORM,
-    "NemotronHRMSNormGated": MAMBA_NORM,
-    "OlmoHybridRMSNormGated": DELTA_NORM,
-    "Qwen3NextRMSNormGated": DELTA_NORM,
-    "Qwen3_5MoeRMSNormGated": DELTA_NORM,
-    "Qwen3_5RMSNormGated": DELTA_NORM,
-    "Qwen4ExpTextRMSNormGated": DELTA_NORM,
-    "Zamba2RMSNormGated": MAMBA_NORM,
-}
+GATED_NORMS = (
+    GatedNorm(),  # Qwen3-Next's
+    GatedNorm(gate_first=True, group_size="group_size", promotes=True),  # Mamba's
+    GatedNorm(groups="n_groups"),  # Falcon-H1's
+)
 
 
 def norm_class(module: Any) -> Any:
     """Return the class that puts a norm on a kernel, or None.
 
-    It is None where the norm works on groups of features or has parameters beside its weight, where
-    it computes something else than NORMS says, and where its code is not Transformers' own.
+    It is None where the norm has parameters beside its weight, where its code is not Transformers'
+    own, and where it computes something else than any of NORMS or GATED_NORMS.
     """
     if any(p is not None for name, p in module._parameters.items() if name != "weight"):
         return None  # which may be zeros, as a probe then sees no difference
-    if own_name(type(module)) in GATED_NORMS:
-        return gated_norm_class(module)
-    norms_groups = getattr(module, "group_size", None) is not None
-    if norms_groups or not is_transformers(type(module).forward):
+    cls = type(module)
+    if not is_transformers(cls.forward):
         return None
-    replacement = norm(type(module))
-    return replacement if _agree(module, replacement) else None
+    if "gate" in cls.forward.__code__.co_varnames:
+        if getattr(module, "activation", "silu") not in ACTIVATIONS:
+            return None
+        gated = ((form, norm_with_gate(form, cls)) for form in GATED_NORMS)
+        return next((new for form, new in gated if _agree_with_gate(module, form, new)), None)
+    if getattr(module, "group_size", None) is not None:
+        return None
+    return next((new for form in NORMS if _agree(module, new := norm(form, cls))), None)
 
 
 def norm_configuration(module: Any) -> Hashable:
@@ -175,9 +126,9 @@ def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
 
 
 @once_for_each_class
-def norm(original: Any) -> type[nn.Module]:
+def norm(form: Norm, original: Any) -> type[nn.Module]:
     """Derive the class of a norm whose forward is one call of the kernel."""
-    eps, offset, promotes, narrows, scales = NORMS.get(own_name(original), LLAMA_NORM)
+    eps, offset, promotes, narrows, scales = form
 
     def forward(self, x: Tensor) -> Tensor:
         if is_left_to_model(self, x):
@@ -198,22 +149,8 @@ def norm(original: Any) -> type[nn.Module]:
             note_source(y, x, weight, epsilon, offset, dtype)
         return y
 
-    return derived_class(original, norm, forward=forward, _liger_patch_layers=("rms_norm",))
-
-
-def gated_norm_class(module: Any) -> Any:
-    """Return the class that puts a norm with a gate on a kernel, or None.
-
-    It is None where the norm computes something else than GATED_NORMS says, and where its code is
-    not Transformers' own.
-    """
-    form = GATED_NORMS.get(own_name(type(module)))
-    if form is None or not is_transformers(type(module).forward):
-        return None
-    if getattr(module, "activation", "silu") not in ACTIVATIONS:
-        return None
-    replacement = norm_with_gate(type(module))
-    return replacement if _agree_with_gate(module, form, replacement) else None
+    derive = functools.partial(norm, form)
+    return derived_class(original, derive, forward=forward, _liger_patch_layers=("rms_norm",))
 
 
 def _agree_with_gate(module: Any, form: GatedNorm, replacement: Any) -> bool:
@@ -243,9 +180,8 @@ def _with_few_groups(module: Any, form: GatedNorm, features: int, dtype: torch.d
 
 
 @once_for_each_class
-def norm_with_gate(original: Any) -> type[nn.Module]:
+def norm_with_gate(form: GatedNorm, original: Any) -> type[nn.Module]:
     """Derive the class of a norm with a gate whose forward is one call of the kernel."""
-    form = GATED_NORMS[own_name(original)]
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, weight, own = hidden_states, self.weight, self.__dict__
@@ -262,6 +198,5 @@ def norm_with_gate(original: Any) -> type[nn.Module]:
         how = self.variance_epsilon, group_size, activation, gate_first, dtype
         return run_gated_norm(x, gate, weight, *how)
 
-    return derived_class(
-        original, norm_with_gate, forward=forward, _liger_patch_layers=("rms_norm",)
-    )
+    derive = functools.partial(norm_with_gate, form)
+    return derived_class(original, derive, forward=forward, _liger_patch_layers=("rms_norm",))

@@ -15,7 +15,6 @@ from transformers import Gemma3ForCausalLM, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers import attention, checks, mlp, norm
-from liger_patch.layers.attention import ROTATIONS
 from liger_patch.layers.replace import count_layers
 
 # what layers on kernels call, with an attention's context for its rotary embedding
@@ -142,7 +141,7 @@ def test_a_layer_that_is_given_shards_runs_its_own_code(
     layer = model.model.layers[0]
     for module, name in ((norm, "run_rms_norm"), (mlp, "run_gated")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
-    monkeypatch.setitem(ROTATIONS, "apply_rotary_pos_emb", None)
+    monkeypatch.setattr(attention, "rotary", lambda *_, **__: pytest.fail("on a kernel"))
     x = torch.randn(2, 9, model.config.hidden_size)
     two = TwoTensor(x, x.clone())
     module, arguments = {
