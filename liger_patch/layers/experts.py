@@ -24,7 +24,6 @@ from liger_patch.kernels.expert_steps import Activation, ExpertProjection
 from liger_patch.kernels.experts import run_experts
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
-    EVERYWHERE,
     configuration,
     few_numbers,
     has_hooks,
@@ -92,15 +91,6 @@ def experts_configuration(module: Any) -> Hashable:
     if is_wrapper(module):
         return type(module)
     return configuration(module, without=(FIRST, LAST, FIRST + BIAS, LAST + BIAS, "config"))
-
-
-def replace_new_wrappers(model: nn.Module, *, everywhere: bool) -> None:
-    """Put the wrappers on kernels that PEFT has added since the model was patched."""
-    for module in list(model.modules()):
-        if is_wrapper(module) and not layers_of(module) and "forward" not in vars(module):
-            module.__class__ = expert_wrapper(type(module))
-            if everywhere:
-                setattr(module, EVERYWHERE, True)
 
 
 @once_for_each_class

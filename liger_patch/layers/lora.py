@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from liger_patch.kernels.backend import PLAIN_TENSORS, autocast_dtype
 from liger_patch.kernels.gated_mlp import run_gated_mlp
@@ -27,7 +26,6 @@ from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.layers.checks import (
-    EVERYWHERE,
     LAYER_NAMES,
     PRODUCT,
     has_hooks,
@@ -107,21 +105,6 @@ def lora_class(module: nn.Module) -> Any:
     from liger_patch.readers import lora_adapters
 
     return lora_linear(type(module)) if lora_adapters.runs_pefts_forward(module) else None
-
-
-def replace_new_adapters(model: PreTrainedModel, *, everywhere: bool) -> None:
-    """Put the LoRA layers on kernels that PEFT has added since the model was patched.
-
-    Args:
-        everywhere: whether also on devices without kernels.
-    """
-    head = model.get_output_embeddings()  # whose adapter is part of the loss
-    for module in list(model.modules()):
-        is_new = is_lora_linear(module) and not is_on_kernels(module)
-        if is_new and module is not head and "forward" not in vars(module):
-            module.__class__ = lora_class(module)
-            if everywhere:
-                setattr(module, EVERYWHERE, True)
 
 
 @once_for_each_class

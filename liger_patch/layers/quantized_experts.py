@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_patch.kernels import mxfp4
 from liger_patch.layers import experts
+from liger_patch.layers.checks import layers_of
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ def hold_experts(model: nn.Module, held_weight: Callable[[Tensor], nn.Module]) -
             del layer._parameters[name]
         setattr(layer, experts.HELD, held)
         layer.__class__ = quantized_layer(getattr(type(layer), ORIGINAL, type(layer)))
-    experts.replace_new_wrappers(model, everywhere=False)
+    for module in list(model.modules()):
+        if experts.is_wrapper(module) and not layers_of(module) and "forward" not in vars(module):
+            module.__class__ = experts.expert_wrapper(type(module))
 
 
 @once_for_each_class

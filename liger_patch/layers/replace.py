@@ -128,12 +128,30 @@ def replace_layers(
         key = wanted, CONFIGURATIONS[layers](module)
         if key not in replacements:
             replacements[key] = CLASSES[layers](module, wanted)
-        if replacements[key] is not None:
-            module.__class__ = replacements[key]
-            if everywhere:
-                setattr(module, EVERYWHERE, True)
+        _put_on(module, replacements[key], everywhere)
     if "attention" in names:
         _defer_masks(model, everywhere)
+
+
+def replace_new_adapters(
+    model: PreTrainedModel, names: frozenset[str], *, everywhere: bool
+) -> None:
+    """Put the layers of these names on kernels that PEFT has added since the model was patched."""
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        if layers_of(module) or module is head or "forward" in vars(module):
+            continue
+        if "lora" in names and is_lora_linear(module):
+            _put_on(module, lora_class(module), everywhere)
+        elif "experts" in names and is_wrapper(module):
+            _put_on(module, experts_class(module), everywhere)
+
+
+def _put_on(module: nn.Module, cls: Any, everywhere: bool) -> None:
+    if cls is not None:
+        module.__class__ = cls
+        if everywhere:
+            setattr(module, EVERYWHERE, True)
 
 
 def _defer_masks(model: nn.Module, everywhere: bool) -> None:
@@ -142,11 +160,7 @@ def _defer_masks(model: nn.Module, everywhere: bool) -> None:
             continue
         _change_class(module, _original_class(module))  # anew, as a layer's
         vars(module).pop(EVERYWHERE, None)
-        replacement = mask_deferring_class(module)
-        if replacement is not None:
-            module.__class__ = replacement
-            if everywhere:
-                setattr(module, EVERYWHERE, True)
+        _put_on(module, mask_deferring_class(module), everywhere)
 
 
 def _layers(module: nn.Module) -> tuple[str, ...]:

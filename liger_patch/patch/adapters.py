@@ -11,9 +11,13 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from liger_patch.layers.experts import replace_new_wrappers
-from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain, replace_new_adapters
-from liger_patch.layers.replace import LAYERS, count_layers, replace_layers
+from liger_patch.layers.lora import OfDtypes, forget_calls, not_plain
+from liger_patch.layers.replace import (
+    LAYERS,
+    count_layers,
+    replace_layers,
+    replace_new_adapters,
+)
 from liger_patch.patch.settings import PatchRecord
 from liger_patch.subclass import count_replacements
 
@@ -47,11 +51,8 @@ def follow_adapters(model: PreTrainedModel, record: PatchRecord) -> None:
     ):
         record.adapters = configurations, dict(configurations)
         record.checked_dtypes = False
-        everywhere = record.layers is not True
-        if record.wants("lora"):
-            replace_new_adapters(model, everywhere=everywhere)
-        if record.wants("experts"):
-            replace_new_wrappers(model, everywhere=everywhere)
+        names = frozenset(name for name in ("lora", "experts") if record.wants(name))
+        replace_new_adapters(model, names, everywhere=record.layers is not True)
 
 
 @contextmanager
