@@ -25,13 +25,10 @@ from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from liger_patch.kernels.attention import may_serve_flash_attention
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here, is_watched_by_dynamo
-from liger_patch.kernels.segments import (
-    Segments,
-    may_serve_flash_attention,
-    segments_of_intervals,
-)
+from liger_patch.kernels.segments import Segments, segments_of_intervals
 from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.masked_attention import DeferredMask, UsedTokens, used_tokens_of_call
 from liger_patch.layers.other_globals import (
