@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from liger_patch.deferred.engines import in_process_group, is_partitioned
 from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.kept_weight import Hold, Inputs, keeping_weight
-from liger_patch.deferred.record import Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
     DistributedLogits,
@@ -25,7 +24,7 @@ from liger_patch.deferred.tensor_parallel import (
 )
 from liger_patch.kernels.backend import autocast_dtype, wider, without_autocast
 from liger_patch.kernels.graphs import runs_eagerly
-from liger_patch.readers.quantized_weights import FORWARD, quantized_weight, reader_of
+from liger_patch.readers.quantized_weights import FORWARD
 
 # as torch defines it: DeepSpeed replaces nn.functional.linear
 LINEAR = cast(Any, torch._C)._nn.linear
@@ -59,10 +58,6 @@ class _DeferLinear(TorchFunctionMode):
                 if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
                     inputs = hidden_states, weight, bias
                     return self._deferred(inputs if self.hold is None else self.hold(*inputs))
-        if func in (torch.clone, Tensor.clone) and not kwargs and len(args) == 1:
-            (logits,) = args
-            if isinstance(logits, DeferredLogits):  # PEFT clones what a quantized layer returns
-                return logits.then(Step("clone", Tensor.clone))
         return func(*args, **kwargs)
 
     def _deferred(self, inputs: Inputs) -> DeferredLogits:
@@ -110,8 +105,8 @@ def defer_head(stack: ExitStack, model: nn.Module, module: nn.Module, owner: Own
     """Make the head return deferred logits until the stack is closed.
 
     The head's hooks run as always, and so does a ``forward`` that somebody has put on the head. A
-    head that does not multiply by a readable weight (a tensor subclass, an unknown quantized layer)
-    returns its real logits.
+    head that does not multiply by a plain weight (a quantized one, a tensor subclass) returns its
+    real logits.
 
     Args:
         stack: undoes it.
@@ -123,8 +118,6 @@ def defer_head(stack: ExitStack, model: nn.Module, module: nn.Module, owner: Own
     hold = None
     if in_process_group():
         hold = stack.enter_context(keeping_weight(model, module))
-    for layer in _quantized_layers(module):
-        _replace_forward(stack, layer, _quantized_forward(layer, head))
     linear: Any = nn.functional.linear
     if linear is not LINEAR and linear.__module__.startswith("deepspeed"):
         for layer in _linear_layers(module):
@@ -184,28 +177,3 @@ def _linear_layers(head: nn.Module) -> list[nn.Linear]:
 
 def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return LINEAR(x, layer.weight, layer.bias)
-
-
-def _quantized_layers(head: nn.Module) -> list[nn.Module]:
-    """Return the quantized layers in a head that run their class's forward; the head itself may be
-    one.
-    """
-    return [m for m in head.modules() if reader_of(m) is not None and "forward" not in vars(m)]
-
-
-def _quantized_forward(layer: nn.Module, head: Head) -> Callable[[Tensor], Tensor]:
-    forward = layer.forward
-
-    def deferring_forward(x: Tensor) -> Tensor:
-        weight = quantized_weight(layer, x.dtype)
-        bias: Any = layer.bias
-        if weight is None or type(x) is not Tensor or (bias is not None and bias.requires_grad):
-            return forward(x)
-        if torch.is_autocast_enabled(x.device.type):
-            weight.dtype = torch.get_autocast_dtype(x.device.type)
-        bias = None if bias is None else bias.to(weight.dtype)
-        call = HeadCall.of(x.to(weight.dtype), weight, bias, head, product=forward)
-        logits = DeferredLogits.of_head(call)
-        return logits.to(x.dtype) if weight.casts_result else logits
-
-    return deferring_forward

@@ -16,7 +16,6 @@ from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.losses import mean_logits
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
-from liger_patch.kernels.products import QuantizedWeight
 
 # "move" too, but the loss would be on another device
 _SAME_VALUES = ("cast", "detach", "clone", "layout")
@@ -39,7 +38,7 @@ class HeadProduct(NamedTuple):
     """
 
     hidden_states: Tensor
-    weight: Tensor | QuantizedWeight
+    weight: Tensor
     bias: Tensor | None
     low_rank: tuple[Tensor, Tensor] | None
     logit_scale: float
@@ -63,7 +62,7 @@ class _Product(NamedTuple):
     """
 
     states: Tensor
-    weight: Tensor | QuantizedWeight
+    weight: Tensor
     bias: Tensor | None
     scale: float
     dtype: torch.dtype
@@ -196,18 +195,17 @@ def _main_and_low_rank(
 ) -> tuple[_Product, tuple[Tensor, Tensor] | None] | None:
     """Return the main product with all biases, and all others as one pair (..., R) and (V, R).
 
-    The main product is the quantized one, or the one with most features. The states of the others
+    The main product is the one with most features. The states of the others
     are multiplied by their scale over that of the main one. None where this is not possible.
     """
     if len(products) == 1:
         return products[0], None
     if any(is_dtensor(each.weight) for each in products):
         return None  # an adapter on a head whose vocabulary is distributed
-    quantized = [each for each in products if not isinstance(each.weight, Tensor)]
-    widths = [each.weight.shape[1] for each in quantized or products]
-    main = (quantized or products)[widths.index(max(widths))]  # Dynamo traces no key of max
+    widths = [each.weight.shape[1] for each in products]
+    main = products[widths.index(max(widths))]  # Dynamo traces no key of max
     others = [each for each in products if each is not main]
-    if len(quantized) > 1 or main.scale == 0:
+    if main.scale == 0:
         return None
     if any(
         (each.differentiable, each.autocast_dtype) != (main.differentiable, main.autocast_dtype)

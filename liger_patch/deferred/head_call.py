@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -23,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_patch.deferred.engines import in_process_group, is_partitioned, stored_parameter
 from liger_patch.kernels.backend import autocast_dtype, autocast_to
 from liger_patch.kernels.graphs import runs_eagerly
-from liger_patch.kernels.products import QuantizedWeight
 
 
 class Owner(Protocol):
@@ -89,8 +86,6 @@ class HeadCall(NamedTuple):
 
     Attributes:
         shape: (V, H) of the weight, noted here because engines may free the weight.
-        product: computes the real logits from hidden states, weight and bias; where the weight is
-            quantized, from hidden states alone.
         stored: the parameters behind weight and bias that the optimizer changes.
         states: the states of hidden states, weight and bias when the product was made.
         steps: what optimizers have changed of ``stored`` since.
@@ -99,10 +94,9 @@ class HeadCall(NamedTuple):
     """
 
     hidden_states: Tensor
-    weight: Tensor | QuantizedWeight
+    weight: Tensor
     bias: Tensor | None
     shape: tuple[int, int]
-    product: Callable[..., Tensor]
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     stored: tuple[Tensor, Tensor | None]
@@ -112,30 +106,19 @@ class HeadCall(NamedTuple):
     owner: Owner
 
     @classmethod
-    def of(
-        cls,
-        hidden_states: Tensor,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        head: Head,
-        *,
-        product: Callable[..., Tensor] = nn.functional.linear,
-    ) -> HeadCall:
+    def of(cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> HeadCall:
         vocab_size, hidden_size = weight.shape
-        stored_weight = weight if isinstance(weight, Tensor) else weight.stored
-        stored_bias = bias
+        stored = weight, bias
         if in_process_group():
-            if isinstance(weight, Tensor):
-                stored_weight = stored_parameter(weight, head.model)
-            if bias is not None:
-                stored_bias = stored_parameter(bias, head.model)
-        stored = stored_weight, stored_bias
+            stored = (
+                stored_parameter(weight, head.model),
+                None if bias is None else stored_parameter(bias, head.model),
+            )
         return cls(
             hidden_states,
             weight,
             bias,
             (vocab_size, hidden_size),
-            product,
             torch.is_grad_enabled(),
             autocast_dtype(hidden_states.device.type),
             stored,
@@ -151,19 +134,13 @@ class HeadCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the arguments of ``product``."""
-        if isinstance(self.weight, Tensor):
-            return self.hidden_states, self.weight, self.bias
-        return (self.hidden_states,)
+        """Return the arguments of ``compute``."""
+        return self.hidden_states, self.weight, self.bias
 
     def compute(self, *tensors: Any) -> Tensor:
         """Compute the product in the autocast state of the call."""
-        with ExitStack() as stack:
-            stack.enter_context(autocast_to(self.hidden_states.device.type, self.autocast_dtype))
-            if not isinstance(self.weight, Tensor):
-                # torchao's product is its weight's own function, which a read has switched off
-                stack.enter_context(cast(Any, torch._C)._EnableTorchFunction())
-            return self.product(*tensors)
+        with autocast_to(self.hidden_states.device.type, self.autocast_dtype):
+            return nn.functional.linear(*tensors)
 
     def logits(self) -> Tensor:
         """Compute the real logits, in the grad mode and the autocast state of the call."""
@@ -182,13 +159,10 @@ class HeadCall(NamedTuple):
         for name, tensor, state in zip(names, tensors, self.states, strict=True):
             if _state_of(tensor) != state or id(tensor) in self.steps.changed:
                 return f"{name} changed"
-        is_current = isinstance(self.weight, Tensor) or self.weight.is_current()
-        return None if is_current else "the head's weight changed"
+        return None
 
     def freed(self) -> bool:
         """Return whether an engine that shards the head has freed its weight since."""
-        if not isinstance(self.weight, Tensor):
-            return False
         weight: Any = self.weight
         if hasattr(weight, "_local_tensor"):  # a DTensor has no memory of its own
             weight = weight._local_tensor

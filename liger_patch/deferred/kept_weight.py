@@ -26,7 +26,6 @@ from liger_patch.deferred.engines import (
 )
 from liger_patch.deferred.zero3 import calling_hooks_later, has_known_hooks, held_inputs
 from liger_patch.kernels.graphs import is_in_compiled_call
-from liger_patch.readers.quantized_weights import reader_of
 
 # from hidden states, weight and bias of a product to inputs that stay when the weight is freed
 Inputs = tuple[Tensor, Tensor, Tensor | None]
@@ -51,8 +50,6 @@ def why_weight_cannot_be_kept(model: nn.Module, head: nn.Module) -> str | None:
         return None
     if not is_known:
         return f"{engine} {freed}, in a way that liger_patch does not know"
-    if any(reader_of(m) is not None for m in head.modules()):
-        return f"{engine} {freed}, and the head is quantized"
     if is_in_compiled_call():
         return f"{engine} {freed}, and torch.compile traces the whole forward pass"
     return None

@@ -194,9 +194,6 @@ class Unpacked:
     def rows(self, start: int, stop: int) -> Tensor:
         return self.stored.new_empty(stop - start, self.shape[1], dtype=self.dtype)
 
-    def is_current(self) -> bool:
-        return True
-
 
 def activate(gate: Tensor, up: Tensor, s: Tensor, parts: Any, down_a: Tensor, *_: Any) -> Any:
     """Return what the kernel of ``lora/mlp`` does."""

@@ -73,10 +73,6 @@ class Fp8Weight:
         """Return rows ``start`` to ``stop``, dequantized, in new memory."""
         return self.numbers[start:stop].to(self.dtype).mul_(self.scales[start:stop, None])
 
-    def is_current(self) -> bool:
-        """Return True: nothing is merged into it."""
-        return True
-
     def read_again(self, *, numbers: bool = True) -> Fp8Weight:
         """Return the weight as it is now, of a layer that has the same tensors."""
         return self

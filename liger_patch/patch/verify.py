@@ -191,8 +191,7 @@ def _pair(inputs: HeadInputs) -> tuple[Tensor, Tensor] | None:
 
 def _logits(inputs: HeadInputs) -> Tensor:
     states, weight, bias = inputs[:3]
-    if not isinstance(weight, Tensor):
-        weight = weight.rows(0, weight.shape[0]).to(states.dtype)
+    assert isinstance(weight, Tensor)  # no head is quantized here
     return reference.head_logits(states, weight, bias, _pair(inputs))
 
 

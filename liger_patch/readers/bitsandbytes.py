@@ -8,7 +8,6 @@ scale per row. Source: bitsandbytes 0.50, ``nn/modules.py`` and ``autograd/_func
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,15 +24,12 @@ from liger_patch.readers.quantized_weights import LayerWeight
 class _Weight4bit(LayerWeight):
     """Where Triton runs, one kernel dequantizes nf4 and its scales, with bitsandbytes' numbers: its
     own operations, one after another, keep the host busy for longer than the GPU. Elsewhere they
-    dequantize the blocks that a slice touches as one vector, which is then cut.
-
-    A vector, also because bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks for
-    a matrix whose H is a multiple of 16 but not of the blocksize.
+    dequantize it as a vector, because bitsandbytes 0.50's AVX-512 kernel takes the scales of other
+    blocks for a matrix whose H is a multiple of 16 but not of the blocksize.
     """
 
     def __init__(
         self,
-        layer: Linear4bit,
         stored: Any,
         packed: Tensor,  # ceil(V * H / 2) uint8
         state: Any,  # QuantState, whose fields are typed as optional
@@ -46,13 +42,12 @@ class _Weight4bit(LayerWeight):
         if state.nested:
             nested = state.state2
             self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
-        row_multiple = self._blocksize // math.gcd(state.shape[1], self._blocksize)
-        super().__init__(layer, stored, packed.device, state.shape, dtype, row_multiple)
+        super().__init__(stored, packed.device, state.shape, dtype)
         is_served = self._quant_type == "nf4" and serves_triton_device(packed)
         self._fits_kernel = is_served and self._has_kernels_floats()
 
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        width, blocksize = self.shape[1], self._blocksize
+    def _dequantized(self) -> Tensor:
+        size = self.shape.numel()
         if self._fits_kernel and not is_traced():
             from liger_patch.kernels.triton import nf4
 
@@ -61,41 +56,28 @@ class _Weight4bit(LayerWeight):
                 self._code,
                 self._absmax,
                 self._nested,
-                blocksize,
-                start * width,
-                stop * width,
+                self._blocksize,
+                0,
+                size,
                 self.dtype,
             )
-            return numbers.view(-1, width)
-        first, last = start * width // blocksize, -(-stop * width // blocksize)
-        packed = self._packed.view(-1)[first * blocksize // 2 : last * blocksize // 2]
+            return numbers.view(self.shape)
+        scales = self._absmax
+        if self._nested is not None:
+            code, absmax, offset, blocksize = self._nested
+            scales = functional.dequantize_blockwise(
+                scales, absmax=absmax, code=code, blocksize=blocksize
+            ).add_(offset)
+        packed = self._packed.view(-1)
         state = QuantState(
-            absmax=self._scales(first, last),
+            absmax=scales,
             shape=torch.Size([2 * len(packed)]),
             code=self._code,
-            blocksize=blocksize,
+            blocksize=self._blocksize,
             quant_type=self._quant_type,
             dtype=self.dtype,
         )
-        numbers = functional.dequantize_4bit(packed, state).view(-1)
-        cut = start * width - first * blocksize
-        return numbers[cut : cut + (stop - start) * width].view(-1, width)
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        """Return the scales of the blocks ``first`` to ``last``, float32."""
-        nested = self._nested
-        if nested is None:
-            return self._absmax[first:last]
-        code, nested_absmax, offset, blocksize = nested
-        nested_first, nested_last = first // blocksize, -(-last // blocksize)
-        cut = nested_first * blocksize
-        scales = functional.dequantize_blockwise(
-            self._absmax[cut:last],
-            absmax=nested_absmax[nested_first:nested_last],
-            code=code,
-            blocksize=blocksize,
-        )
-        return scales[first - cut :].add_(offset)
+        return functional.dequantize_4bit(packed, state).view(-1)[:size].view(self.shape)
 
     def read_again(self, *, numbers: bool = True) -> _Weight4bit:
         """Return the weight as it is now, of a layer whose ``stamp`` has not changed; or one
@@ -126,17 +108,13 @@ class _Weight8bit(LayerWeight):
 
     is_exact = False
 
-    def __init__(
-        self, layer: Linear8bitLt, numbers: Tensor, scales: Tensor, dtype: torch.dtype
-    ) -> None:
-        stored: Any = layer.weight
-        super().__init__(layer, stored, stored.device, numbers.shape, dtype, 1)
+    def __init__(self, stored: Any, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(stored, stored.device, numbers.shape, dtype)
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        scales = self._scales[start:stop, None] * (1.0 / 127.0)
-        return self._numbers[start:stop].to(self.dtype).mul_(scales)
+    def _dequantized(self) -> Tensor:
+        return self._numbers.to(self.dtype).mul_(self._scales[:, None] * (1.0 / 127.0))
 
 
 def serves(layer: type, weight: type) -> bool:
@@ -212,7 +190,7 @@ def _weight_4bit(module: Linear4bit, dtype: torch.dtype) -> LayerWeight | None:
         dtype = module.compute_dtype or dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
-    return _Weight4bit(module, weight, packed, state, dtype)
+    return _Weight4bit(weight, packed, state, dtype)
 
 
 def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None:
@@ -228,4 +206,4 @@ def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None
         return None
     if numbers.shape != (module.out_features, module.in_features):
         return None
-    return _Weight8bit(module, numbers.detach(), scales.detach(), dtype)
+    return _Weight8bit(weight, numbers.detach(), scales.detach(), dtype)

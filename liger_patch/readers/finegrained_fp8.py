@@ -23,13 +23,13 @@ class _Weight(LayerWeight):
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         weight, self._scales = layer.weight, layer.weight_scale_inv
         self._block = weight.shape if self._scales.numel() == 1 else layer.block_size
-        super().__init__(layer, weight, weight.device, weight.shape, dtype, 1)
+        super().__init__(weight, weight.device, weight.shape, dtype)
 
-    def _dequantized(self, start: int, stop: int) -> Tensor:
+    def _dequantized(self) -> Tensor:
         high, wide = self._block
         scales = self._scales.detach().float().view(-1, -(-self.shape[1] // wide))
-        scales = scales[torch.arange(start, stop, device=self.device) // high]
-        rows = self.stored.detach()[start:stop].to(self.dtype)
+        rows = self.stored.detach().to(self.dtype)
+        scales = scales[torch.arange(len(rows), device=self.device) // high]
         whole = rows.shape[1] // wide
         blocks = rows[:, : whole * wide].unflatten(1, (whole, wide))
         blocks.mul_(scales[:, :whole, None])  # multiplied in float32, rounded once

@@ -1,4 +1,4 @@
-"""Linear layers that a library holds quantized: the weight, dequantized a few rows at a time.
+"""Linear layers that a library holds quantized: the weight, dequantized.
 
 Each format has a reader, a module of this folder, imported only where its library is loaded:
 
@@ -9,7 +9,7 @@ Each format has a reader, a module of this folder, imported only where its libra
   that it returned, and that holds the objects that stand here by their identity, can be
   ``read_again``. None where each call reads anew.
 
-V: rows of the weight (vocabulary), H: its columns (hidden size).
+V: rows of the weight, H: its columns.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class LayerWeight(ABC):
         shape: (V, H) of the dequantized weight.
         dtype: of the dequantized rows, and of the layer's product with them.
         device: of the quantized numbers and of the rows.
-        row_multiple: the least number of rows that is a whole number of blocks. A slice that begins
-            at a multiple of it needs no block of the slice before. Any slice is exact.
         requires_grad: False, and of the rows too.
         casts_result: whether the layer casts its product to the dtype of its input.
         is_exact: whether the layer multiplies by these rows, and does not round its input.
@@ -51,41 +49,20 @@ class LayerWeight(ABC):
 
     requires_grad = False
     casts_result = is_exact = True
+    row_multiple = 1  # of slices
 
     def __init__(
-        self,
-        layer: nn.Module,
-        stored: Any,
-        device: torch.device,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        row_multiple: int,
+        self, stored: Any, device: torch.device, shape: torch.Size, dtype: torch.dtype
     ) -> None:
-        self._layer, self.stored, self.shape, self.dtype = layer, stored, shape, dtype
-        self.device, self.row_multiple = device, row_multiple
+        self.stored, self.device, self.shape, self.dtype = stored, device, shape, dtype
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop``, (stop - start, H), in new memory.
-
-        Beside them it takes memory in proportion to them only: two blocks, the scales, and what the
-        library or PyTorch takes for so many numbers where one kernel does not do it all.
-
-        Raises:
-            ValueError: where not 0 <= start < stop <= V.
-        """
-        if not 0 <= start < stop <= self.shape[0]:
-            raise ValueError(
-                f"start={start}, stop={stop}: expected 0 <= start < stop <= {self.shape[0]}"
-            )
-        return self._dequantized(start, stop)
-
-    def is_current(self) -> bool:
-        """Return whether the layer still has this weight: merging an adapter replaces it."""
-        return self._layer.weight is self.stored
+        """Return rows ``start`` to ``stop`` of the dequantized weight, which is in new memory."""
+        return self._dequantized()[start:stop]
 
     @abstractmethod
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop``, which are within the weight."""
+    def _dequantized(self) -> Tensor:
+        """Return (V, H), in new memory."""
 
 
 def reader_of(layer: nn.Module) -> Any:

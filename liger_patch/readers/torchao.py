@@ -1,6 +1,6 @@
 """torchao's weights, tensor subclasses of plain linear layers: a reader of ``quantized_weights``.
 
-The classes slice and dequantize themselves. Where activations keep their dtype, their product is
+The classes dequantize themselves. Where activations keep their dtype, their product is
 one with the dequantized weight, which torchao keeps for the backward pass. Source: torchao 0.18,
 ``quantization/quantize_/workflows``.
 """
@@ -23,27 +23,16 @@ OF_ACTIVATIONS = {
 
 
 class _Weight(LayerWeight):
-    def __init__(self, layer: nn.Module, weight: Any, dtype: torch.dtype) -> None:
-        # without blocks, or one for all rows: any row can be sliced alone
-        block = (weight.block_size or (1,))[0]
-        row_multiple = 1 if block >= weight.shape[0] else block
-        stored = weight.qdata
-        super().__init__(layer, stored, stored.device, weight.shape, dtype, row_multiple)
+    def __init__(self, weight: Any, dtype: torch.dtype) -> None:
+        super().__init__(weight.qdata, weight.qdata.device, weight.shape, dtype)
         self._weight = weight
         self.casts_result = type(weight).__name__ == "Int8Tensor"
 
-    def _dequantized(self, start: int, stop: int) -> Tensor:
-        weight, multiple, cut = self._weight, self.row_multiple, start % self.row_multiple
+    def _dequantized(self) -> Tensor:
+        # those in 4 bits dequantize in one dtype alone, in their product too
+        is_intx = type(self._weight).__name__ == "IntxUnpackedToInt8Tensor"
         with torch.no_grad():
-            if (start, stop) != (0, self.shape[0]):
-                weight = weight[start - cut : -(-stop // multiple) * multiple]
-            # those in 4 bits dequantize in one dtype alone, in their product too
-            is_intx = type(weight).__name__ == "IntxUnpackedToInt8Tensor"
-            rows = weight.dequantize() if is_intx else weight.dequantize(self.dtype)
-        return rows[cut : cut + stop - start].to(self.dtype)
-
-    def is_current(self) -> bool:
-        return getattr(self._layer.weight, "qdata", None) is self.stored
+            return self._weight.dequantize(*() if is_intx else (self.dtype,)).to(self.dtype)
 
     def read_again(self, *, numbers: bool = True) -> _Weight:
         """Return the weight as it is now: where a layer has moved, the same object is elsewhere."""
@@ -68,7 +57,7 @@ def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
         return "another function than torch's linear"
     if any(getattr(weight, each, None) is not None for each in OF_ACTIVATIONS[name]):
         return "torchao rounds or scales activations"
-    return _Weight(layer, weight, dtype)
+    return _Weight(weight, dtype)
 
 
 def stamp(layer: Any) -> tuple | None:

@@ -17,15 +17,13 @@ from exactness import assert_no_worse
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import nn
 from training_step import call, gradients, joined
-from unusual_heads import float8, int8, packed, sharded, two_layers, weight_norm
+from unusual_heads import float8, packed, sharded, two_layers, weight_norm
 
 from liger_patch import apply_patch, patch_status
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 bnb = pytest.importorskip("bitsandbytes")
-
-from liger_patch.readers import quantized_weights  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TRAINED = ("everything", "all but the head", "the head alone")
@@ -105,29 +103,20 @@ def with_bias(head: nn.Linear) -> nn.Module:
     return new
 
 
-def four_bits(quant_type: str, double: bool = False) -> Callable[[Any], Any]:
-    def changed(model: Any) -> Any:
-        weight = model.lm_head.weight.detach()
-        head = bnb.nn.Linear4bit(*weight.shape[::-1], bias=False, compute_dtype=weight.dtype)
-        head.weight = bnb.nn.Params4bit(
-            weight.clone(),
-            requires_grad=False,
-            quant_type=quant_type,
-            compress_statistics=double,
-            blocksize=32,  # of the hidden size: see quantized_models
-        )
-        model.lm_head = head.to("cpu")
-        return model
+def in_bits(config: Any) -> Callable[[nn.Linear], nn.Module]:
+    """As ``BitsAndBytesConfig`` quantizes a linear layer."""
+
+    def changed(head: nn.Linear) -> nn.Module:
+        sizes, weight = (head.in_features, head.out_features), head.weight.detach().clone()
+        if config == 4:
+            new: Any = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype)
+            new.weight = bnb.nn.Params4bit(weight, requires_grad=False, blocksize=32)
+        else:
+            new = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+            new.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        return new.to("cpu")
 
     return changed
-
-
-def eight_bits(model: Any) -> Any:
-    weight = model.lm_head.weight.detach()
-    head = bnb.nn.Linear8bitLt(*weight.shape[::-1], bias=False, has_fp16_weights=False)
-    head.weight = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
-    model.lm_head = head.to("cpu")
-    return model
 
 
 def by_torchao(model: Any) -> Any:
@@ -176,18 +165,17 @@ KINDS: dict[str, Kind] = {
         model_type="gemma2",
         trained=FROZEN_HEAD,
     ),
-    "bitsandbytes: 4 bits, nf4": Kind(four_bits("nf4"), trained=FROZEN_HEAD, quantized=True),
-    "… fp4, double quantization": Kind(four_bits("fp4", True), trained=FROZEN_HEAD, quantized=True),
-    "… LoRA on it": Kind(both(four_bits("nf4"), adapted()), quantized=True),
-    "bitsandbytes: 8 bits": Kind(eight_bits, trained=FROZEN_HEAD, quantized=True),
-    "torchao: int8 weights": Kind(by_torchao, trained=FROZEN_HEAD, quantized=True),
-    "… LoRA on int8 weights": Kind(both(by_torchao, adapted()), quantized=True),
-    "any other tensor subclass": Kind(
-        replaced(int8), why="not a plain tensor", trained=FROZEN_HEAD, quantized=True
+    "bitsandbytes: 4 bits": Kind(
+        replaced(in_bits(4)), why="quantized", trained=FROZEN_HEAD, quantized=True
     ),
-    "a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),
+    "… LoRA on it": Kind(both(replaced(in_bits(4)), adapted()), why="quantized", quantized=True),
+    "bitsandbytes: 8 bits": Kind(
+        replaced(in_bits(8)), why="quantized", trained=FROZEN_HEAD, quantized=True
+    ),
+    "torchao: int8 weights": Kind(by_torchao, why="quantized", trained=FROZEN_HEAD, quantized=True),
+    "a tensor subclass, as a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),
     "packed integers (GPTQ, AWQ)": Kind(
-        replaced(packed), why="no reader for this format", trained=FROZEN_HEAD, quantized=True
+        replaced(packed), why="quantized", trained=FROZEN_HEAD, quantized=True
     ),
     "any other module": Kind(replaced(two_layers), why="unknown module"),
 }
@@ -216,19 +204,6 @@ def step(model: Any, trained: str, autocast: bool = False) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = call(model, tiny_batch(model)).loss
     return {"loss": loss.detach(), **gradients(model, loss)}
-
-
-def in_float64(kind: Kind) -> Any:
-    """The truth: quantized layers written out, the rest as it is."""
-    model = copy.deepcopy(build(kind, torch.bfloat16, ""))
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            weight = quantized_weights.quantized_weight(child, torch.bfloat16)
-            if weight is not None:
-                plain = nn.Linear(child.in_features, child.out_features, bias=False)
-                plain.weight = nn.Parameter(weight.rows(0, child.out_features), requires_grad=False)
-                setattr(parent, name, plain)
-    return model.double()
 
 
 def of_the_cell(kind: Kind, precision: str, patch: str) -> Any:
@@ -279,7 +254,9 @@ def test_every_cell_is_what_the_table_says(
         assert_no_worse(ours, eager, eager, torch.float32)
         return
     # what falls back computes what eager does
-    truth = eager if kind.why else step(in_float64(kind), trained)
+    truth = eager
+    if not kind.why:
+        truth = step(copy.deepcopy(build(kind, torch.bfloat16, "")).double(), trained)
     kept = [name for name in eager if eager[name] is not None]
     truth, eager, ours = joined(*({name: x[name] for name in kept} for x in (truth, eager, ours)))
     assert_no_worse(ours, eager, truth, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
 from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
-from unusual_heads import CastOutput, H, int8, packed, sharded, two_layers
+from unusual_heads import CastOutput, H, packed, sharded, two_layers
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -92,7 +92,6 @@ READ = "the logits of the head (torch.nn.modules.linear.Linear) were read by "
 FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]] = {
     "two layers": (two_layers, ()),
     "cast": (CastOutput, ()),
-    "int8": (int8, ("weight of type Int8",)),
     "sharded": (sharded, ("weight of type Sharded", "logits of type Sharded")),
     "packed": (packed, (") computes its logits itself",)),
     "relu": (rectified, ("reads its logits itself, by relu before the loss",)),

@@ -14,7 +14,6 @@ from torch import Tensor
 from training_step import joined
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.kernels import products
 from liger_patch.layers.lora import not_plain
 
 
@@ -40,15 +39,13 @@ def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 def check_lora_step(
     eager: Any, in_float64: Callable[[Any], Any], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of LoRA on kernels is no worse than PEFT's. A weight exists 16 rows at a time, the
-    head's too.
+    """A step of LoRA on kernels is no worse than PEFT's.
 
     Args:
         in_float64: returns the same model with the quantized weights written out.
         way: of WAYS, in whose dtype the model is.
     """
     dtype, _, autocast = WAYS[way]
-    monkeypatch.setattr(products, "SLICE_BYTES", 16 * 2 * 32)
     model, batch, calls = apply_patch(copy.deepcopy(eager)), batch_of(eager), Calls(monkeypatch)
     theirs = training_step(eager, batch, autocast=autocast)
     calls.clear()

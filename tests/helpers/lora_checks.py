@@ -60,9 +60,6 @@ class Quantized:
     def rows(self, start: int, stop: int) -> Tensor:
         return self.stored[start:stop].to(self.dtype) / 64
 
-    def is_current(self) -> bool:
-        return True
-
 
 def projection(
     size: int,

@@ -19,7 +19,6 @@ from tiny_text import (
     prompts_and_completions,
     tiny_tokenizer,
 )
-from torch import nn
 from trainers import QUIET
 from training_step import widened
 
@@ -45,13 +44,11 @@ class Head(NamedTuple):
     Attributes:
         targets: of the adapters; nothing is adapted without.
         saved: whether the head is trained beside them.
-        in_4_bits: whether the head is stored so. There is no float64 of it.
         dora: whether the adapters are of a kind that is not fused on a head.
     """
 
     targets: tuple[str, ...] = ()
     saved: bool = False
-    in_4_bits: bool = False
     dora: bool = False
 
 
@@ -60,18 +57,12 @@ HEADS = {
     "LoRA on other layers": Head(("q_proj", "v_proj")),
     "LoRA on `lm_head` too": Head(("q_proj", "lm_head")),
     '`modules_to_save=["lm_head"]`': Head(("q_proj",), saved=True),
-    "`lm_head` in 4 bits, LoRA on it": Head(("q_proj", "lm_head"), in_4_bits=True),
     "DoRA on `lm_head`": Head(("q_proj", "lm_head"), dora=True),
 }
 
 
 def make_model(family: str, head: Head, *, seed: int = 0) -> Any:
-    dtype = torch.bfloat16 if head.in_4_bits else torch.float32
-    model: Any = tiny_model(ROWS[MODELS[family]], dtype=dtype, seed=seed)
-    model = model if head.in_4_bits else widened(model)
-    if head.in_4_bits:
-        model.lm_head = _in_4_bits(model.lm_head)
-        model.is_loaded_in_4bit = True  # PEFT asks
+    model: Any = widened(tiny_model(ROWS[MODELS[family]], dtype=torch.float32, seed=seed))
     if not head.targets:
         return model
     import peft
@@ -86,17 +77,6 @@ def make_model(family: str, head: Head, *, seed: int = 0) -> Any:
         use_dora=head.dora,
     )
     return peft.get_peft_model(model, config)
-
-
-def _in_4_bits(head: nn.Linear) -> nn.Module:
-    import bitsandbytes as bnb
-
-    sizes, dtype = (head.in_features, head.out_features), head.weight.dtype
-    stored = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype)
-    stored.weight = bnb.nn.Params4bit(
-        head.weight.detach().clone(), requires_grad=False, quant_type="nf4", blocksize=32
-    )
-    return stored.to("cpu")
 
 
 class OwnLoop:

@@ -43,30 +43,6 @@ class Upcasting(nn.Linear):
         return linear(input, self.weight.to(input.dtype))
 
 
-class Int8(Tensor):
-    """As weights of torchao are: integers and scales under the dtype that they stand for."""
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scales: Tensor) -> Int8:
-        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
-
-    def __init__(self, numbers: Tensor, scales: Tensor) -> None:
-        self.numbers, self.scales = numbers, scales
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is linear:
-            input, weight = args[:2]
-            return linear(input, weight.numbers.to(input.dtype) * weight.scales)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.detach.default, func
-        return cls(args[0].numbers, args[0].scales)
-
-
 class Sharded(Tensor):
     """As DTensor is: what is computed from it is of its class."""
 
@@ -74,13 +50,6 @@ class Sharded(Tensor):
 def float8(head: nn.Linear) -> None:
     head.__class__ = Upcasting
     weight = head.weight.detach().to(torch.float8_e4m3fn)
-    head.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def int8(head: nn.Linear) -> None:
-    weight = head.weight.detach()
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    weight = Int8((weight / scales).round().to(torch.int8), scales)
     head.weight = nn.Parameter(weight, requires_grad=False)
 
 

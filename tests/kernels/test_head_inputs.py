@@ -32,9 +32,6 @@ class InParts:
         self.largest = max(self.largest, stop - start)
         return self.stored[start:stop].clone()
 
-    def is_current(self) -> bool:
-        return True
-
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)

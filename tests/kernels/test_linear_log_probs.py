@@ -207,9 +207,6 @@ class InParts:
         self.largest = max(self.largest, stop - start)
         return self.stored[start:stop].clone()
 
-    def is_current(self) -> bool:
-        return True
-
 
 @pytest.mark.parametrize("kind", ["mean", "per_token", "all"])
 @pytest.mark.parametrize("rank", [0, 4])

@@ -206,9 +206,6 @@ def test_a_quantized_weight_breaks_the_graph() -> None:
         def rows(self, start: int, stop: int) -> Tensor:
             return self.stored[start:stop]
 
-        def is_current(self) -> bool:
-            return True
-
     hidden_states, weight, labels = inputs()
     rows: Any = Rows(weight.detach())
 
