@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.engines import in_process_group, is_partitioned
-from liger_patch.deferred.head_call import Head, HeadCall, Owner
 from liger_patch.deferred.kept_weight import Hold, Inputs, keeping_weight
+from liger_patch.deferred.record import Head, HeadCall, Owner
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
     DistributedLogits,

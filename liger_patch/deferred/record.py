@@ -1,15 +1,265 @@
-"""What deferred logits record: the steps since the head, as a chain of tensors."""
+"""What deferred logits record: one product of the head, and the steps since, as a chain of tensors.
+
+The record keeps the state of each input of the product. If an input has changed since, computing
+the logits is an error.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from liger_patch.deferred.head_call import HeadCall
+from liger_patch.deferred.engines import in_process_group, is_partitioned, stored_parameter
+from liger_patch.kernels.backend import autocast_dtype, autocast_to
+from liger_patch.kernels.graphs import runs_eagerly
+
+
+class Owner(Protocol):
+    """The forward pass that deferred logits belong to.
+
+    Attributes:
+        head_defers: whether the head's last call returned deferred logits; None before the first.
+        widens: whether the head computes in a wider dtype: see ``wider``.
+    """
+
+    head_defers: bool | None
+    widens: bool
+
+    @property
+    def chunk_mib(self) -> float | None:
+        """MiB of logits that the user allows to be held at once; None for the default."""
+        ...
+
+    def note_read(self, operation: str) -> None:
+        """Note that the named operation reads the logits."""
+        ...
+
+    def cross_entropy(self, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, or return
+        NotImplemented.
+        """
+        ...
+
+
+@dataclass
+class Head:
+    """The head of a model during one forward pass.
+
+    Attributes:
+        model: the patched model.
+        module: its output embedding.
+        owner: the forward pass.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    owner: Owner
+
+    @functools.cached_property
+    def merged(self) -> tuple[tuple[list[str], tuple[str, ...]], ...]:
+        """Return PEFT's lists of the adapters that are merged into the head's weight, each with a
+        copy of what it held at the head's first product.
+
+        Not of what it held when the head was called: PEFT may unmerge adapters in between.
+        """
+        if "peft" not in sys.modules:
+            return ()
+        from liger_patch.readers.lora_adapters import merged_adapters
+
+        model: Any = self.model
+        # a tied weight is the input embedding's too
+        lists = merged_adapters(self.module, model.get_input_embeddings())
+        return tuple((names, tuple(names)) for names in lists)
+
+
+class HeadCall(NamedTuple):
+    """One product of the head: its inputs, the state it was made in, and its owner.
+
+    Attributes:
+        shape: (V, H) of the weight, noted here because engines may free the weight.
+        stored: the parameters behind weight and bias that the optimizer changes.
+        states: the states of hidden states, weight and bias when the product was made.
+        steps: what optimizers have changed of ``stored`` since.
+        merged: ``Head.merged`` at that time.
+        owner: the forward pass.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+    grad_enabled: bool
+    autocast_dtype: torch.dtype | None
+    stored: tuple[Tensor, Tensor | None]
+    states: tuple[State | None, ...]
+    steps: _Steps
+    merged: tuple[tuple[list[str], tuple[str, ...]], ...]
+    owner: Owner
+
+    @classmethod
+    def of(cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> HeadCall:
+        vocab_size, hidden_size = weight.shape
+        stored = weight, bias
+        if in_process_group():
+            stored = (
+                stored_parameter(weight, head.model),
+                None if bias is None else stored_parameter(bias, head.model),
+            )
+        return cls(
+            hidden_states,
+            weight,
+            bias,
+            (vocab_size, hidden_size),
+            torch.is_grad_enabled(),
+            autocast_dtype(hidden_states.device.type),
+            stored,
+            (_state_of(hidden_states), *map(_state_of, stored)),
+            _Steps(stored),
+            head.merged,
+            head.owner,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_states.dtype if self.autocast_dtype is None else self.autocast_dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the arguments of ``compute``."""
+        return self.hidden_states, self.weight, self.bias
+
+    def compute(self, *tensors: Any) -> Tensor:
+        """Compute the product in the autocast state of the call."""
+        with autocast_to(self.hidden_states.device.type, self.autocast_dtype):
+            return nn.functional.linear(*tensors)
+
+    def logits(self) -> Tensor:
+        """Compute the real logits, in the grad mode and the autocast state of the call."""
+        self.check_unchanged()
+        with torch.set_grad_enabled(self.grad_enabled):
+            return self.compute(*self.tensors)
+
+    @runs_eagerly
+    def changed(self) -> str | None:
+        """Say what has changed since, so that other logits would be computed; None for nothing."""
+        for adapters, before in self.merged:
+            if tuple(adapters) != before:
+                return "an adapter was merged into the head's weight, or unmerged,"
+        names = "the hidden states", "the head's weight", "the head's bias"
+        tensors = self.hidden_states, *self.stored
+        for name, tensor, state in zip(names, tensors, self.states, strict=True):
+            if _state_of(tensor) != state or id(tensor) in self.steps.changed:
+                return f"{name} changed"
+        return None
+
+    def freed(self) -> bool:
+        """Return whether an engine that shards the head has freed its weight since."""
+        weight: Any = self.weight
+        if hasattr(weight, "_local_tensor"):  # a DTensor has no memory of its own
+            weight = weight._local_tensor
+            return weight.untyped_storage().size() == 0 < weight.numel()
+        return self.weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the logits of this call can no longer be computed."""
+        late = "outputs.logits are computed lazily, but"
+        advice = "or set LIGER_PATCH_RETURN_LOGITS=1 to compute them in every forward pass"
+        if self.freed():
+            raise RuntimeError(
+                f"{late} the head's weight was freed since the forward pass (by FSDP). Read them "
+                "before that, or call unshard() on every rank first, of the module that "
+                f"fully_shard was given, {advice}"
+            )
+        change = self.changed()
+        if change is not None:
+            raise RuntimeError(
+                f"{late} {change} since the forward pass. Read them before that (before the "
+                f"optimizer's step), {advice}"
+            )
+
+
+class State(NamedTuple):
+    """The state of a tensor at some time. If the state differs later, the tensor has changed.
+
+    Attributes:
+        version: PyTorch's count of writes in place; None for inference tensors.
+        address, dtype: those of the data: they change when ``tensor.data`` is set. A ``FakeTensor``
+            has no address.
+    """
+
+    version: int | None
+    address: int
+    dtype: torch.dtype
+
+
+def _state_of(tensor: Tensor | None) -> State | None:
+    """Return the state of a tensor now; a write through ``tensor.data`` alone is not seen."""
+    if tensor is None:
+        return None
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    version = None if local.is_inference() else local._version
+    # ZeRO-3 sets the data of a parameter at each gathering
+    has_address = not (is_partitioned(tensor) or isinstance(local, FakeTensor))
+    address = local.data_ptr() if has_address else 0
+    return State(version, address, tensor.dtype)
+
+
+class _Steps:
+    """The optimizers' steps since one product of the head. Fused optimizers, and those of
+    bitsandbytes, write without counting.
+
+    It refers to the parameters, as the product does, and not they to it: PyTorch moves no DTensor
+    (``model.to``) that has a weak reference.
+
+    Attributes:
+        changed: the ids of the parameters that optimizers have changed.
+    """
+
+    def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        self.parameters = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
+        self.changed: set[int] = set()
+        if self.parameters:
+            _watch_optimizers()
+            with _ONE_AT_A_TIME:
+                _watching.add(self)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_watching: WeakSet[_Steps] = WeakSet()  # as many as there are outputs
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Note the steps of optimizers from now on: called for the first product of a parameter."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _ONE_AT_A_TIME:
+        watching = list(_watching)
+    if not watching:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for steps in watching:
+        steps.changed.update(
+            id(each) for each in steps.parameters if id(each) in held or _has_copies(each)
+        )
+
+
+def _has_copies(tensor: Tensor) -> bool:
+    """Return whether a DeepSpeed optimizer holds copies, from which it writes this weight."""
+    return hasattr(tensor, "_hp_mapping") or is_partitioned(tensor)
 
 
 class Step(NamedTuple):

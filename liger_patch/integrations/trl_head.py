@@ -38,8 +38,8 @@ from liger_patch.patch.forward import (
     patched_class,
     record_of,
 )
-from liger_patch.patch.labels import LOSS_WEIGHTS, has_other_layers, used_tokens
-from liger_patch.patch.packing import IGNORE_INDEX, next_labels
+from liger_patch.patch.labels import LOSS_WEIGHTS, used_tokens
+from liger_patch.patch.packing import IGNORE_INDEX, has_other_layers, next_labels
 from liger_patch.patch.settings import LossSettings, PatchRecord
 
 SUPPORTED = "trl 1.15 and 1.16"

@@ -169,3 +169,20 @@ def _hold(layer: Any, device: torch.device | str | None) -> None:
     if layer.bias is not None:
         layer.bias.data = layer.bias.data.to(numbers.device)
     layer.__class__ = Fp8Linear
+
+
+def serves(layer: type, weight: type) -> bool:
+    """Return True for layers that hold their weight in FP8: this module is a reader of
+    ``quantized_weights``.
+    """
+    return issubclass(layer, Fp8Linear)
+
+
+def read(layer: Any, dtype: torch.dtype) -> Fp8Weight:
+    """Return the weight for products in a dtype."""
+    return layer.held(dtype)
+
+
+def stamp(layer: nn.Module) -> tuple[int, int]:
+    """Return what tells whether the layer holds other tensors."""
+    return id(layer._parameters.get("qweight")), id(layer._buffers["scales"])

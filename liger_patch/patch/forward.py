@@ -32,7 +32,6 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.layers.recurrent import PACKED
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters, follow_classes, warning_of_dtypes
-from liger_patch.patch.compare import compare_losses
 from liger_patch.patch.fallback import (
     note_loss_outside,
     note_other_forward,
@@ -45,19 +44,21 @@ from liger_patch.patch.labels import (
     ExpectedLabels,
     LabelWeights,
     expected_labels,
-    has_other_layers,
     take_weights,
     used_tokens,
 )
 from liger_patch.patch.loss import ForwardPass
-from liger_patch.patch.packed_rows import giving_rows, look_at_packing
 from liger_patch.patch.packing import (
     IGNORE_INDEX,
+    giving_rows,
+    has_other_layers,
     leaking_labels,
+    look_at_packing,
     sequence_starts,
     take_num_sequences,
 )
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
+from liger_patch.patch.verify import compare_losses
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss

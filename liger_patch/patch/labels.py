@@ -25,9 +25,6 @@ from liger_patch.patch.settings import PatchRecord
 
 LOSS_WEIGHTS = "loss_weights"
 OUTPUT_FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
-# the layers whose tokens only see what their mask shows, by Transformers' names
-ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-IN_PATCHES = ("blt",)  # model types whose bytes see the patch before them, padding or not
 
 
 class ExpectedLabels(NamedTuple):
@@ -181,13 +178,3 @@ def used_tokens(
     if uses_others or has_own_mask or len(devices) > 1 or not record.tested:
         return None
     return targets != ignore_index
-
-
-def has_other_layers(model: PreTrainedModel) -> bool:
-    """Return whether a model has layers that are not attention, whose tokens see earlier ones that
-    the mask does not show.
-    """
-    config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ()
-    is_other = model._is_stateful or config.model_type in IN_PATCHES
-    return is_other or bool({*layer_types} - ATTENTION_LAYER_TYPES)

@@ -95,7 +95,7 @@ class PatchRecord:
         warned: the warnings that were given.
         tested: whether the architecture has a row in the registry, and its class Transformers' own
             forward. Any other is compared with the ordinary path at its first call, by
-            ``patch.compare``, and its labels are masked in Transformers' loss only.
+            ``patch.verify``, and its labels are masked in Transformers' loss only.
         architecture: the model's class and model type, for messages.
         compared: for an architecture without a row, what its first call compared, in words, or why
             it did not; None before the first call with labels.
@@ -118,7 +118,7 @@ class PatchRecord:
         offload: holds checkpoints on the host, None where they stay on the device.
         longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
             last; None before.
-        looks_at_packing: how many training calls ``packed_rows`` has searched.
+        looks_at_packing: how many training calls ``packing`` has searched.
         unpacks: how many recurrent layers take packed rows: see ``layers.recurrent``.
     """
 

@@ -1,6 +1,6 @@
 """Linear layers that a library holds quantized: the weight, dequantized.
 
-Each format has a reader, a module of this folder, imported only where its library is loaded:
+Each format has a reader, a module of READERS, imported only where its library is loaded:
 
 - ``serves(layer, weight)`` returns whether it reads linear layers of one class whose weight is of
   another;
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 READERS = {  # and the module that is loaded where there are such layers
-    "bitsandbytes": "bitsandbytes",
-    "fp8": "liger_patch.layers.quantized_base",
-    "finegrained_fp8": "transformers.integrations.finegrained_fp8",
-    "torchao": "torchao",
+    "liger_patch.readers.bitsandbytes": "bitsandbytes",
+    "liger_patch.layers.quantized_base": "liger_patch.layers.quantized_base",
+    "liger_patch.readers.finegrained_fp8": "transformers.integrations.finegrained_fp8",
+    "liger_patch.readers.torchao": "torchao",
 }
 FORWARD = nn.Linear.forward  # torch's own: a library may replace it later
 
@@ -76,7 +76,7 @@ def reader_of(layer: nn.Module) -> Any:
 def _reader(layer: type, weight: type) -> Any:
     for name, library in READERS.items():
         if sys.modules.get(library) is not None:  # None forbids an import
-            reader = import_module(f"liger_patch.readers.{name}")
+            reader = import_module(name)
             if reader.serves(layer, weight):
                 return reader
     return None

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from liger_patch import apply_patch, deferred_logits, distillation_loss, patch_status
-from liger_patch.deferred.head_call import HeadCall
+from liger_patch.deferred.record import HeadCall
 from liger_patch.layers import mlp
 from liger_patch.layers.checks import layers_of
 from liger_patch.patch.forward import record_of

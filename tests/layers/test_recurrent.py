@@ -37,8 +37,8 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import recurrent
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.recurrent import PACKED, PADDED, PackedRows, packed_rows
-from liger_patch.patch import packed_rows as of_calls
-from liger_patch.patch.packed_rows import rows_of_call
+from liger_patch.patch import packing as of_calls
+from liger_patch.patch.packing import rows_of_call
 
 # whose attention makes its masks without positions
 ACROSS = ("granitemoehybrid",)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import compare, forward
+from liger_patch.patch import forward, verify
 
 pytestmark = pytest.mark.usefixtures("no_rows")
 
@@ -91,10 +91,10 @@ def test_where_losses_cannot_be_compared_one_warning_says_so(
         raise torch.OutOfMemoryError
 
     if why == "group":
-        monkeypatch.setattr(compare, "in_process_group", lambda: True)
-        monkeypatch.setattr(compare.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(verify, "in_process_group", lambda: True)
+        monkeypatch.setattr(verify.distributed, "get_world_size", lambda: 2)
     else:
-        monkeypatch.setattr(compare, "_loss_of", out_of_memory)
+        monkeypatch.setattr(verify, "_loss_of", out_of_memory)
     model = apply_patch(make_model())
     batch = tiny_batch(model)
     with pytest.warns(UserWarning, match=f"was not compared with the model's own, .*{why}"):
