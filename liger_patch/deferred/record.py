@@ -26,30 +26,19 @@ from liger_patch.kernels.graphs import runs_eagerly
 
 
 class Owner(Protocol):
-    """The forward pass that deferred logits belong to.
-
-    Attributes:
-        head_defers: whether the head's last call returned deferred logits; None before the first.
-        widens: whether the head computes in a wider dtype: see ``wider``.
+    """The forward pass that deferred logits belong to, ``patch.loss.ForwardPass`` with the
+    attributes and methods of that name.
     """
 
     head_defers: bool | None
     widens: bool
 
     @property
-    def chunk_mib(self) -> float | None:
-        """MiB of logits that the user allows to be held at once; None for the default."""
-        ...
+    def chunk_mib(self) -> float | None: ...
 
-    def note_read(self, operation: str) -> None:
-        """Note that the named operation reads the logits."""
-        ...
+    def note_read(self, operation: str) -> None: ...
 
-    def cross_entropy(self, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute ``torch.nn.functional.cross_entropy`` of deferred logits, or return
-        NotImplemented.
-        """
-        ...
+    def cross_entropy(self, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 @dataclass

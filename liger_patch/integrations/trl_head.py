@@ -145,7 +145,7 @@ def check_loss_is_trls(settings: LossSettings) -> None:
 
 @dataclass
 class LogProbsCall:
-    """``model(..., labels=labels, fused_lm_head=True)``. See ``settings.FusedHeadCall``.
+    """``model(..., labels=labels, fused_lm_head=True)``.
 
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: what TRL's trainer asked of its own head.

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -70,17 +69,16 @@ _defers: ContextVar[bool] = ContextVar("defers", default=False)  # in deferred_l
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class PatchArguments:
-    """The arguments of a call that this package adds, and the model's forward does not get."""
+class Added(NamedTuple):
+    """What this package knows of a call beside the arguments of the model's forward.
+
+    Attributes:
+        num_sequences, loss_weights: arguments of ours.
+        starts, leaks: ``sequence_starts`` and ``leaking_labels`` of its rows.
+    """
 
     num_sequences: Tensor | int | None = None
     loss_weights: Tensor | None = None  # (B, T)
-
-
-class Sequences(NamedTuple):
-    """What ``packing`` says of the rows of a call: ``sequence_starts`` and ``leaking_labels``."""
-
     starts: Tensor | None = None  # (B, T)
     leaks: Tensor | None = None  # (B, T)
 
@@ -117,7 +115,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if record is None:
             return inner(*args, **kwargs)
         number = take_num_sequences(kwargs, record.settings.loss_average)
-        added = PatchArguments(number, take_weights(kwargs))
+        added = Added(number, take_weights(kwargs))
         named = named_arguments(args, kwargs)
         if named.get("labels") is None:
             if not is_traced() and _defers.get():
@@ -238,7 +236,7 @@ def _forward_with_loss(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],
-    added: PatchArguments,
+    added: Added,
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
 ) -> Any:
     """Run the model's forward with deferred logits.
@@ -260,9 +258,7 @@ def _forward_with_loss(
     if not record.tested and _is_to_be_compared(model, record, named["labels"], return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(
-                model, trial, inner, args, kwargs, {}, PatchArguments(), Sequences(), None
-            )
+            return _deferred_forward(model, trial, inner, args, kwargs, {}, Added(), None)
 
         compare_losses(model, record, forward, args, kwargs)
     inner = inner if compiled is None else compiled(inner)
@@ -291,8 +287,8 @@ def _forward_with_loss(
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    how = added, Sequences(starts, leaks), return_logits
-    return _deferred_forward(model, record, inner, args, kwargs, named, *how)
+    added = added._replace(starts=starts, leaks=leaks)
+    return _deferred_forward(model, record, inner, args, kwargs, named, added, return_logits)
 
 
 def _deferred_forward(
@@ -302,8 +298,7 @@ def _deferred_forward(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
-    added: PatchArguments,
-    sequences: Sequences,
+    added: Added,
     return_logits: bool | None,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
@@ -313,7 +308,7 @@ def _deferred_forward(
         is_transformers_loss = model.loss_function is ForCausalLMLoss and not other
         with ExitStack() as stack:
             forward_pass = defer_logits(stack, model, record, return_logits, other)
-            forward_pass.starts, forward_pass.leaks = sequences
+            forward_pass.starts, forward_pass.leaks = added.starts, added.leaks
             forward_pass.num_sequences = added.num_sequences
             if added.loss_weights is not None:
                 shifted = named.get("shift_labels") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from liger_patch.kernels.head.inputs import checked_chunk_bytes
 from liger_patch.kernels.options import LossOptions
@@ -50,38 +50,12 @@ class LossSettings:
             raise ValueError(
                 f'loss_average must be "token" or "sequence", got {self.loss_average!r}'
             )
-        for name in (
-            "label_smoothing",
-            "z_loss",
-            "chunk_mib",
-        ):  # a Fraction has no format before 3.12
-            if getattr(self, name) is not None:
+        for name in ("label_smoothing", "z_loss", "chunk_mib"):
+            if getattr(self, name) is not None:  # a Fraction has no format before 3.12
                 object.__setattr__(self, name, float(getattr(self, name)))
         values = ((name, getattr(self, name)) for name in CHANGE_LOSS)
         changed = ", ".join(f"{n}={v!r}" for n, v in values if v != getattr(LossSettings, n))
         object.__setattr__(self, "changed", changed)
-
-
-class FusedHeadCall(Protocol):
-    """A second way to call a patched model, which a library has added by replacing ``forward``.
-
-    TRL's is the only one: see ``integrations.trl_head.LogProbsCall``.
-    """
-
-    @property
-    def fallback_text(self) -> str:
-        """Return what liger_patch does where it cannot fuse: the verb of its warning."""
-        ...
-
-    def handles(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with these arguments is one of this second kind."""
-        ...
-
-    def __call__(
-        self, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the output of such a call; ``forward``: what the other calls run."""
-        ...
 
 
 @dataclass
@@ -108,7 +82,8 @@ class PatchRecord:
             accelerate, TRL's head); None where it had none.
         passes_through: whether ``replaced_forward`` only calls the model's own forward, so that
             calls may leave it out.
-        fused_head_call: the second way to call the model, None where there is only one.
+        fused_head_call: a second way to call the model, which TRL has added by replacing
+            ``forward``: see ``integrations.trl_head.LogProbsCall``. None where there is none.
         layers: the argument ``layers`` of ``apply_patch``.
         replacements: ``subclass.count_replacements`` when layers were put on kernels.
         adapters: the model's ``peft_config`` for which its LoRA layers were put on kernels, and a
@@ -135,7 +110,7 @@ class PatchRecord:
     differs: bool = False
     replaced_forward: Callable[..., Any] | None = None
     passes_through: bool = False
-    fused_head_call: FusedHeadCall | None = None
+    fused_head_call: Any = None
     layers: bool | frozenset[str] = False
     replacements: int = 0
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None

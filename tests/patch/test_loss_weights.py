@@ -163,13 +163,6 @@ def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error() -> None:
         call(model, batch, loss_weights=weights_beside(batch))
 
 
-def test_weights_of_one_change_nothing() -> None:
-    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4, 13))
-    ones = torch.ones(batch["labels"].shape)
-    with_weights = call(model, batch, loss_weights=ones).loss
-    torch.testing.assert_close(with_weights, call(model, batch).loss)
-
-
 def test_weights_of_zero_give_zero() -> None:
     model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
     loss = call(model, batch, loss_weights=torch.zeros(batch["labels"].shape)).loss
