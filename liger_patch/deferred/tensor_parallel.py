@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.deferred.record import HeadCall
-from liger_patch.deferred.record import Step
+from liger_patch.deferred.record import HeadCall, Step
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.vocab_shard import VocabShard
 
