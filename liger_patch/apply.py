@@ -110,7 +110,6 @@ def apply_patch(
         record.unpacks = count_layers(target)["recurrent"]
         record.checked, record.verified, record.compared = False, False, None
         record.distrusted, record.differs = None, False
-        record.longest_row = None
         _set_offload(record, checkpoint_offload)
         return model
     patched = type(target)

@@ -59,8 +59,7 @@ class PatchStatus:
 def patch_status(model: nn.Module) -> PatchStatus:
     """Return what is fused for this model, what falls back to ordinary logits, and why.
 
-    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would. The
-    longest row that fits is what ``liger_patch.memory.longest_row`` has estimated last, if it has.
+    Adapters that came after ``apply_patch`` are put on kernels first, as the next call would.
 
     Raises:
         TypeError: not a Transformers model.
@@ -108,7 +107,6 @@ def patch_status(model: nn.Module) -> PatchStatus:
             *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
-            *([("longest row", record.longest_row)] if record.longest_row else ()),
             (
                 "LIGER_PATCH_RETURN_LOGITS",
                 {None: "unset", True: "1", False: "0"}[flags.return_logits()],

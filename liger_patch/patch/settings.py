@@ -91,8 +91,6 @@ class PatchRecord:
         checked_dtypes: whether the dtypes of these adapters have been looked at, and warned of
             where they make layers run PEFT's own forward.
         offload: holds checkpoints on the host, None where they stay on the device.
-        longest_row: the longest row that fits, in words, as ``liger_patch.memory`` has estimated it
-            last; None before.
         looks_at_packing: how many training calls ``packing`` has searched.
         unpacks: how many recurrent layers take packed rows: see ``layers.recurrent``.
     """
@@ -116,7 +114,6 @@ class PatchRecord:
     adapters: tuple[dict[str, Any], dict[str, Any]] | None = None
     checked_dtypes: bool = False
     offload: CheckpointOffload | None = None
-    longest_row: str | None = None
     looks_at_packing: int = 0
     unpacks: int = 0
 
