@@ -145,23 +145,9 @@ def average_of_sequences(
         raise ValueError(
             "num_items_in_batch counts tokens, but apply_patch was given "
             'loss_average="sequence". Pass num_sequences_in_batch too: the number of sequences '
-            "in all forward passes of the step. The Trainer of "
-            "liger_patch.integrations.transformers does so"
+            "in all forward passes of the step. Transformers' Trainer does not count these"
         )
     return weights, None if reduction == "sum" else count
-
-
-def count_sequences(batch: Mapping[str, Any]) -> Tensor:
-    """Return (), the number of sequences of a batch that have a supervised token."""
-    labels = batch["labels"]
-    starts = sequence_starts(labels.shape, batch)
-    targets = batch.get("shift_labels")
-    if targets is None and starts is not None:
-        leaks = leaking_labels(labels, starts, batch.get("input_ids"))
-        labels = labels.masked_fill(leaks, IGNORE_INDEX)
-    if targets is None:
-        targets = next_labels(labels, IGNORE_INDEX)
-    return sequence_weights(starts, targets != IGNORE_INDEX)[1]
 
 
 def take_num_sequences(arguments: dict[str, Any], loss_average: str) -> Tensor | int | None:
