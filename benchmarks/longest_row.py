@@ -3,17 +3,14 @@
     python -m benchmarks longest_row                      all models and contenders: hours
     python -m benchmarks longest_row --model QLoRA --contender Unsloth --gib 24 --limit 580
     python -m benchmarks longest_row --contender liger_patch --try 24:122880 --try 48:311296
-    python -m benchmarks longest_row --model 'Qwen3-8B, QLoRA' --estimated --gib 80 --total 200
 
 Forward and backward of one row as in ``lora_step``: whole models, random weights, adapters of rank
 16 in float32 under autocast to bf16, gradient checkpointing, no optimizer. Each contender has a
 process of its own. Memory is limited by ``torch.cuda.set_per_process_memory_fraction``, so gaps of
 the allocator count; a limit of more than the GPU has is all of it. Where two measured peaks expect
 the limit to be met, a search begins for the longest multiple of 8192 tokens, or of 2 % of the row
-where that is more. With --estimated it begins where ``python -m liger_patch estimate`` expects that
-(Unsloth is not estimated), and no length is timed unless --timed asks for it. A row whose step has
-reserved no more than a limit fits it without another step. A search that the time limit ends has a
-lower bound, with ">=".
+where that is more. A row whose step has reserved no more than a limit fits it without another step.
+A search that the time limit ends has a lower bound, with ">=".
 
 Each step is printed as soon as it is done. The report is written after each contender, and when
 SIGTERM or Ctrl-C ends the benchmark. --try asks whether one length fits, and searches for none.
@@ -34,8 +31,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +40,6 @@ from transformers import LlamaConfig
 
 from .attention_blocks import BLOCK
 from .benchmark import Benchmark, Cases
-from .guided_search import width
 from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS as LORA_CONTENDERS
 from .lora_contenders import Setting
@@ -52,8 +47,7 @@ from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
 from .names import COMPILED, FLEX, FP8
-from .row_estimate import Guesses, estimating
-from .row_search import Search
+from .row_search import Search, width
 
 LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
 POSITIONS = 2**21
@@ -98,7 +92,6 @@ class Limits:
         seconds: of each process; None for no limit.
         tries: GiB with a length each: only these are tried.
         host_gib: of host memory, for offloaded checkpoints; None for no limit.
-        estimated: whether a search begins where liger_patch estimates the longest row.
         total: seconds of all processes of a model, each of which may take an even share of what is
             left; None for no limit.
     """
@@ -112,7 +105,6 @@ class Limits:
     seconds: float | None = None
     tries: Sequence[tuple[float, int]] = ()
     host_gib: float | None = None
-    estimated: bool = False
     total: float | None = None
 
     def seconds_left(self, elapsed: float, processes: int) -> float | None:
@@ -139,17 +131,15 @@ def run_case(
         saved = attempt(lambda: save(model, folder, device))
         release_memory()
         for setting in settings:
-            with _guessing(model, setting, contenders, limits) as guesses:
-                for contender in contenders:
-                    search = _search(model, folder, setting, contender, limits, device)
-                    print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
-                    if isinstance(saved, Failure):
-                        yield from summary(search, [], saved.failure, limits.whole)
-                        continue
-                    search = replace(search, guesses=guesses(contender))
-                    left = limits.seconds_left(time.monotonic() - start, to_run)
-                    to_run -= 1
-                    yield from _searched(search, limits, left, place)
+            for contender in contenders:
+                search = _search(model, folder, setting, contender, limits, device)
+                print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
+                if isinstance(saved, Failure):
+                    yield from summary(search, [], saved.failure, limits.whole)
+                    continue
+                left = limits.seconds_left(time.monotonic() - start, to_run)
+                to_run -= 1
+                yield from _searched(search, limits, left, place)
 
 
 def _search(
@@ -182,14 +172,6 @@ def _searched(search: Search, limits: Limits, seconds: float | None, place: Path
         failure = run_process("row_search", request, before, seconds, steps, place)
     finally:
         yield from summary(search, steps, failure, limits.whole)
-
-
-def _guessing(
-    model: Model, setting: Setting, contenders: Sequence[str], limits: Limits
-) -> AbstractContextManager[Callable[[str], Guesses]]:
-    if not limits.estimated:
-        return nullcontext(lambda _: ())
-    return estimating(model.config, contenders, setting, limits.gib, limits.host_gib)
 
 
 def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:
@@ -239,13 +221,12 @@ def cases(options: argparse.Namespace) -> Cases:
     tries = tuple(map(gib_and_tokens, getattr(options, "try") or ()))
     limits = Limits(
         gib=list(dict.fromkeys(gib for gib, _ in tries)) or options.gib or LIMITS,
-        timed=options.timed or (() if tries or options.estimated else TIMED),
+        timed=options.timed or (() if tries else TIMED),
         whole=options.whole_attention or WHOLE,
         rounds=options.rounds,
         seconds=options.limit,
         tries=tries,
         host_gib=options.host_gib,
-        estimated=options.estimated,
         total=options.total,
     )
     chosen = {
@@ -309,11 +290,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="GIB:TOKENS",
         help="whether a row of TOKENS fits GIB of memory, or another; no search, no --timed",
-    )
-    parser.add_argument(
-        "--estimated",
-        action="store_true",
-        help="begin each search where liger_patch estimates the longest row; no --timed",
     )
     parser.add_argument(
         "--host-gib",

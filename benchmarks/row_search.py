@@ -1,4 +1,8 @@
-"""Find the longest row that one contender trains, in the process that ``longest_row.py`` starts."""
+"""Find the longest row that one contender trains, in the process that ``longest_row.py`` starts.
+
+A step of a long row takes a minute, and its peak memory grows linearly with the row. So the first
+length that is tried is where the line through two measured peaks meets the limit.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ import torch
 from transformers import AutoConfig
 
 from . import lora_contenders
-from .guided_search import candidates, expected_longest
 from .lora_contenders import CONTENDERS, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
 from .training_step import run_step
 
 GIB = 2**30
+SHARE = 50  # of a row: what the search leaves open, 2 %
 ALL_ON_HOST = ("Unsloth",)  # whose checkpoints wait in host memory, however much they take
 
 
@@ -42,7 +46,6 @@ class Search:
         tries: limits with a length each: only these are tried, none is searched for.
         host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
             on the GPU, rows of others are not tried; None: unlimited.
-        guesses: limits with a length each, near which the longest row is searched for.
     """
 
     contender: str
@@ -57,7 +60,6 @@ class Search:
     device: str = "cuda"
     tries: tuple[tuple[float, int], ...] = ()
     host_gib: float | None = None
-    guesses: tuple[tuple[float, int], ...] = ()
 
 
 def main(request: Path, results: Path) -> None:
@@ -66,8 +68,7 @@ def main(request: Path, results: Path) -> None:
     """
     fields = json.loads(request.read_text(encoding="utf-8"))
     fields["setting"] = Setting(**fields["setting"])
-    for name in ("tries", "guesses"):
-        fields[name] = tuple((gib, tokens) for gib, tokens in fields[name])
+    fields["tries"] = tuple((gib, tokens) for gib, tokens in fields["tries"])
     fields |= {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
     for row in rows(Search(**fields)):
         line = json.dumps(row)
@@ -97,8 +98,7 @@ def rows(search: Search) -> Iterator[dict]:
     longest = 0
     for limit in search.limits:
         room = limit_memory(limit, search.device)
-        guess = next((tokens for gib, tokens in search.guesses if gib == limit), None)
-        fits = _Fits(step, search.device, room, known, longest, too_long, guess)
+        fits = _Fits(step, search.device, room, known, longest, too_long)
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
         longest = fits.longest
@@ -125,10 +125,9 @@ class _Fits:
         known: dict[int, dict],
         longest: int,
         too_long: Mapping[int, Failure],
-        guess: int | None,
     ) -> None:
         self._step, self._device, self._room, self._known = step, device, room, known
-        self._too_long, self._guess = too_long, guess
+        self._too_long = too_long
         self.results: dict[int, dict | Failure] = {}
         reserved = {n: each["reserved_mib"] for n, each in known.items() if _peaks(each)}
         fitting = [n for n, mib in reserved.items() if room is not None and mib <= room]
@@ -165,8 +164,6 @@ class _Fits:
 
     def _expected(self) -> int | None:
         """The allocator empties its cache before it fails, so what is allocated tells."""
-        if self._guess is not None:
-            return self._guess
         if self._room is None:
             return None
         allocated = {n: each["peak_mib"] for n, each in self._known.items() if _peaks(each)}
@@ -264,3 +261,66 @@ def _timed(step: Callable[[int], None], tokens: int, search: Search) -> dict[str
 
 def _result(found: dict | Failure) -> dict:
     return {"failure": found.failure} if isinstance(found, Failure) else found
+
+
+def width(tokens: int, step: int) -> int:
+    """Return how close to ``tokens`` a search ends: a multiple of ``step``, about 2 %."""
+    return max(step, tokens // SHARE // step * step)
+
+
+def expected_longest(peaks: Mapping[int, float], room: float) -> int | None:
+    """Return the tokens of which a step is expected to take all the room, None where unknown.
+
+    Args:
+        peaks: memory of the steps of some lengths.
+        room: in the unit of the peaks.
+    """
+    lengths = sorted(peaks)
+    if len(lengths) < 2:
+        return None
+    last = len(lengths) - 1
+    i = next((i for i in range(1, last) if peaks[lengths[i]] > room), last)
+    a, b = lengths[i - 1], lengths[i]
+    growth = (peaks[b] - peaks[a]) / (b - a)
+    return int(a + (room - peaks[a]) / growth) if growth > 0 else None
+
+
+def candidates(
+    fits: Callable[[int], bool],
+    known: int,
+    most: int,
+    step: int,
+    expected: Callable[[], int | None] = lambda: None,
+) -> Iterator[int]:
+    """Yield each length that is tried to find the longest that fits, a multiple of ``step``.
+
+    Lengths double until one is expected. That one is tried, then longer or shorter ones in strides
+    that double, until the longest is between two lengths; then their middle.
+
+    Args:
+        known: a length that fits, 0 for none.
+        most: no longer row is tried.
+        expected: returns the length that is expected, None as long as there is none.
+    """
+    top = most // step * step
+    low, high = known // step * step, top + step  # fits, does not
+    stride = 0  # > 0: to longer ones, < 0: to shorter ones
+    is_guessed = False
+    while high - low > width(high, step):
+        guess = None if is_guessed else expected()
+        if guess is not None:
+            is_guessed = True
+            tokens = min(max(guess // step * step, low + step), high - step)
+        elif is_guessed:
+            tokens = (low if stride > 0 else high) + stride
+        else:
+            tokens = max(step, 2 * low)
+        if not low < tokens < high:
+            is_open = high > top and tokens > low
+            tokens = top if is_open else (low + high) // 2 // step * step
+        is_fitting = fits(tokens)
+        yield tokens
+        low, high = (tokens, high) if is_fitting else (low, tokens)
+        if is_guessed:
+            near = width(tokens, step) * (1 if is_fitting else -1)
+            stride = 2 * stride if stride * near > 0 else near

@@ -69,7 +69,6 @@ def test_every_list_of_a_report_has_a_table(name: str):
     options.gib = options.timed = options.whole_attention = None
     options.engine = options.steps = options.host_gib = options.all_blocks = None
     options.total = options.generation = options.run = None
-    options.estimated = False
     setattr(options, "try", None)
     options.device = "cuda"
     lists = import_module(f"benchmarks.{name}").BENCHMARK.cases(options)

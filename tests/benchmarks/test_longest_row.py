@@ -1,4 +1,4 @@
-"""The benchmark of the longest rows: the search of a contender, its estimate and its process."""
+"""The benchmark of the longest rows: the search of a contender, and its process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.longest_row import Limits, run_case, summary
-from benchmarks.lora_contenders import OFFLOADED
 from benchmarks.lora_step import CHECKPOINTED
 from benchmarks.models import Model
-from benchmarks.row_estimate import estimated_longest
 from benchmarks.row_search import Search, rows
 from benchmarks.sft_step import tiny_tokenizer
 
@@ -51,21 +49,6 @@ def test_a_contender_searches_up_to_the_most(search_of: Callable[..., Search], c
     assert small["at_least"]
     assert large["at_least"]
     assert not any("failure" in row for row in steps)
-
-
-@pytest.mark.slow
-def test_estimates_are_those_of_the_contenders_step():
-    """Ours take the host memory that they may; Unsloth is not estimated."""
-    config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 8})
-
-    def longest(contender: str, host_gib: float | None = None) -> int:
-        (tokens,) = estimated_longest(config, contender, LORA, [0.5], host_gib).values()
-        return tokens
-
-    eager, ours, offloaded = map(longest, ("eager", "liger_patch", OFFLOADED))
-    assert eager < ours < longest(OFFLOADED, 0.1) < offloaded
-    assert longest("liger_patch", 0.1) == ours
-    assert estimated_longest(config, "Unsloth", LORA, [2.0], None) == {}
 
 
 @pytest.mark.slow
