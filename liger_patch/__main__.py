@@ -76,8 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-offload", action="store_true",
         help="liger_patch's checkpoint_offload=True (with --checkpointing), and a host that holds "
         "all of them")  # fmt: skip
-    add("--host-gib", type=_size,
-        help="of host memory: checkpoint_offload=GIB (with --checkpoint-offload)")  # fmt: skip
     add("--optimizer", choices=("adamw", "adamw-float32", "adamw-8bit", "none"), default="adamw",
         help="whose states count (default: adamw, in the dtype of the weights)")  # fmt: skip
     add("--chunk-mib", type=_size, help="liger_patch's chunk_mib")
@@ -118,8 +116,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         parser.error("argument --double-quant: expected --bits 4 too")
     if options.checkpoint_offload and not options.checkpointing:
         parser.error("argument --checkpoint-offload: expected --checkpointing too")
-    if options.host_gib is not None and not options.checkpoint_offload:
-        parser.error("argument --host-gib: expected --checkpoint-offload too")
     if options.lora_rank and importlib.util.find_spec("peft") is None:
         parser.error("argument --lora-rank: it needs peft, which is not installed")
     print(f"estimating {options.model}: seconds, for a large model a minute", file=sys.stderr)
@@ -159,7 +155,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         expert_bytes=EXPERTS_IN_4_BITS.get(options.quantize_experts),
         checkpointing=options.checkpointing,
         checkpoint_offload=options.checkpoint_offload,
-        host_gib=options.host_gib,
         optimizer=options.optimizer,
         chunk_mib=options.chunk_mib,
         supervised=options.supervised,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from liger_patch.estimate.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
 from liger_patch.estimate.model import Sizes, TrainingStep, build, described, without_adapters
-from liger_patch.estimate.offload import host_bytes
 from liger_patch.estimate.operations import CHUNK
-from liger_patch.estimate.step import progress, trace_step
+from liger_patch.estimate.step import host_bytes, trace_step
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.attention import MOST_NUMBERS
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
@@ -86,24 +84,21 @@ def estimate(
     found = []
     with explained(config, "can be built from its config"):
         build(config, step)
-    # three lengths for longer rows, and on layers' kernels three more for rows in slices
-    most = len(CONTENDERS) * (1 + 3 * longest) + 3 * (longest and step.checkpointing)
-    with progress(most):
-        for contender in CONTENDERS:
-            what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
-            with explained(config, what):
-                trace, sizes = trace_step(config, step, contender)
-            with explained(config, "takes steps of several lengths"):
-                rows = longest_rows(config, step, contender, sizes, reserve) if longest else {}
-            found.append(
-                Estimate(
-                    contender.name,
-                    parts_at_peak(trace, sizes, step),
-                    {card: row.tokens for card, row in rows.items()},
-                    sum(host_bytes(each.size) for each in trace.sent),
-                    {card: row.host for card, row in rows.items()},
-                )
+    for contender in CONTENDERS:
+        what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
+        with explained(config, what):
+            trace, sizes = trace_step(config, step, contender)
+        with explained(config, "takes steps of several lengths"):
+            rows = longest_rows(config, step, contender, sizes, reserve) if longest else {}
+        found.append(
+            Estimate(
+                contender.name,
+                parts_at_peak(trace, sizes, step),
+                {card: row.tokens for card, row in rows.items()},
+                sum(host_bytes(each.size) for each in trace.sent),
+                {card: row.host for card, row in rows.items()},
             )
+        )
     return found
 
 
@@ -275,8 +270,6 @@ class Growth:
 
     The step is traced at three lengths. It allocates and frees the same pieces in the same order,
     each of a size that is a polynomial of the length: of degree 2 for a mask, mostly of degree 1.
-    How many layer inputs a bounded host memory holds depends on the length. So a trace sends all of
-    them, and one that stays takes the place of its copy that would come back.
     """
 
     def __init__(
@@ -291,9 +284,8 @@ class Growth:
         self._births = torch.tensor([each.birth for each in pieces])
         self._deaths = torch.tensor([each.death or count - 1 for each in pieces])
         self._count = count
-        places = {id(each): i for i, each in enumerate(pieces)}
-        self._sent = [places[id(each)] for each in traces[0].sent]
-        self._fetched = [places[id(each)] for each in reversed(traces[0].fetched)]
+        sent = {id(each) for each in traces[0].sent}
+        self._sent = [i for i, each in enumerate(pieces) if id(each) in sent]
         self._chunks = [i for i, each in enumerate(pieces) if each.purpose == CHUNK]
         powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
         sizes = [[float(each.size) for each in trace.allocations] for trace in traces]
@@ -325,8 +317,10 @@ class Growth:
         ):
             first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]
-        steps = [replace(step, length=each, host_gib=None) for each in lengths]
-        traces = [trace_step(config, each, contender, short_masks=False)[0] for each in steps]
+        traces = [
+            trace_step(config, replace(step, length=each), contender, short_masks=False)[0]
+            for each in lengths
+        ]
         if len({tuple((e.birth, e.death) for e in each.allocations) for each in traces}) > 1:
             return None
         growth = cls(lengths, traces, step)
@@ -337,31 +331,19 @@ class Growth:
 
     def host_bytes(self, length: int) -> int:
         """Return the bytes of host memory that a step of sequences of this length takes."""
-        return sum(size for size in self._on_host(self._sizes(length)) if size)
+        return sum(host_bytes(round(each)) for each in self._sizes(length)[self._sent].tolist())
 
     def _sizes(self, length: int) -> Tensor:
         return torch.tensor([1.0, length, length * length], dtype=torch.float64) @ self._factors
 
-    def _on_host(self, sizes: Tensor) -> list[int]:
-        """Return the bytes that each layer input takes on the host, 0 for one that stays."""
-        bound = math.inf if self._step.host_gib is None else self._step.host_gib * GIB
-        found: list[int] = []
-        for i in self._sent:
-            size = host_bytes(round(sizes[i].item()))
-            found.append(size if sum(found) + size <= bound else 0)
-        return found
-
     def peak(self, length: int) -> float:
         """Return the most bytes that a step of sequences of this length has allocated."""
-        sizes, deaths = self._sizes(length), self._deaths.clone()
-        for i, copy, on_host in zip(self._sent, self._fetched, self._on_host(sizes), strict=True):
-            if not on_host:
-                deaths[i], sizes[copy] = deaths[copy], 0
+        sizes = self._sizes(length)
         if self._head is not None:
             sizes[self._chunks] = float(chunk_bytes(self._head, replace(self._step, length=length)))
         changes = torch.zeros(self._count, dtype=torch.float64)
         changes.index_add_(0, self._births, sizes)
-        changes.index_add_(0, deaths, -sizes)
+        changes.index_add_(0, self._deaths, -sizes)
         return changes[:-1].cumsum(0).max().item()
 
 

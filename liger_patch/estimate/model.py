@@ -39,13 +39,9 @@ class TrainingStep:
         batch, length: sequences, and tokens of each.
         dtype: of the weights.
         autocast: the dtype of products (``Trainer(bf16=True)``), None for no autocast.
-        lora_rank: of adapters; None trains every weight.
+        lora_rank: of adapters on all linear layers but the head and on all experts; None trains
+            every weight.
         adapter_dtype: of these adapters.
-        lora_targets: the names of the layers that have them, None for all linear layers but the
-            head.
-        lora_parameters: the names of the parameters that have them (PEFT's ``target_parameters``),
-            None for those of all experts where ``lora_targets`` is None too.
-        lora_dropout: in [0, 1); what adapters keep depends on whether it is 0.
         bits: 16 or 32 as ``dtype`` says, or what bitsandbytes holds linear layers in: 4 (nf4) or 8.
         double_quant: whether the scales of 4-bit weights are quantized too.
         fp8_base: whether ``quantize_base`` holds linear layers in FP8.
@@ -53,7 +49,6 @@ class TrainingStep:
             on kernels in all contenders; None for experts in ``dtype``.
         checkpointing: whether layers are computed again in the backward pass.
         checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
-        host_gib: GiB of host memory that these may take; None for all that they need.
         optimizer: a name of OPTIMIZERS.
         chunk_mib: MiB of logits that liger_patch holds; None for its default.
         supervised: share of the labels that are not ignored.
@@ -66,16 +61,12 @@ class TrainingStep:
     autocast: torch.dtype | None = torch.bfloat16
     lora_rank: int | None = None
     adapter_dtype: torch.dtype = torch.float32
-    lora_targets: tuple[str, ...] | None = None
-    lora_parameters: tuple[str, ...] | None = None
-    lora_dropout: float = 0.0
     bits: int | None = None
     double_quant: bool = False
     fp8_base: bool = False
     expert_bytes: float | None = None
     checkpointing: bool = False
     checkpoint_offload: bool = False
-    host_gib: float | None = None
     optimizer: str = "adamw"
     chunk_mib: float | None = None
     supervised: float = 1.0
@@ -91,9 +82,7 @@ class TrainingStep:
         words += ["base in FP8"] if self.fp8_base else []
         words += ["experts in 4 bits"] if self.expert_bytes else []
         words += ["checkpointing"] if self.checkpointing else []
-        if self.checkpoint_offload:
-            bound = "" if self.host_gib is None else f" to {self.host_gib:g} GiB of the host"
-            words.append(f"offloaded by liger_patch{bound}")
+        words += ["offloaded by liger_patch"] if self.checkpoint_offload else []
         return [*words, f"optimizer {self.optimizer}"]
 
 
@@ -267,14 +256,13 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
     from peft import LoraConfig, get_peft_model
 
     assert step.lora_rank is not None
-    targets, parameters = step.lora_targets, step.lora_parameters
-    if targets is None and parameters is None:
-        parameters = _expert_weights(model)
+    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    named = model.named_modules()
     lora = LoraConfig(
         r=step.lora_rank,
-        target_modules="all-linear" if targets is None else list(targets) or None,
-        target_parameters=list(parameters or ()) or None,
-        lora_dropout=step.lora_dropout,
+        # by name: of "all-linear", PEFT 0.21 doubles the rank on some models' experts
+        target_modules=[n for n, each in named if isinstance(each, linear) and each is not head],
+        target_parameters=_expert_weights(model) or None,
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import functools
-import threading
+import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.estimate.contenders import Contender, chunk_bytes, set_layers
 from liger_patch.estimate.model import QuantizedLinear, Sizes, TrainingStep, build
-from liger_patch.estimate.offload import MetaOffload, noting_input
 from liger_patch.estimate.operations import (
     ChunkedHead,
     GpuOperations,
-    Unpacked,
     activate,
     activate_backward,
     first_slices,
@@ -32,22 +28,10 @@ from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.lora import mlp as lora_mlp
 from liger_patch.layers import experts, masked_attention, masks, mlp
 from liger_patch.patch import offload as checkpoints
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
-_ONE_AT_A_TIME = threading.RLock()  # what a trace replaces is the process's
-_BAR: ContextVar[tqdm | None] = ContextVar("_BAR", default=None)
-
-
-@contextmanager
-def progress(most: int) -> Iterator[None]:
-    """Show a bar of the steps that are traced, at most so many, where stderr is a terminal."""
-    with tqdm(total=most, unit=" steps", disable=None, leave=False) as bar:
-        token = _BAR.set(bar)
-        try:
-            yield
-        finally:
-            _BAR.reset(token)
 
 
 @torch.inference_mode(False)
@@ -55,8 +39,8 @@ def progress(most: int) -> Iterator[None]:
 def trace_step(
     config: Any, step: TrainingStep, contender: Contender, *, short_masks: bool = True
 ) -> tuple[Trace, Sizes]:
-    """Return what a step of a model allocates, and the sizes of its weights. Models that other
-    threads train meanwhile stay as they are.
+    """Return what a step of a model allocates, and the sizes of its weights. What it replaces is
+    the process's: no other model may run meanwhile.
 
     Args:
         short_masks: whether liger_patch makes the masks of short rows, as it does on a GPU. Without
@@ -65,23 +49,20 @@ def trace_step(
     Raises:
         ValueError: a model whose step needs the values of its tensors, or without kernels.
     """
-    bar = _BAR.get()
-    if bar is not None:
-        bar.set_description(f"tracing {contender.name}, {step.length:,} tokens")
     model, sizes = build(config, step)
     held = [*model.parameters(), *model.buffers()]
     quantized = [each.weight for each in model.modules() if isinstance(each, QuantizedLinear)]
     operations = GpuOperations(step.autocast, contender.slices)
     offload = None
     if step.checkpoint_offload and contender.head == "chunks":
-        offload = MetaOffload(step.host_gib)
+        offload = MetaOffload()
         held.append(offload.piece)
     memory = MemoryTrace(held, quantized)
     with torch.device("meta"):
         ids = torch.empty(step.batch, step.length, dtype=torch.long)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     set_layers(inner, step, contender)
-    with _ONE_AT_A_TIME, ExitStack() as stack:
+    with ExitStack() as stack:
         if step.checkpointing:
             options = {
                 "use_reentrant": False,
@@ -101,31 +82,16 @@ def trace_step(
         _note_places(inner, head, memory)
         if contender.head != "logits":
             head.forward = functools.partial(_stand_in, found)
-        read = functools.partial(_quantized_weight, step)
-        stack.enter_context(_stood_in(mlp, "_quantized_weight", read))
-        for module in (mlp, experts):
-            for name in ("tokens_of_slice", "autocast_dtype"):
-                stack.enter_context(_stood_in(module, name, getattr(operations, name)))
-        for module in (gated_mlp, kernels_of_experts):
-            stack.enter_context(_stood_in(module, "slices_of", first_slices))
-        stack.enter_context(_stood_in(lora_mlp, "activate", activate))
-        stack.enter_context(_stood_in(lora_mlp, "activate_backward", activate_backward))
-        # the only masks are those of sliding windows: rows are whole
-        for name in ("serves_flash_attention", "segments_of", "segment_attention"):
-            stack.enter_context(_stood_in(masked_attention, name, getattr(operations, name)))
+        stand_ins = STAND_INS + [(*place, getattr(operations, place[1])) for place in OF_GPU]
         if not short_masks:
-            stack.enter_context(_replaced(masks, "LEAST_NUMBERS", 1))
-        for name in ("may_serve_flash_attention", "segments_of_intervals"):
-            stack.enter_context(_stood_in(masks, name, getattr(operations, name)))
+            stand_ins.append((masks, "LEAST_NUMBERS", 1))
+        if offload is not None:
+            stand_ins.append((checkpoints, "LayerInput", _noting_input(memory)))
+        for place in stand_ins:
+            stack.enter_context(_replaced(*place))
         stack.enter_context(masked_attention.UsedTokens())
-        # with torch 2.6, these questions about the meta device are errors
-        stack.enter_context(_replaced(torch, "is_autocast_enabled", _is_autocast_enabled))
-        stack.enter_context(_replaced(torch, "get_autocast_dtype", _get_autocast_dtype))
-        stack.enter_context(_replaced(torch, "autocast", _autocast))
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
-        if offload is not None:
-            stack.enter_context(_stood_in(checkpoints, "LayerInput", noting_input(memory)))
         with operations, _offloading(inner, offload):
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss
@@ -138,10 +104,40 @@ def trace_step(
         loss.backward()
         memory.close_backward()
         del loss
-    if bar is not None:
-        bar.update()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return memory.finish(gradients), sizes
+
+
+class MetaOffload(checkpoints.CheckpointOffload):
+    """The offloaded checkpoints of a model without values, which the product chooses: pieces of
+    host memory are counted, and ``piece`` stands for all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("meta",), host_gib=math.inf)
+        self.piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="meta")
+        self._lane = Lane(torch.device("cpu"))
+        self._lane._piece = lambda: self.piece
+
+    def lane(self, device: torch.device) -> Lane:
+        return self._lanes.setdefault(device, self._lane)
+
+
+def _noting_input(memory: MemoryTrace) -> type[LayerInput]:
+    """Return a class for ``patch.offload`` that tells a trace of each copy to the host."""
+
+    class NotedInput(LayerInput):
+        def send(self, pieces) -> None:
+            super().send(pieces)
+            assert self.source is not None
+            memory.note_sent(self.source)
+
+    return NotedInput
+
+
+def host_bytes(size: float) -> int:
+    """Return the bytes of host memory that a layer input of so many bytes takes."""
+    return PIECE_BYTES * math.ceil(size / PIECE_BYTES)
 
 
 @contextmanager
@@ -172,11 +168,29 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     return AUTOCAST(device_type, *arguments, **options)
 
 
-def _quantized_weight(step: TrainingStep, layer: nn.Module, _: torch.dtype) -> Any:
-    """Return the weight of a layer without adapters as feed-forward layers in slices read it."""
-    if not isinstance(layer, QuantizedLinear) or step.bits != 4 or layer.bias is not None:
-        return None
-    return Unpacked(layer.weight, step.autocast or step.dtype)
+# What runs in the place of functions that need a GPU or values: module, name, what stands in.
+STAND_INS: list[tuple[Any, str, Any]] = [
+    (gated_mlp, "slices_of", first_slices),
+    (kernels_of_experts, "slices_of", first_slices),
+    (lora_mlp, "activate", activate),
+    (lora_mlp, "activate_backward", activate_backward),
+    # with torch 2.6, these questions about the meta device are errors
+    (torch, "is_autocast_enabled", _is_autocast_enabled),
+    (torch, "get_autocast_dtype", _get_autocast_dtype),
+    (torch, "autocast", _autocast),
+]
+OF_GPU = [  # functions that methods of GpuOperations of the same name stand in for
+    (mlp, "tokens_of_slice"),
+    (mlp, "autocast_dtype"),
+    (experts, "tokens_of_slice"),
+    (experts, "autocast_dtype"),
+    # the only masks are those of sliding windows: rows are whole
+    (masked_attention, "serves_flash_attention"),
+    (masked_attention, "segments_of"),
+    (masked_attention, "segment_attention"),
+    (masks, "may_serve_flash_attention"),
+    (masks, "segments_of_intervals"),
+]
 
 
 def _stand_in(found: list[Tensor], hidden: Tensor) -> Tensor:
@@ -211,17 +225,6 @@ def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
             module.register_forward_pre_hook(enter_layer)
             module.register_forward_hook(leave_layer)
     head.register_forward_pre_hook(enter_head)
-
-
-def _stood_in(module: Any, name: str, stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Let a function of a module be another one, in calls of this thread."""
-    own, thread = getattr(module, name), threading.get_ident()
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        function = stand_in if threading.get_ident() == thread else own
-        return function(*args, **kwargs)
-
-    return _replaced(module, name, chosen)
 
 
 @contextmanager

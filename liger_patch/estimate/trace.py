@@ -56,15 +56,13 @@ class Trace:
 
     Attributes:
         forward_end: the event between both passes.
-        sent: the pieces that are copied to the host, in this order.
-        fetched: the pieces into which they are copied back, the last one first.
+        sent: the pieces that are copied to the host.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: int = 0
     forward_end: int = 0
     sent: list[Allocation] = field(default_factory=list)
-    fetched: list[Allocation] = field(default_factory=list)
 
     def alive(self, event: int) -> list[Allocation]:
         """Return the pieces that exist at an event."""
@@ -177,10 +175,6 @@ class MemoryTrace(TorchDispatchMode):
     def note_sent(self, tensor: Tensor) -> None:
         """Note that a tensor is copied to the host."""
         self.trace.sent.append(self._made[_key(tensor)])
-
-    def note_fetched(self, tensor: Tensor) -> None:
-        """Note that a tensor comes from the host."""
-        self.trace.fetched.append(self._made[_key(tensor)])
 
     def start_backward(self) -> None:
         """Note that the forward pass has ended."""

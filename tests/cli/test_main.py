@@ -72,17 +72,17 @@ def test_offloaded_checkpoints_have_their_host_memory(
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
     LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained(tmp_path)
-    given = ["--length", "16384", "--checkpointing", "--checkpoint-offload", "--host-gib", "8"]
+    given = ["--length", "16384", "--checkpointing", "--checkpoint-offload"]
     assert main(["estimate", str(tmp_path), *given]) == 0
     printed = capsys.readouterr().out
     title, *lines = printed.splitlines()
-    assert "offloaded by liger_patch to 8 GiB of the host" in title
+    assert "offloaded by liger_patch" in title
     (host,) = (line for line in lines if line.startswith("host memory"))
     assert host.split()[2:] == ["-", "0.08", "0.08"]
     of_rows = printed.split("\nGiB of host memory for these ")[1].splitlines()
     (cells,) = (line.split()[2:] for line in of_rows if line.startswith("24 GiB"))
     assert cells[0] == "-"
-    assert 0 < float(cells[-1]) <= 8
+    assert float(cells[-1]) > 0
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,6 @@ def test_offloaded_checkpoints_have_their_host_memory(
         (["--quantize-experts", "nf4"], "--quantize-experts: quantized weights do not train: "),
         (["--double-quant"], "argument --double-quant: expected --bits 4 too"),
         (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
-        (["--host-gib", "9"], "argument --host-gib: expected --checkpoint-offload too"),
-        (["--host-gib", "0"], "argument --host-gib: expected a number > 0, got '0'"),
         (["--reserve-gib", "-1"], "argument --reserve-gib: expected a number >= 0, got '-1'"),
         (["--reserve-gib", "x"], "argument --reserve-gib: expected a number >= 0, got 'x'"),
     ],

@@ -34,9 +34,7 @@ from liger_patch.estimate.model import (
 from liger_patch.estimate.step import trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
-from liger_patch.kernels.chunk_sizes import longest_at_once
 from liger_patch.layers import mlp
-from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.patch.layer_input import PIECE_BYTES
 
 PEFTS_WARNINGS = pytest.mark.filterwarnings(
@@ -152,30 +150,6 @@ def test_a_quantized_checkpoint_takes_what_its_loaded_model_does(
         of_checkpoint(model.config, STEP)
 
 
-@pytest.mark.skipif(TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
-def test_feed_forward_layers_in_4_bits_without_adapters_run_in_slices(config: LlamaConfig) -> None:
-    """Those in 8 bits do not, as docs/memory.md says."""
-    length = 2 * longest_at_once(SIZE, 2)
-    step = replace(STEP, lora_rank=4, checkpointing=True, length=length)
-    step = replace(step, lora_targets=("model.layers.0.self_attn.q_proj",))
-    works = {
-        bits: parts(config, replace(step, bits=bits), OURS)["layer at work"] for bits in (4, 8)
-    }
-    assert works[4] < 0.8 * works[8]
-
-
-def test_dropout_of_adapters_is_kept_in_eager_alone(config: LlamaConfig) -> None:
-    step = replace(STEP, lora_rank=4, adapter_dtype=torch.bfloat16)
-    added = {}
-    for contender in (EAGER, OURS):
-        steps = step, replace(step, lora_dropout=0.1)
-        plain, dropping = (parts(config, each, contender)["kept by the layers"] for each in steps)
-        added[contender.name] = dropping - plain
-    masks = LAYERS * TOKENS * (6 * HIDDEN + SIZE)  # a byte for each number that an adapter reads
-    assert added["eager"] > masks
-    assert added["liger_patch"] == 0
-
-
 def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
     config = BertConfig(
         is_decoder=True,
@@ -239,23 +213,9 @@ def test_inputs_take_whole_pieces_of_host_memory() -> None:
     """All inputs but the last."""
     config = LlamaConfig(**TINY | {"num_hidden_layers": 6})
     trace, _ = trace_step(config, OFFLOADED, OURS)
-    assert len(trace.sent) == len(trace.fetched) == 5
+    assert len(trace.sent) == 5
     (*_, ours) = estimates.estimate(config, OFFLOADED, longest=False)
     assert ours.host == 5 * PIECE_BYTES
-
-
-def test_inputs_beyond_the_bound_stay_on_the_gpu() -> None:
-    config, size = LlamaConfig(**TINY | {"num_hidden_layers": 12}), 2 * HIDDEN * 65536
-    peaks = []
-    for pieces in (11, 9, 0.5):
-        step = replace(OFFLOADED, length=65536, host_gib=pieces * PIECE_BYTES / 2**30)
-        trace, _ = trace_step(config, step, OURS)
-        assert len(trace.sent) == int(pieces)
-        peaks.append(trace.peak()[0])
-    plain, _ = trace_step(config, replace(step, checkpoint_offload=False), OURS)
-    # during the loss, the last input is on the GPU, and the two before it that stay
-    assert peaks[1] - peaks[0] == pytest.approx(2 * size, abs=1024)
-    assert peaks[2] == pytest.approx(plain.peak()[0], abs=1024)
 
 
 def test_autocast_keeps_16_bit_copies_of_float32_weights(config: LlamaConfig) -> None:
@@ -292,12 +252,9 @@ def test_all_experts_have_adapters(model_type: str) -> None:
     for name, each in build(config, step)[0].named_parameters():
         if "mlp.experts" in name and each.requires_grad:
             found[each.shape] = found.get(each.shape, 0) + 1
-    # PEFT 0.21 doubles the rank of gate and up of Qwen for "all-linear"
     sizes = {size for shape in found for size in shape if size not in (HIDDEN, SIZE, 2 * SIZE)}
-    assert sizes <= {4 * EXPERTS, 8 * EXPERTS}
+    assert sizes == {4 * EXPERTS}
     assert sum(found.values()) == 4 * LAYERS
-    only = replace(step, lora_targets=(), lora_parameters=("mlp.experts.down_proj",))
-    assert build(config, only)[1].trained == LAYERS * 4 * EXPERTS * (SIZE + HIDDEN)
 
 
 @PEFTS_WARNINGS
