@@ -127,7 +127,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         GIB,
         estimate,
         loops_over_tokens,
-        most_attended,
         most_positions,
     )
     from liger_patch.estimate.model import (
@@ -166,16 +165,13 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         if step.bits and step.fp8_base:
             parser.error(f"argument --quantize-base: linear layers are in {step.bits} bits already")
         is_slow = loops_over_tokens(config, step)
-        if is_slow and options.length > report.QUICK_LENGTH:
-            print(report.slow(model_class_name(config), options.length), file=sys.stderr)
         estimates = estimate(config, step, int(options.reserve_gib * GIB), longest=not is_slow)
     except ValueError as error:
         parser.error(str(error))
     model, sizes = build(config, step)
     what = options.model, model_class_name(config), step, sizes.parameters
     tested = is_tested(transformers_model(model))
-    attended = most_attended(config, options.batch)
-    notes = report.notes(model_class_name(config), tested, estimates, attended)
+    notes = report.notes(model_class_name(config), tested, estimates)
     if options.json:
         print(report.as_json(*what, estimates, tested, notes))
     else:

@@ -10,7 +10,6 @@ from liger_patch.estimate.estimate import CARDS, GIB, PARTS, Estimate, tokens_in
 from liger_patch.estimate.model import TrainingStep, dtype_name
 
 WIDTH = 26  # characters of the first column
-QUICK_LENGTH = 128  # tokens: even what runs token by token is traced in seconds
 
 
 def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) -> str:
@@ -40,14 +39,8 @@ def table(title: str, estimates: Sequence[Estimate], notes: Sequence[str] = ()) 
     return "\n".join([*lines, *(f"\n{each}" for each in notes)])
 
 
-def notes(
-    class_name: str, is_tested: bool, estimates: Sequence[Estimate], attended: int | None = None
-) -> list[str]:
-    """Return what a reader of the estimates must know beside them, in sentences.
-
-    Args:
-        attended: tokens of the longest sequences that attention is known to be right for.
-    """
+def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> list[str]:
+    """Return what a reader of the estimates must know beside them, in sentences."""
     found = []
     if not is_tested:
         found.append(
@@ -62,21 +55,7 @@ def notes(
             f"The longest sequences{whose} are not estimated: how many tensors {class_name} makes "
             "depends on the length. --length estimates the peak of another length."
         )
-    longest = max((n for each in estimates for n in each.longest.values()), default=0)
-    if attended is not None and longest > attended:
-        found.append(
-            f"Sequences of more than {attended:,} tokens need an attention whose gradients are "
-            "right there: that of PyTorch 2.11 is not (docs/memory.md, A million tokens)."
-        )
     return found
-
-
-def slow(class_name: str, length: int) -> str:
-    """Return what to tell before a model is traced token by token."""
-    return (
-        f"{class_name} runs token by token without a GPU: tracing {length:,} tokens may take "
-        f"minutes. --length {QUICK_LENGTH} is faster."
-    )
 
 
 def _line(first: str, others: Sequence[str]) -> str:
@@ -106,29 +85,13 @@ def as_json(
     notes: Sequence[str],
 ) -> str:
     """Return the same as JSON; sizes in bytes."""
-    given = {
-        name: dtype_name(value) if name.endswith("dtype") or name == "autocast" else value
-        for name, value in asdict(step).items()
-    }
-    given["autocast"] = None if step.autocast is None else dtype_name(step.autocast)
-    contenders = [
-        {
-            "name": each.name,
-            "peak": each.peak,
-            "parts": dict(each.parts),
-            "longest": dict(each.longest),
-            "host": each.host,
-            "longest_host": dict(each.longest_host),
-        }
-        for each in estimates
-    ]
     found = {
         "model": model,
         "class": class_name,
         "tested": is_tested,
         "parameters": parameters,
-        "settings": given,
-        "contenders": contenders,
-        "notes": list(notes),
+        "settings": asdict(step),
+        "contenders": [asdict(each) | {"peak": each.peak} for each in estimates],
+        "notes": notes,
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(found, indent=1, default=dtype_name)

@@ -139,18 +139,6 @@ def most_positions(config: Any) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
-def most_attended(config: Any, batch: int) -> int | None:
-    """Return the tokens of the longest sequences whose queries are 2^31 numbers at most: with more,
-    the backward pass of PyTorch 2.11's flash attention is wrong. None where a config does not say.
-    """
-    text = config.get_text_config()
-    heads, hidden = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
-    size = getattr(text, "head_dim", None)
-    if not isinstance(heads, int) or not isinstance(hidden, int):
-        return None
-    return MOST_NUMBERS // (batch * heads * (size if isinstance(size, int) else hidden // heads))
-
-
 def tokens_in_words(tokens: int) -> str:
     """Return a number of tokens; a lower bound where no longer sequence was tried."""
     return f"{'>= ' if tokens >= LONGEST else ''}{tokens:,}"

@@ -212,25 +212,22 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
     )
 
 
-def test_a_loop_over_tokens_is_named_before_it_is_traced(
+def test_a_loop_over_tokens_is_traced_at_its_length_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = []
 
     def traced(config: Any, step: Any, *others: Any, **options: Any) -> Any:
-        lengths.append((step.length, "token by token" in capsys.readouterr().err))
+        lengths.append(step.length)
         return trace_step(config, step, *others, **options)
 
     monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
     monkeypatch.setattr(estimates, "trace_step", traced)
     config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=131, state_size=4)
     config.save_pretrained(tmp_path)
-    monkeypatch.setattr(report, "QUICK_LENGTH", 32)
-    for length in (64, 32):
-        assert main(["estimate", str(tmp_path), "--length", str(length)]) == 0
-        assert "The longest sequences are not estimated" in capsys.readouterr().out
-    short = [(8, False), (16, False)]
-    assert lengths == [*short, (64, True), *short, (32, False)]
+    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
+    assert "The longest sequences are not estimated" in capsys.readouterr().out
+    assert lengths == [8, 16, 64]
 
 
 def test_notes_name_the_contenders_without_longest_rows() -> None:
@@ -238,20 +235,6 @@ def test_notes_name_the_contenders_without_longest_rows() -> None:
     (note,) = report.notes("Model", True, found)
     assert note.startswith("The longest sequences of liger_patch are not estimated: ")
     assert report.notes("Model", True, found[:1]) == []
-
-
-def test_a_note_names_the_length_beyond_which_attention_may_be_wrong() -> None:
-    """Of Llama-3.1-8B's shape: 4096 features of queries."""
-    shape = {"hidden_size": 4096, "num_attention_heads": 32}
-    attended = estimates.most_attended(LlamaConfig(**shape), 2)
-    assert attended == 262_144
-    assert estimates.most_attended(LlamaConfig(**shape, head_dim=64), 1) == 2**20
-    found = [Estimate("eager", {}, {16: 1, 141: attended})]
-    assert report.notes("Model", True, found, attended) == []
-    (note,) = report.notes("Model", True, found, attended - 1)
-    assert note.startswith(
-        "Sequences of more than 262,143 tokens need an attention whose gradients"
-    )
 
 
 def test_the_class_that_is_estimated_is_named(
