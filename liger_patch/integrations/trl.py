@@ -14,9 +14,8 @@ trainer's losses and metrics, stay TRL's.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -67,9 +66,7 @@ class OnKernels:
             for name in MODELS
             if given.get(name) is not None and not isinstance(given[name], str)
         }
-        reverted = [(given[name], options) for name, options in self._options.items()]
-        with patched_on_error(*reverted):
-            construct(*arguments, **named)
+        construct(*arguments, **named)
         self._patch()
 
     def _patch(self) -> None:
@@ -161,18 +158,6 @@ def apply_trl_patch(
             "apply_trl_patch(trainer.model)"
         )
     return model
-
-
-@contextlib.contextmanager
-def patched_on_error(*reverted: tuple[Any, dict[str, Any]]) -> Iterator[None]:
-    """Patch models again, with what ``revert_for_trl`` returned, where a constructor fails."""
-    try:
-        yield
-    except BaseException:
-        for model, options in reverted:
-            if options:
-                apply_patch(model, **options)
-        raise
 
 
 def revert_for_trl(model: Any) -> dict[str, Any]:
