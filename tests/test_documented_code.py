@@ -143,7 +143,7 @@ def test_wrong_names_are_found() -> None:
 def test_every_configuration_is_given_to_what_reads_it() -> None:
     """By tests of test_other_trainers and trl/test_patching, which find it by its first key."""
     first = [next(iter(yaml.safe_load(block.code))) for block in blocks("yaml")]
-    assert sorted(first) == ["kernel_config", "plugins", "use_liger_patch"]
+    assert sorted(first) == ["plugins", "use_liger_patch"]
     assert {block.language for block in blocks()} == {"bash", "python", "yaml"}
 
 

@@ -209,65 +209,13 @@ def test_a_key_that_axolotls_plugin_does_not_have_is_an_error(axolotl: Any) -> N
     axolotl.LigerPatchArgs(base_model="a key of Axolotl")
 
 
-class KernelPlugin:
-    """Of LLaMA-Factory 0.9.5."""
-
-    registry: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def register(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return lambda function: self.registry.setdefault(self.name, function)
-
-    def __call__(self, **how: Any) -> Any:
-        return self.registry[self.name](**how)
-
-
-@pytest.mark.parametrize(
-    ("include_kernels", "layers"),
-    [
-        (None, None),
-        (False, None),
-        ("auto", {"rms_norm", "rotary", "attention", "gated"}),
-        (True, {"rms_norm", "rotary", "attention", "gated"}),
-        (" auto ", {"rms_norm", "rotary", "attention", "gated"}),
-        ("rms_norm, gated, ", {"rms_norm", "gated"}),
-        ("none", set()),
-    ],
-)
-def test_llamafactorys_kernel_plugin(
-    load: Callable[..., Any], include_kernels: Any, layers: set[str] | None
-) -> None:
-    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
-    load("llamafactory", module, KernelPlugin=KernelPlugin)
-    plugin = sys.modules[module].KernelPlugin("liger_patch")
-    model = make_model()
-    assert plugin(model=model, include_kernels=include_kernels) is model
-    status = patch_status(model)
-    assert status.patched == (layers is not None)
-    assert {name for name, count in count_layers(model).items() if count} == (layers or set())
-
-
-def test_llamafactory_takes_the_configuration(load: Callable[..., Any]) -> None:
-    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
-    load("llamafactory", module, KernelPlugin=KernelPlugin)
-    given = configuration("kernel_config")["kernel_config"]
-    plugin = sys.modules[module].KernelPlugin(given.pop("name"))
-    model = plugin(model=make_model(), **given)
-    assert patch_status(model).patched
-
-
-def test_llamafactorys_older_trainer_gets_a_callback(
-    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llamafactorys_trainer_gets_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     words = of_example("llamafactory")[0].split()
     assert words[:4] == ["python", "-m", "liger_patch.integrations.llamafactory", "train"]
-    module = "llamafactory.v1.plugins.model_plugins.kernels.interface"
-    integration = load("llamafactory", module, KernelPlugin=KernelPlugin)
+    integration = importlib.import_module(words[2])
     runs: list[Any] = []
     tuner = SimpleNamespace(run_exp=lambda args=None, callbacks=None: runs.append(callbacks))
-    for name in ("llamafactory.train", "llamafactory.train.tuner"):
+    for name in ("llamafactory", "llamafactory.train", "llamafactory.train.tuner"):
         monkeypatch.setitem(sys.modules, name, tuner)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(sys, "argv", words[2:])
     integration.main()
