@@ -2,7 +2,6 @@
 
 python -m benchmarks training_step --model Gemma
 python -m benchmarks show outputs/benchmarks/training_step.json
-python -m benchmarks merge benchmarks/results/longest_row.json outputs/benchmarks/longest_row.json
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 
 from .benchmark import Benchmark, command_line, in_json, provenance
 from .markdown import measured
-from .merge_rows import merged
 from .report import read, tables
 
 BENCHMARKS = {  # the module's name, and what it measures
@@ -40,16 +38,13 @@ BENCHMARKS = {  # the module's name, and what it measures
     "convergence": "losses of small models, trained with and without the patch",
     "distributed_convergence": "losses under FSDP2 and ZeRO-3 beside those of one GPU",
 }
-OF_REPORTS = {
-    "show": "print the tables of reports, and draw their pictures",
-    "merge": "add the longest rows of other reports to a report",
-}
+SHOW = "print the tables of reports, and draw their pictures"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _chosen(arguments)
-    if chosen.name in OF_REPORTS:
-        return {"show": show, "merge": merge}[chosen.name](chosen.options)
+    if chosen.name == "show":
+        return show(chosen.options)
     module = import_module(f".{chosen.name}", __package__)
     options = _options(chosen.name, module.__doc__, module.BENCHMARK, chosen.options)
     if not torch.cuda.is_available() and vars(options).get("device") != "cpu":
@@ -83,31 +78,13 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
 
 def show(arguments: Sequence[str]) -> int:
     """Print the tables of reports, and draw their pictures beside them."""
-    parser = argparse.ArgumentParser("python -m benchmarks show", description=OF_REPORTS["show"])
+    parser = argparse.ArgumentParser("python -m benchmarks show", description=SHOW)
     parser.add_argument("reports", nargs="+", type=Path, help="JSON of benchmarks")
     for path in parser.parse_args(arguments).reports:
         report = read(path)
         for part in (measured(report), *tables(report)):
             print(f"{part}\n")
         _draw(report, path)
-    return 0
-
-
-def merge(arguments: Sequence[str]) -> int:
-    """Add the longest rows of other reports to a report, in their order."""
-    description = OF_REPORTS["merge"]
-    parser = argparse.ArgumentParser("python -m benchmarks merge", description=description)
-    parser.add_argument("report", type=Path, help="JSON of longest_row; it is written anew")
-    parser.add_argument("others", nargs="+", type=Path, help="JSON of later runs")
-    options = parser.parse_args(arguments)
-    report = read(options.report)
-    try:
-        for path in options.others:
-            report = merged(report, read(path))
-    except ValueError as error:
-        parser.error(str(error))
-    options.report.write_text(in_json(report), encoding="utf-8")
-    print(f"wrote {options.report}")
     return 0
 
 
@@ -122,7 +99,7 @@ def _draw(report: dict, path: Path) -> None:
 
 
 def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
-    names = BENCHMARKS | OF_REPORTS
+    names = BENCHMARKS | {"show": SHOW}
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
         description="names:\n" + "\n".join(f"  {name:24s}{what}" for name, what in names.items()),
