@@ -232,7 +232,7 @@ def _stepper(search: Search) -> Callable[[int], None]:
         (search.setting,),
         search.rounds,
         search.device,
-        search.host_gib,
+        host_gib=search.host_gib,
     )
     config = AutoConfig.from_pretrained(search.folder)
     model = CONTENDERS[search.contender](request, search.setting)
