@@ -27,8 +27,8 @@ from torch.multiprocessing.spawn import start_processes
 from examples.corpus import Corpus, build_corpus
 
 from .benchmark import Benchmark, Cases
+from .distributed_tables import ALONE, terminal_drift_table, verdicts
 from .distributed_training import ENGINES, Settings, train_all
-from .drift_report import ALONE, terminal_drift_table, verdicts
 
 ORDER = [ALONE, *ENGINES]
 TINY = Settings("cpu", "float32", 512, 64, layers=2, length=32, batch_size=4, steps=5)

@@ -26,7 +26,7 @@ from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
 from .distributed_contenders import compile_no_collectives, leave
-from .drift_report import ALONE, ROUNDED, ROUNDINGS
+from .distributed_tables import ALONE, ROUNDED, ROUNDINGS
 from .measure import release_memory
 from .names import EAGER, OURS
 

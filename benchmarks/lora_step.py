@@ -37,11 +37,11 @@ from transformers import Gemma3TextConfig
 
 from .benchmark import Benchmark, Cases
 from .lora_contenders import CONTENDERS, Request, Setting, is_measured
-from .lora_report import terminal_lora_table
 from .measure import Failure, attempt, release_memory
 from .models import FULL_WIDTH, Model
 from .names import FP8, LOWER_BOUND
 from .sft_step import tiny_tokenizer
+from .step_tables import terminal_lora_table
 from .training_step import agrees
 
 ROOT = Path(__file__).parents[1]

@@ -10,9 +10,10 @@ from .longest_report import (
     of_all_runs,
     runs_note,
 )
-from .lora_report import RATIO, first_steps, ratios
 from .markdown import Row, cells_of, document, model_of, time_and_memory, versions_of
-from .names import EAGER, LOWER_BOUND, by_default
+from .names import EAGER, LOWER_BOUND, OURS, UNSLOTH, by_default
+
+RATIO = f"{OURS} / {UNSLOTH}, time and memory"
 
 
 def steps_table(report: dict) -> str:
@@ -141,3 +142,57 @@ def convergence_table(report: dict) -> str:
         f"{judgement(report['convergence'])}"
     )
     return document(report, losses(report), note)
+
+
+def terminal_lora_table(rows: list[dict]) -> str:
+    """Format the rows of one model: time, also over Unsloth's, peak memory, first step, loss."""
+    columns = f"{'ms':>10s}{'/ Unsloth':>11s}{'peak GiB':>10s}{'first s':>9s}"
+    columns += f"{'loss':>10s}{'gradient':>12s}"
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_name = [row for row in rows if row["model"] == name]
+        peer = _ms(of_name, UNSLOTH)
+        lines += [name, f"  {'':22s}{columns}"]
+        lines += [f"  {row['contender']:22s}{_line(row, peer)}".rstrip() for row in of_name]
+    return "\n".join(lines)
+
+
+def ratios(rows: list[dict]) -> dict[str, str]:
+    """Return our time and memory over Unsloth's by row, where both are right."""
+    found = {}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        timed = {
+            row["contender"]: row
+            for row in rows
+            if row["model"] == name and "ms" in row and not row.get("wrong")
+        }
+        if OURS in timed and UNSLOTH in timed:
+            ours, peer = timed[OURS], timed[UNSLOTH]
+            time, memory = (ours[field] / peer[field] for field in ("ms", "peak_mib"))
+            found[name] = f"{time:.2f} / {memory:.2f}"
+    return found
+
+
+def first_steps(rows: list[dict]) -> str:
+    """Say how long the longest first step of each contender took, kernels compiled."""
+    longest: dict[str, float] = {}
+    for row in rows:
+        if "first_step_s" in row:
+            seconds = max(row["first_step_s"], longest.get(row["contender"], 0.0))
+            longest[row["contender"]] = seconds
+    return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest.items())
+
+
+def _line(row: dict, peer: float | None) -> str:
+    if "failure" in row:
+        return f"  {row['failure']}"
+    ratio = f"{row['ms'] / peer:.2f}" if peer else ""
+    line = f"{row['ms']:10.1f}{ratio:>11s}"
+    if "loss" not in row:
+        return line
+    line += f"{row['peak_mib'] / 1024:10.1f}{row['first_step_s']:9.1f}{row['loss']:10.4f}"
+    return line + f"{row['gradient_norm']:12.4g}" + ("  wrong" if row.get("wrong") else "")
+
+
+def _ms(rows: list[dict], contender: str) -> float | None:
+    return next((row["ms"] for row in rows if row["contender"] == contender and "ms" in row), None)

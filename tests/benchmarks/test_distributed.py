@@ -12,7 +12,7 @@ from benchmarks.distributed_contenders import ENGINES
 from benchmarks.distributed_convergence import TINY, run_all
 from benchmarks.distributed_step import TINY as TINY_STEP
 from benchmarks.distributed_step import run_model
-from benchmarks.drift_report import ALONE, ROUNDED, ROUNDINGS, terminal_drift_table, verdicts
+from benchmarks.distributed_tables import ALONE, ROUNDED, ROUNDINGS, terminal_drift_table, verdicts
 from benchmarks.names import EAGER, OURS
 
 pytestmark = pytest.mark.slow
