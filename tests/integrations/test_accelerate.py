@@ -137,27 +137,6 @@ def test_an_unwrapped_model_stays_patched(when: str, keep_fp32_wrapper: bool) ->
     assert isinstance(model(**batch, return_dict=False)[1], Tensor)
 
 
-@pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
-@pytest.mark.parametrize("when", WHEN)
-def test_a_prepared_model_can_be_reverted_and_patched_again(
-    when: str, keep_fp32_wrapper: bool
-) -> None:
-    accelerators: list[accelerate.Accelerator] = []
-    model = patched_around(lambda m: accelerators.append(prepare(m)), when)
-    batch = tiny_batch(model)
-    fused = model(**batch).loss
-    revert_patch(model)
-    assert type(model(**batch).logits) is Tensor
-    apply_patch(model)
-    outputs = model(**batch)
-    assert_deferred(model, outputs.logits)
-    assert torch.equal(outputs.loss, fused)
-    accelerators[0].unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
-    assert_deferred(model, model(**batch).logits)
-    revert_patch(model)
-    assert type(model(**batch).logits) is Tensor
-
-
 def hook_every_module(model: PreTrainedModel) -> None:
     add_hook_to_module(model, AlignDevicesHook(CPU, io_same_device=True))
     for name, module in model.named_modules():

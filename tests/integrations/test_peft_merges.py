@@ -14,7 +14,6 @@ from liger_patch import apply_patch, patch_status
 
 peft = pytest.importorskip("peft")
 
-from liger_patch.readers import lora_adapters as integration  # noqa: E402
 
 # PEFT says so where an adapter touches a tied head, which is what is tested.
 # An older PEFT ties no adapters of tied layers, and says so.
@@ -61,24 +60,3 @@ def test_adapters_that_peft_unmerges_when_the_head_is_called_are_fused() -> None
         assert patch_status(model).fused
         torch.testing.assert_close(unmerged.loss, plain.loss)
         torch.testing.assert_close(unmerged.logits.sum(), plain.logits.sum())
-
-
-def test_merged_adapters_are_asked_for_once_in_a_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The head makes two products: its own, and that of the adapter."""
-    asked: list[Any] = []
-    merged_adapters = integration.merged_adapters
-
-    def counted(*modules: Any) -> Any:
-        asked.append(modules)
-        return merged_adapters(*modules)
-
-    monkeypatch.setattr(integration, "merged_adapters", counted)
-    base: Any = tiny_model(ROWS["llama"])
-    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
-    model = apply_patch(peft.get_peft_model(base, config))
-    for passes in (1, 2):
-        call(model, tiny_batch(base))
-        assert patch_status(model).fused
-        assert len(asked) == passes

@@ -1,4 +1,4 @@
-"""Losses of a trainer's own, and callbacks, read a patched model's logits as an eager one's."""
+"""Losses of a trainer's own read a patched model's logits as an eager one's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trainer_runs import assert_same_training, make_model, make_trainer
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer
 
 from liger_patch import apply_patch, patch_status
 
@@ -36,25 +35,9 @@ def cross_entropy_of_a_call_without_labels(model, inputs):
     return shifted_cross_entropy(outputs.logits, labels), outputs
 
 
-def log_softmax_of_logits(model, inputs):
-    outputs = model(**inputs)
-    labels = inputs["labels"][:, 1:]
-    scores = outputs.logits[:, :-1].float().log_softmax(-1)
-    scores = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return -(scores * (labels != -100)).mean(), outputs
-
-
 def models_loss_and_a_penalty_on_logits(model, inputs):
     outputs = model(**inputs)
     return outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean(), outputs
-
-
-def models_loss_and_metrics(model, inputs):
-    outputs = model(**inputs)
-    with torch.no_grad():
-        probabilities = outputs.logits.float().softmax(-1)
-        assert torch.isfinite(torch.special.entr(probabilities).sum())
-    return outputs.loss, outputs
 
 
 @pytest.mark.parametrize(
@@ -62,9 +45,7 @@ def models_loss_and_metrics(model, inputs):
     [
         cross_entropy_of_logits,
         cross_entropy_of_a_call_without_labels,
-        log_softmax_of_logits,
         models_loss_and_a_penalty_on_logits,
-        models_loss_and_metrics,
     ],
 )
 @pytest.mark.filterwarnings(f"ignore:{WITHOUT_LABELS}:UserWarning")
@@ -112,52 +93,3 @@ def test_a_fused_loss_is_demanded_of_a_trainer_that_computes_its_own(
     trainer = make_trainer(apply_patch(make_model()), tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(RuntimeError, match=r"apply_patch\(label_smoothing=...\)"):
         trainer.train()
-
-
-class KeepsOutputs(Trainer):
-    outputs: Any = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs["num_items_in_batch"] = num_items_in_batch
-        self.outputs = model(**inputs)
-        return (self.outputs.loss, self.outputs) if return_outputs else self.outputs.loss
-
-
-class ReadsLogits(TrainerCallback):
-    """Reads the last outputs' logits at one event."""
-
-    def __init__(self, event: str) -> None:
-        self.trainer: KeepsOutputs | None = None
-        self.sums: list[float] = []
-        setattr(self, event, self.read)
-
-    def read(self, args, state, control, **kwargs) -> None:
-        self.sums.append(self.trainer.outputs.logits.double().sum().item())
-
-
-def read_in_callback(event: str, model: PreTrainedModel, folder: Path) -> list[float]:
-    reader = ReadsLogits(event)
-    trainer = make_trainer(
-        model, folder, trainer_class=KeepsOutputs, callbacks=[reader], max_steps=1
-    )
-    reader.trainer = trainer
-    trainer.train()
-    return reader.sums
-
-
-def test_a_callback_before_the_optimizer_step_reads_eagers_logits(tmp_path: Path) -> None:
-    eager = read_in_callback("on_pre_optimizer_step", make_model(), tmp_path)
-    ours = read_in_callback("on_pre_optimizer_step", apply_patch(make_model()), tmp_path)
-    assert len(ours) == 1
-    assert ours == eager
-
-
-def test_a_callback_after_the_optimizer_step_is_told_how_to_read_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    eager = read_in_callback("on_step_end", make_model(), tmp_path)
-    with pytest.raises(RuntimeError, match="LIGER_PATCH_RETURN_LOGITS=1"):
-        read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    ours = read_in_callback("on_step_end", apply_patch(make_model()), tmp_path)
-    assert ours == eager

@@ -13,7 +13,6 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from tiny_models import tiny_batch
-from tiny_text import preferences, tiny_tokenizer
 from training_step import Step, joined, widened
 from transformers import PreTrainedModel
 from trl_models import (
@@ -53,24 +52,6 @@ def sft_again(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bo
     return sft_trainer(model, folder, patch, bf16=bf16)
 
 
-def dpo(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
-    import trl
-
-    samples = preferences()
-    trainer = trl.DPOTrainer(
-        model=model,
-        ref_model=make_model(dtype=model.dtype, seed=1),
-        args=trl.DPOConfig(str(folder), **{**DEFAULTS, "bf16": bf16}),
-        train_dataset=samples,
-        eval_dataset=samples,
-        processing_class=tiny_tokenizer(),
-    )
-    if patch:
-        apply_trl_patch(trainer.model)
-        apply_trl_patch(trainer.ref_model)
-    return trainer
-
-
 def transformers_trainer(
     model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool
 ) -> Any:
@@ -93,7 +74,6 @@ def as_it_is(model: PreTrainedModel) -> None:
         # accelerate's autocast stays on the model
         (sft_again, as_it_is, sft_again, True),
         (sft_again, revert_patch, sft_again, True),
-        (sft_again, revert_patch, dpo, True),
         (transformers_trainer, as_it_is, sft_again, True),
     ],
 )
