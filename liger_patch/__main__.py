@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,32 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit without the usage, which takes more lines than the error."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return what reads an option, and says what is expected of one that does not fit."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return read
+
+
+_size = _number("a number > 0", lambda value: 0 < value < math.inf)
+_reserve = _number("a number >= 0", lambda value: 0 <= value < math.inf)
+_share = _number("a number > 0 and <= 1", lambda value: 0 < value <= 1)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,45 +205,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         title = report.title(*what, most_positions(config))
         print(report.table(title, estimates, notes))
     return 0
-
-
-def _whole(text: str) -> int:
-    """Return a whole number > 0."""
-    value = int(text) if text.isdecimal() else 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
-    return value
-
-
-def _size(text: str) -> float:
-    """Return a finite number > 0."""
-    value = _number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
-    return value
-
-
-def _reserve(text: str) -> float:
-    """Return a finite number >= 0."""
-    value = _number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    """Return a number in (0, 1]."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number > 0 and <= 1, got {text!r}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -17,7 +16,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from liger_patch.layers import experts
 from liger_patch.layers.quantized_base import quantize_base
 from liger_patch.layers.quantized_experts import hold_experts
-from liger_patch.registry import available
 
 BITS_4 = 0.5 + 4 / 64  # bytes a weight in nf4, with a float32 scale for 64 of them
 DOUBLE_QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)  # scales in 8 bits, for 256 of them in float32
@@ -187,22 +185,16 @@ def described(error: Exception) -> str:
 
 def model_class_name(config: Any) -> str:
     """Return the class that is built: a config may name another, as a classifier's does."""
-    model_class: Any = _model_class(config)
-    if hasattr(model_class, "_model_mapping"):
-        model_class = model_class._model_mapping[type(config)]
-    return model_class.__name__
+    return _model_class(config)._model_mapping[type(config)].__name__
 
 
 def _model_class(config: Any) -> Any:
-    """Return Transformers' automatic class for a config, or the class of its row."""
+    """Return Transformers' automatic class for a config."""
     is_seq2seq = getattr(config, "is_encoder_decoder", False)
     if not is_seq2seq:
         for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
             if type(config) in auto._model_mapping:
                 return auto
-        for row in available():
-            if row.model_type == config.model_type:
-                return getattr(transformers, row.class_name)
     raise ValueError(
         "model must be a decoder that generates text (of AutoModelForCausalLM or "
         f"AutoModelForImageTextToText), got model_type {config.model_type!r}"
@@ -213,9 +205,7 @@ def _model_class(config: Any) -> Any:
 def build(config: Any, step: TrainingStep) -> tuple[Any, Sizes]:
     """Return a model in training mode on the meta device, with its adapters, and its sizes."""
     with torch.device("meta"):
-        model_class = _model_class(config)
-        is_auto = hasattr(model_class, "from_config")
-        make = model_class.from_config if is_auto else model_class._from_config
+        make = _model_class(config).from_config
         model = make(config, dtype=step.dtype, attn_implementation=step.attention)
         model.tie_weights()  # Transformers 5.0 has not yet
         if step.bits:

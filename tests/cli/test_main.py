@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slow_cases import slow_but
 from transformers import (
-    CONFIG_MAPPING,
     BartConfig,
     LlamaConfig,
     MambaConfig,
@@ -147,32 +145,6 @@ def test_a_model_that_is_not_estimated_has_a_reason(
         main(["estimate", config if named else str(tmp_path)])
     printed = capsys.readouterr().err
     assert all(message.replace("{folder}", str(tmp_path)) in printed for message in messages)
-
-
-TEXT_MODELS = {  # that Transformers' automatic classes do not have
-    "blip_text_model": "BlipTextLMHeadModel",
-    "emu3_text_model": "Emu3ForCausalLM",
-    "mllama_text_model": "MllamaForCausalLM",
-}
-
-
-@pytest.mark.parametrize("model_type", slow_but(["emu3_text_model"], [*TEXT_MODELS]))
-def test_the_text_of_a_model_of_images_is_built_by_its_row(
-    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("Transformers 5.0 reads no such config")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 131}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1]}
-    config = {"model_type": model_type, "pad_token_id": 0, **sizes, **heads}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{tmp_path} as {TEXT_MODELS[model_type]}: " in printed
-    assert "has no test" not in printed
-    (longest,) = (line for line in printed.splitlines() if line.startswith("16 GiB"))
-    assert len(longest.split()) == 2 + len(NAMES)
-    assert "-" not in longest.split()
 
 
 def test_an_architecture_without_a_row_has_a_note(
