@@ -39,15 +39,11 @@ class LigerPatchCallback(transformers.TrainerCallback):
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not patch_status(_unwrapped(kwargs["model"])).patched:
+        from accelerate.utils import extract_model_from_parallel
+
+        if not patch_status(extract_model_from_parallel(kwargs["model"])).patched:
             raise RuntimeError(
                 "LigerPatchCallback found a model that is not patched, too late to patch it, as "
                 "it may be wrapped. Give the callback to the Trainer as callbacks=[...]; if "
                 "model_init makes the model, call apply_patch within model_init"
             )
-
-
-def _unwrapped(model: Any) -> Any:
-    from accelerate.utils import extract_model_from_parallel
-
-    return extract_model_from_parallel(model)
