@@ -15,7 +15,6 @@ from liger_patch.estimate.model import Sizes, TrainingStep, build, described, wi
 from liger_patch.estimate.operations import CHUNK
 from liger_patch.estimate.step import host_bytes, trace_step
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
-from liger_patch.kernels.attention import MOST_NUMBERS
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES

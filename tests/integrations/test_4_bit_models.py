@@ -32,8 +32,6 @@ from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels import chunk_sizes, gated_mlp
 from liger_patch.layers import checks
-from liger_patch.patch.forward import record_of
-from liger_patch.patch.offload import CheckpointOffload
 
 pytestmark = MARKS
 FALLBACK = "liger_patch computes ordinary logits"
@@ -195,28 +193,6 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
             values.extend(each.values())
     truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)
     assert_no_worse(ours, eager, truth, torch.bfloat16)
-
-
-@pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_offloaded_checkpoints_of_a_4_bit_model(
-    checkpoint: Checkpoint, use_reentrant: bool
-) -> None:
-    """The bits of plain checkpoints, as PEFT prepares a model for training."""
-    found = []
-    for device_types in ((), ("cpu",)):
-        base = peft.prepare_model_for_kbit_training(
-            load(checkpoint), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-        )
-        model = apply_patch(with_lora(base), checkpoint_offload=True)
-        record = record_of(base)
-        assert record is not None
-        record.offload = CheckpointOffload(device_types, min_bytes=1) if device_types else None
-        found.append(results(model, tiny_batch(checkpoint.model)))
-    assert str(record.offload).startswith("1 layer inputs")
-    plain, offloaded = found
-    assert plain.keys() == offloaded.keys()
-    assert all(torch.equal(offloaded[name], value) for name, value in plain.items())
 
 
 def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path: Path) -> None:

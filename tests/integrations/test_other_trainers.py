@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -52,24 +51,6 @@ def test_a_callback_patches_before_training(tmp_path: Path) -> None:
     status = patch_status(model)
     assert status.fused
     assert not any(count_layers(model).values())
-
-
-@pytest.mark.parametrize("asks_for_logits", [False, True])
-def test_a_callback_says_that_the_trainer_computes_the_loss_itself(
-    asks_for_logits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each training."""
-    if asks_for_logits:
-        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    callback = LigerPatchCallback()
-    for _ in range(2):
-        trainer = make_trainer(tmp_path, make_model(), callbacks=[callback])
-        trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
-        said = ["was called without labels" in str(each.message) for each in caught]
-        assert any(said) != asks_for_logits
 
 
 def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:

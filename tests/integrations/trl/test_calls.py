@@ -14,7 +14,7 @@ from rows import model_type as row_name
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from training_step import Float64, Step, joined, widened
+from training_step import Float64, Step, widened
 from transformers import PreTrainedModel
 from trl_models import (
     MARKS,
@@ -25,9 +25,7 @@ from trl_models import (
     call,
     make_model,
     with_head,
-    with_head_changed,
 )
-from unusual_heads import float8, weight_norm
 
 from liger_patch import registry
 from liger_patch.layers import masked_attention, unpadded
@@ -252,30 +250,6 @@ def test_a_head_in_float32_is_multiplied_in_float32(
         assert_no_worse({name: ours[name]}, {name: trls[name]}, {name: truth[name]}, digits)
 
 
-def test_a_head_with_weight_norm_is_fused() -> None:
-    model = with_head_changed(weight_norm, torch.float64)
-    batch = tiny_batch(model)
-    trls = call(model, batch)
-    assert_same(call(apply_trl_patch(model), batch), trls)
-    assert_fused(model)
-
-
-def test_a_head_in_float8_is_fused() -> None:
-    model = with_head_changed(float8, torch.bfloat16)
-    batch = tiny_batch(model)
-    trls = call(model, batch)
-    ours = call(apply_trl_patch(model), batch)
-    assert_fused(model)
-    wide = make_model(dtype=torch.bfloat16)  # of the same numbers
-    wide.lm_head.weight.data.copy_(model.lm_head.weight)
-    truth = call(with_head(widened(wide), ("log_probs", "entropy", "is_top1")), batch)
-    for each in (ours, trls, truth):
-        for name in ("lm_head.weight", "is_top1", "label_mask"):
-            del each[name]
-    truth, trls, ours = joined(truth, trls, ours)
-    assert_no_worse(ours, trls, truth, torch.bfloat16)
-
-
 def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,11 +271,3 @@ def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
     monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.5")
     model(**batch, fused_lm_head=True)
     assert passed == [None, 3.0, 0.5]
-
-
-@pytest.mark.parametrize("same_gradient", [False, True])
-def test_the_guess_of_the_gradient_changes_no_result(same_gradient: bool) -> None:
-    model = with_head(widened(make_model("gemma2")), ("log_probs", "entropy"))
-    trls = call(model, tiny_batch(model))
-    apply_trl_patch(model, same_gradient=same_gradient)
-    assert_same(call(model, tiny_batch(model)), trls)

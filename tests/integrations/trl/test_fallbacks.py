@@ -128,16 +128,6 @@ def test_where_fusing_is_demanded_a_head_that_cannot_be_fused_is_an_error(
             model(**batch, fused_lm_head=True)
 
 
-def test_a_head_whose_hook_is_removed_is_fused() -> None:
-    model = apply_trl_patch(with_head(make_model()), layers=False)
-    handle = model.lm_head.register_full_backward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*backward hooks of the head"):
-        call(model, tiny_batch(model))
-    handle.remove()
-    call(model, tiny_batch(model))
-    assert_fused(model)
-
-
 def test_verify_compares_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     disagreement = verify.disagreement
