@@ -41,7 +41,8 @@ class LigerPatchCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from accelerate.utils import extract_model_from_parallel
 
-        if not patch_status(extract_model_from_parallel(kwargs["model"])).patched:
+        model: Any = extract_model_from_parallel(kwargs["model"])
+        if not patch_status(model).patched:
             raise RuntimeError(
                 "LigerPatchCallback found a model that is not patched, too late to patch it, as "
                 "it may be wrapped. Give the callback to the Trainer as callbacks=[...]; if "
