@@ -77,6 +77,7 @@ class HeadCall(NamedTuple):
 
     Attributes:
         shape: (V, H) of the weight, noted here because engines may free the weight.
+        product: computes the real logits from hidden states, weight and bias.
         stored: the parameters behind weight and bias that the optimizer changes.
         states: the states of hidden states, weight and bias when the product was made.
         steps: what optimizers have changed of ``stored`` since.
@@ -88,6 +89,7 @@ class HeadCall(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     shape: tuple[int, int]
+    product: Callable[..., Tensor]
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     stored: tuple[Tensor, Tensor | None]
@@ -97,7 +99,15 @@ class HeadCall(NamedTuple):
     owner: Owner
 
     @classmethod
-    def of(cls, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> HeadCall:
+    def of(
+        cls,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        *,
+        product: Callable[..., Tensor] = nn.functional.linear,
+    ) -> HeadCall:
         vocab_size, hidden_size = weight.shape
         stored = weight, bias
         if in_process_group():
@@ -110,6 +120,7 @@ class HeadCall(NamedTuple):
             weight,
             bias,
             (vocab_size, hidden_size),
+            product,
             torch.is_grad_enabled(),
             autocast_dtype(hidden_states.device.type),
             stored,
@@ -125,13 +136,13 @@ class HeadCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the arguments of ``compute``."""
+        """Return the arguments of ``product``."""
         return self.hidden_states, self.weight, self.bias
 
     def compute(self, *tensors: Any) -> Tensor:
         """Compute the product in the autocast state of the call."""
         with autocast_to(self.hidden_states.device.type, self.autocast_dtype):
-            return nn.functional.linear(*tensors)
+            return self.product(*tensors)
 
     def logits(self) -> Tensor:
         """Compute the real logits, in the grad mode and the autocast state of the call."""
@@ -158,7 +169,7 @@ class HeadCall(NamedTuple):
         if hasattr(weight, "_local_tensor"):  # a DTensor has no memory of its own
             weight = weight._local_tensor
             return weight.untyped_storage().size() == 0 < weight.numel()
-        return self.weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
+        return weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the logits of this call can no longer be computed."""
