@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -110,31 +111,23 @@ def same_as_trls(ours: Step, trls: Step) -> None:
 @pytest.mark.parametrize(
     ("kind", "model_type", "how"),
     [
-        pytest.param("ORPO", "llama", {}, id="orpo"),
         pytest.param("ORPO", "gemma2", {}, id="orpo, softcap"),
         pytest.param("ORPO", "qwen3_moe", {}, id="orpo, auxiliary loss"),
         pytest.param("ORPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="orpo, lora on head"),
-        pytest.param("CPO", "llama", {}, id="cpo"),
         pytest.param("CPO", "gemma2", {"loss_type": "simpo", "cpo_alpha": 0.0}, id="simpo"),
         pytest.param("CPO", "llama", {"loss_type": "ipo"}, id="cpo, ipo"),
-        pytest.param("CPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="cpo, lora on head"),
         pytest.param("CPO", "llama", {"gradient_accumulation_steps": 2}, id="cpo, accumulation"),
-        pytest.param("TPO", "llama", {}, id="tpo"),
         pytest.param("TPO", "gemma2", {"loss_type": "tpo-l", "tpo_alpha": 0.0}, id="tpo-l"),
         pytest.param("TPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="tpo, lora on head"),
-        pytest.param("OnlineDPO", "llama", {}, id="online dpo"),
         pytest.param("OnlineDPO", "gemma2", {"loss_type": "ipo"}, id="online dpo, ipo"),
         pytest.param("OnlineDPO", "llama", {"adapters": ["q_proj"]}, id="online dpo, lora"),
-        pytest.param("A2PO", "llama", {}, id="a2po"),
         pytest.param("A2PO", "gemma2", {"gradient_accumulation_steps": 2}, id="a2po, softcap"),
-        pytest.param("SDFT", "llama", {}, id="sdft"),
         pytest.param(
             "SDFT",
             "gemma2",
             {"adapters": ["q_proj"], "teacher_model_kind": "base"},
             id="sdft, lora",
         ),
-        pytest.param("SDPO", "llama", {}, id="sdpo"),
         pytest.param("SDPO", "gemma2", {"distillation_weight": 0.0}, id="sdpo, policy"),
         pytest.param(
             "SDPO",
@@ -167,7 +160,7 @@ def test_models_are_trained_with_trls_numbers(
     assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
 
 
-@pytest.mark.parametrize("kind", ["ORPO", "TPO", "A2PO"])
+@pytest.mark.parametrize("kind", slow_but(["ORPO"], ["ORPO", "TPO", "A2PO"]))
 def test_without_the_flag_or_with_logits_it_is_trls(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +210,7 @@ def test_answers_alone_pass_through_the_head(
         assert counts.pop() == (supervised if model_type == "llama" else of_all)
 
 
-@pytest.mark.parametrize("kind", ["TPO", "A2PO", "SDFT", "SDPO"])
+@pytest.mark.parametrize("kind", slow_but(["TPO", "SDFT"], ["TPO", "A2PO", "SDFT", "SDPO"]))
 def test_padding_is_left_out(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calls for a loss: generation runs rows of a batch."""
     trls = train(make_trainer(kind, "llama", tmp_path, None))

@@ -70,10 +70,10 @@ def as_it_is(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("first", "between", "second", "bf16"),
     [
-        (sft_again, as_it_is, sft_again, False),
+        pytest.param(sft_again, as_it_is, sft_again, False, marks=pytest.mark.slow),
         # accelerate's autocast stays on the model
         (sft_again, as_it_is, sft_again, True),
-        (sft_again, revert_patch, sft_again, True),
+        pytest.param(sft_again, revert_patch, sft_again, True, marks=pytest.mark.slow),
         (transformers_trainer, as_it_is, sft_again, True),
     ],
 )
