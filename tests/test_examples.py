@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -134,12 +132,7 @@ def test_speed_is_compared_step_by_step_with_its_spread(monkeypatch):
 
 
 def test_apply_patch_trains_fused(tmp_path: Path):
-    """In a new interpreter, as a user starts it."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [sys.executable, str(EXAMPLES / "apply_patch.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    printed = done.stdout
+    printed = run_alone(EXAMPLES / "apply_patch.py", folder=tmp_path)
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1
     assert re.search(r"last loss +fused", printed)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from gloo_group import COMMON, HELPERS, run_alone
+from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -160,8 +161,11 @@ needs = {
 
 
 @needs["accelerate"]
-def test_a_script_with_a_trainer_is_compared_and_ended(tmp_path: Path, made: Path) -> None:
-    table, report = tried(tmp_path, made, LOAD + TRAIN, launcher="liger_patch")
+@pytest.mark.parametrize("launcher", slow_but([""], ["", "liger_patch"]))
+def test_a_script_with_a_trainer_is_compared_and_ended(
+    launcher: str, tmp_path: Path, made: Path
+) -> None:
+    table, report = tried(tmp_path, made, LOAD + TRAIN, launcher=launcher)
     assert table.startswith("scripts/train.py, Trainer\n")
     assert "LlamaForCausalLM is patched in Trainer" in report["notes"]
     assert "5 rms_norm" in dict(report["runs"]["patched"]["status"])["layers"]

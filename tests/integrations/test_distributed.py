@@ -53,7 +53,6 @@ RUNS = {
     "FSDP2": Run(
         STEP,
         (
-            "fsdp2",
             "fsdp2 --layers",
             "fsdp2_resharded --late evaluation",
             "fsdp2_resharded --layers --late backward",
@@ -66,15 +65,15 @@ RUNS = {
         STEP,
         (
             "fsdp2_head --no-sync --alone --late backward",
-            "fsdp2_head --evaluate --labels none --metric",
             "fsdp2_norm_head --layers --labels uneven",
-            "fsdp2_tied_head --tied --evaluate",
+            "fsdp2_tied_head --tied --evaluate --labels none --metric",
             "fsdp2_mixed",
             "fsdp2_head --lora --evaluate",
-            "fsdp2_head --leftover",
         ),
         ("fully_shard", "peft"),
         more=(
+            "fsdp2_head --evaluate --labels none --metric",
+            "fsdp2_head --leftover",
             "fsdp2_offload --layers",
             "hsdp_head",
             "hsdp_replicated_head --layers",
@@ -104,23 +103,24 @@ RUNS = {
     "FSDP1": Run(
         STEP,
         (
-            "fsdp1 --layers --no-sync --alone",
             "fsdp1_head --layers --lora --evaluate --labels none --metric",
             "fsdp1_head --no-sync --leftover --late evaluation",
-            "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
         ),
         ("peft",),
+        more=(
+            "fsdp1 --layers --no-sync --alone",
+            "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
+        ),
     ),
     "accelerate's FSDP2": Run(
         STEP,
         (
-            "accelerate_fsdp2 --labels none",
             "accelerate_fsdp2 --tied --no-sync --alone",
-            "accelerate_fsdp2_linear --layers --evaluate",
             "accelerate_fsdp2_linear --lora --layers",
             "accelerate_fsdp2_mixed --layers",
         ),
         ("fully_shard", "accelerate", "a unit of the last norm", "peft"),
+        more=("accelerate_fsdp2 --labels none", "accelerate_fsdp2_linear --layers --evaluate"),
     ),
     "sharded checkpoints": Run(
         "sharded_checkpoints.py",
