@@ -298,7 +298,7 @@ OPERATORS = {
     ),
     "gated_delta_rule": Operator(
         "gated_delta_rule",
-        made=delta_cases.inputs,
+        made=partial(delta_cases.inputs, heads=1),
         dtype=torch.float16,  # as of LORA
         records=True,
         **of_layer(gated_delta_rule, delta_cases.eager),

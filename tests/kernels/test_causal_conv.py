@@ -18,7 +18,7 @@ SHAPES = {  # of x; 32 and 128 tokens are a program's in the Triton form, 256 it
     "one token": (1, 1, 16),
     "less than the width": (2, 3, 24),
     "several programs": (1, 131, 40),
-    "many channels": (1, 5, 1030),
+    "many channels": (1, 5, 300),
 }
 
 

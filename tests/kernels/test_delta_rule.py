@@ -97,7 +97,7 @@ EXTREMES: list[Callable[[dict[str, Tensor]], None]] = [
 )
 @pytest.mark.parametrize("dtype", slow_but([torch.float16, torch.float64], DTYPES), ids=str)
 def test_extremes_are_no_worse(extreme, dtype, device):
-    inputs = delta_cases.inputs(CHUNK + 20)
+    inputs = delta_cases.inputs(CHUNK + 20, heads=1)
     extreme(inputs)
     check(gated_delta_rule, delta_cases.eager, cast(inputs, device, dtype))
 
@@ -110,10 +110,13 @@ def test_keys_that_are_nearly_equal_are_no_worse(dtype, device):
     check(gated_delta_rule, delta_cases.eager, cast(inputs, device, dtype))
 
 
-def test_sequences_of_a_row_are_those_of_rows_of_their_own(device):
+def test_sequences_of_a_row_are_those_of_rows_of_their_own(quick_device):
+    """Without the interpreter: its packed rows are in ``test_chunks_compute_the_recurrence``."""
     lengths = [CHUNK + 9, 1, 30, CHUNK]
-    inputs = cast(delta_cases.inputs(sum(lengths), batch=1), device, torch.float16)
-    ids = torch.arange(4, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    inputs = cast(delta_cases.inputs(sum(lengths), batch=1), quick_device, torch.float16)
+    ids = torch.arange(4, device=quick_device).repeat_interleave(
+        torch.tensor(lengths, device=quick_device)
+    )
     packed = results_and_gradients(
         lambda **given: gated_delta_rule(**given, sequence_ids=ids[None]), inputs
     )
@@ -129,7 +132,7 @@ def test_sequences_of_a_row_are_those_of_rows_of_their_own(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_queries_and_keys_are_normalized_first(dtype, device):
-    inputs = delta_cases.inputs(CHUNK + 3)
+    inputs = delta_cases.inputs(CHUNK + 3, heads=1)
     for name in ("q", "k"):
         inputs[name] = (
             torch.randn_like(inputs[name]) * torch.logspace(-4, 1, CHUNK + 3)[:, None, None]
