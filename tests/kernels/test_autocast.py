@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from exactness import assert_no_worse
+from slow_cases import pairwise
 from three_ways import eager_cross_entropy, linear_inputs, loss_and_gradients
 from torch.nn.functional import linear
 
@@ -15,10 +16,10 @@ CPU = torch.device("cpu")
 MIXTURES = list(itertools.product([torch.bfloat16, torch.float32], repeat=3))
 
 
-@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("mixture", "dtype", "reduction", "ignored"),
+    pairwise(MIXTURES, [torch.bfloat16, torch.float16], ["none", "mean"], [0.0, 0.3]),
+)
 def test_autocast_is_that_of_linear(mixture, dtype, reduction, ignored):
     inputs, labels = linear_inputs(torch.float32, CPU, bias=True, ignored=ignored)
     inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}

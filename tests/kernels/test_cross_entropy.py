@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
 
 CPU = torch.device("cpu")
@@ -16,9 +17,10 @@ def test_every_option_in_every_dtype(options, dtype, device):
     check_logits(logits, labels, **filled(options, *logits.shape, device))
 
 
-@pytest.mark.parametrize("options", WITHOUT_ITEMS.values(), ids=WITHOUT_ITEMS)
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("options", "reduction", "dtype"),
+    pairwise(WITHOUT_ITEMS.values(), ["none", "sum"], [torch.float32, torch.float64]),
+)
 def test_every_option_in_every_reduction(options, reduction, dtype, cpu_form):
     logits, labels = logits_inputs(dtype, cpu_form, 7)
     upstream = (

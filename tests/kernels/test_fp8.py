@@ -22,6 +22,7 @@ from lora_checks import (
     projection,
     results,
 )
+from slow_cases import pairwise
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -57,9 +58,10 @@ def weight_of(rows: Tensor, dtype: torch.dtype) -> Fp8Weight:
     return Fp8Weight(numbers.view(torch.uint8), scales.view(-1), dtype)
 
 
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize(
+    ("folded", "number", "rows"),
+    pairwise([False, True], [1, 2, 3, 4], [1, 7]),
+)
 def test_numbers_of_e4m3_are_kept_bit_by_bit(
     rows: int, number: int, folded: bool, device: torch.device
 ) -> None:

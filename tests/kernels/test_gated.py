@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layer_checks import ACTIVATIONS, check
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
@@ -14,9 +15,10 @@ from liger_patch.kernels import gated as operators
 from liger_patch.kernels.gated import gated
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(1,), (64, 128), (3, 5, 37), (0, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "shape", "dtype"),
+    pairwise(ACTIVATIONS, [(1,), (64, 128), (3, 5, 37), (0, 4)], [*LOW_DTYPES, torch.float64]),
+)
 def test_gated(activation, shape, dtype, device):
     inputs = {name: (torch.randn(shape) * 4).to(device, dtype) for name in ("gate", "up")}
     act = ACTIVATIONS[activation]
@@ -27,9 +29,14 @@ def test_gated(activation, shape, dtype, device):
     )
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(2,), (8, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "shape", "dtype"),
+    pairwise(
+        ACTIVATIONS,
+        [(2,), (8, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)],
+        [*LOW_DTYPES, torch.float64],
+    ),
+)
 def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
     act = ACTIVATIONS[activation]
     check(

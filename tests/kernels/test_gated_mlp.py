@@ -13,6 +13,7 @@ import torch
 from eager_layers import mlp
 from exactness import assert_no_worse
 from layer_checks import ACTIVATIONS, check
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
@@ -37,9 +38,10 @@ def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().requires_grad_() for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "shape", "dtype"),
+    pairwise(ACTIVATIONS, SHAPES.values(), [*LOW_DTYPES, torch.float64]),
+)
 def test_gated_mlp(activation, shape, dtype, device):
     inputs = made(shape, device, dtype)
     check(*(partial(each, activation=activation) for each in (gated_mlp, mlp)), inputs)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import pairwise
 from three_ways import (
     LOW_DTYPES,
     OPTIONS,
@@ -85,10 +86,10 @@ def test_adapter_in_float32_beside_a_bf16_head(device):
         assert off <= 2 * eagers + torch.finfo(torch.bfloat16).eps * truth[name].norm() / 4
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
+@pytest.mark.parametrize(
+    ("bias", "rank", "reduction", "dtype"),
+    pairwise([False, True], [0, 4], ["none", "mean"], [torch.float64, *LOW_DTYPES]),
+)
 def test_weight_in_parts_is_as_exact(dtype, reduction, rank, bias, device, monkeypatch):
     monkeypatch.setattr(products, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
     inputs, labels = linear_inputs(dtype, device, bias=bias, rank=rank)

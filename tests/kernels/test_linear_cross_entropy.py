@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -37,10 +38,15 @@ def test_any_shape(shape, dtype, cpu_form):
     check_linear(inputs, labels, **filled(OPTIONS["everything"], tokens, vocab_size, cpu_form))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-@pytest.mark.parametrize("frozen", [(), ("hidden_states",), ("weight", "bias")], ids=str)
-@pytest.mark.parametrize("ignored", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "frozen", "ignored"),
+    pairwise(
+        ["none", "mean", "sum"],
+        LOW_DTYPES,
+        [(), ("hidden_states",), ("weight", "bias")],
+        [0.0, 0.5],
+    ),
+)
 def test_every_reduction_with_any_upstream_gradient(reduction, dtype, frozen, ignored, device):
     inputs, labels = linear_inputs(dtype, device, bias=True, ignored=ignored)
     upstream = torch.tensor(-1.7, device=device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
 from exactness import assert_no_worse
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES, chunk_mib, loss_and_gradients
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
@@ -17,9 +18,10 @@ CPU = torch.device("cpu")
 DTYPES = [*LOW_DTYPES, torch.float64]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "divergence", "dtype"),
+    pairwise(OPTIONS.values(), DIVERGENCES.values(), DTYPES),
+)
 def test_every_divergence_and_option_in_every_dtype(divergence, options, dtype, quick_device):
     student, teacher, labels = heads(dtype, quick_device, bias=True)
     budget = chunk_mib(5, 131, dtype)
@@ -188,9 +190,10 @@ def test_logits_of_minus_infinity_in_both_have_no_part(cpu_form):
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("name", ["plain", "temperature", "softcap"])
-@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize(
+    ("trains", "name", "divergence"),
+    pairwise([True, False], ["plain", "temperature", "softcap"], DIVERGENCES.values()),
+)
 def test_entropies_of_the_student(divergence, name, trains, device):
     student, teacher, labels = heads(torch.float32, device, 9, bias=True)
     student["student_hidden"].requires_grad_(trains)

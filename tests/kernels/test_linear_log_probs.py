@@ -17,7 +17,7 @@ from log_probs_ways import (
     results_and_gradients,
     upstream_of,
 )
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 from torch import Tensor
 from torch.nn.functional import linear
@@ -53,9 +53,10 @@ def test_every_option_in_every_dtype(case, dtype, device):
     check_log_probs(inputs, labels, upstream=upstream, chunk_mib=budget, **options)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["mean", "per_token"])
+@pytest.mark.parametrize(
+    ("case", "dtype", "kind"),
+    pairwise(CASES.values(), LOW_DTYPES, ["mean", "per_token"]),
+)
 def test_every_option_of_log_probs_alone(case, dtype, kind, quick_device):
     how, options = case
     inputs, labels = linear_inputs(dtype, quick_device, **how)
@@ -72,10 +73,10 @@ def test_some_of_the_upstream_gradients(names, device):
     check_log_probs(inputs, labels, upstream=upstream, outputs=names)
 
 
-@pytest.mark.parametrize("kind", UPSTREAM)
-@pytest.mark.parametrize("same_gradient", [True, False])
-@pytest.mark.parametrize("frozen", FROZEN, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "same_gradient", "frozen", "dtype"),
+    pairwise(UPSTREAM, [True, False], FROZEN, [torch.bfloat16, torch.float32]),
+)
 def test_any_upstream_gradient(kind, same_gradient, frozen, dtype, quick_device):
     inputs, labels = linear_inputs(dtype, quick_device, bias=True)
     check_log_probs(
@@ -208,9 +209,10 @@ class InParts:
         return self.stored[start:stop].clone()
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_token", "all"])
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "rank", "dtype"),
+    pairwise(["mean", "per_token", "all"], [0, 4], LOW_DTYPES),
+)
 def test_weight_in_parts_is_as_exact(kind, rank, dtype, quick_device, monkeypatch):
     monkeypatch.setattr(products, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
     inputs, labels = linear_inputs(dtype, quick_device, rank=rank)

@@ -3,6 +3,7 @@ what it refuses.
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from log_probs_ways import (
     results_and_gradients,
     upstream_of,
 )
+from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs, paired
 
 from liger_patch.kernels.head import losses as operator
@@ -112,9 +114,10 @@ def test_results_without_gradients(mode, same_gradient, quick_device, passes):
         assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["per_token", "all"])
-@pytest.mark.parametrize("frozen", [(), ("hidden_states",)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "frozen"),
+    pairwise(LOW_DTYPES, ["per_token", "all"], [(), ("hidden_states",)]),
+)
 def test_a_wrong_guess_gives_the_same_bits(dtype, kind, frozen, quick_device):
     inputs, labels = linear_inputs(dtype, quick_device, bias=True)
     upstream, budget = upstream_of(kind, labels), chunk_mib(5, 131, dtype)
@@ -132,9 +135,10 @@ def test_a_wrong_guess_gives_the_same_bits(dtype, kind, frozen, quick_device):
     torch.testing.assert_close(guessed, waited, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", UPSTREAM)
-@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["", "frozen head"])
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "frozen", "dtype"),
+    pairwise(UPSTREAM, [(), ("weight",)], LOW_DTYPES),
+)
 def test_second_backward_pass_gives_the_same_bits(kind, frozen, dtype, quick_device):
     """The first scales gradients of the forward pass, or computes them as the second does; powers
     of two round nothing.
@@ -191,8 +195,14 @@ def rows(monkeypatch):
 
 
 @pytest.mark.parametrize(("upstream", "again"), UPSTREAMS.values(), ids=UPSTREAMS)
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"rank": 4}], ids=str)
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    slow_but(
+        list(zip([{}, {"bias": True}, {"rank": 4}], LOW_DTYPES, strict=True)),
+        list(product([{}, {"bias": True}, {"rank": 4}], LOW_DTYPES)),
+    ),
+    ids=str,
+)
 def test_rows_of_other_weights_are_computed_again(
     upstream, again, options, dtype, quick_device, rows
 ):

@@ -12,6 +12,7 @@ from log_probs_ways import (
     results_and_gradients,
     upstream_of,
 )
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES, linear_inputs
 
 from liger_patch.kernels.head import pytorch as pytorch_rows
@@ -39,10 +40,10 @@ def all_zero(results):
     return all(v is None or (not v.any() and v.isfinite().all()) for v in results.values())
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_token", "all"])
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 5])
-@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen head"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tokens", "frozen"),
+    pairwise(["mean", "per_token", "all"], LOW_DTYPES, [0, 5], [(), ("weight", "bias")]),
+)
 def test_all_labels_ignored_gives_zero(kind, dtype, tokens, frozen, quick_device):
     inputs, labels = linear_inputs(dtype, quick_device, tokens, bias=True, ignored=1.1)
     upstream = upstream_of(kind, labels)

@@ -20,15 +20,17 @@ from lora_checks import (
     trainable,
 )
 from lora_inputs import PROJECTIONS, SHAPES, linears_inputs
+from slow_cases import pairwise
 from torch import Tensor
 
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 
 
-@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
-@pytest.mark.parametrize("which", PROJECTIONS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wanted", "which", "way"),
+    pairwise([ADAPTERS, EVERYTHING], PROJECTIONS, WAYS),
+)
 def test_lora_linears(way: str, which: str, wanted: str, device: torch.device) -> None:
     x, parts = linears_inputs(device, way, which=which)
     check(lora_linears, eager_linears, x, parts, wanted=wanted, autocast=WAYS[way][2])

@@ -11,15 +11,17 @@ import torch
 from layer_checks import ACTIVATIONS
 from lora_checks import ADAPTERS, EVERYTHING, WAYS, check, eager_linear, eager_mlp, our_mlp
 from lora_inputs import HIDDEN, RANKS, mlp_inputs
+from slow_cases import pairwise
 from torch.nn.functional import linear
 
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 
-@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wanted", "activation", "way"),
+    pairwise([ADAPTERS, EVERYTHING], ACTIVATIONS, WAYS),
+)
 def test_lora_mlp(way: str, activation: str, wanted: str, device: torch.device) -> None:
     x, parts = mlp_inputs(device, way)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lora_checks import ADAPTERS, EVERYTHING, our_mlp, results, trainable
 from lora_inputs import SIZE, mlp_inputs
+from slow_cases import pairwise
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -56,9 +57,10 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(
     assert alive == [False, False]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("wanted", ["x", EVERYTHING], ids=["x", "everything"])
+@pytest.mark.parametrize(
+    ("reentrant", "dropout", "wanted"),
+    pairwise([True, False], [0.0, 0.5], ["x", EVERYTHING]),
+)
 def test_checkpointing_leaves_out_the_last_product(
     dropout: float,
     reentrant: bool,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import pairwise
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -59,9 +60,10 @@ def truth(
     return products.to(dtype)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("blocksize", [32, 64, 256, 4096])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("nested", "blocksize", "dtype"),
+    pairwise([False, True], [32, 64, 256, 4096], FLOATS),
+)
 def test_every_slice_has_the_same_bits(
     dtype: torch.dtype, blocksize: int, nested: bool, device: torch.device
 ) -> None:
@@ -119,9 +121,10 @@ def test_offsets_beyond_2_31(nested: bool) -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("double_quantized", [False, True])
-@pytest.mark.parametrize("shape", [(131, 72), (7, 71), (40, 576)])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("double_quantized", "shape", "dtype"),
+    pairwise([False, True], [(131, 72), (7, 71), (40, 576)], FLOATS),
+)
 def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     dtype: torch.dtype,
     shape: tuple[int, int],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from odds_cases import IS_HOPPER, MARKS, SERVED
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from three_ways import (
     check_linear,
     chunk_mib,
@@ -29,9 +29,10 @@ def test_every_option(options, both_odds):
     check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("frozen", [(), ("hidden_states",), ("weight",)], ids=str)
-@pytest.mark.parametrize("ignored", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("reduction", "frozen", "ignored"),
+    pairwise(["none", "mean", "sum"], [(), ("hidden_states",), ("weight",)], [0.0, 0.5]),
+)
 def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, both_odds):
     device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, ignored=ignored)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from slow_cases import pairwise
 
 pytest.importorskip("triton")
 
@@ -25,9 +26,10 @@ def _memory_is_filled() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
-@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("tokens", [0, 1, 2048, 4111])
+@pytest.mark.parametrize(
+    ("dtype", "ignored", "tokens"),
+    pairwise([torch.int64, torch.int32, torch.int16], [0.0, 0.4, 1.0], [0, 1, 2048, 4111]),
+)
 def test_all_results_are_written(
     tokens: int, ignored: float, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import pairwise
 from three_ways import linear_inputs, logits_inputs
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
@@ -19,10 +20,10 @@ def with_gradient(loss_of, logits, upstream=None):
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.parametrize(
+    ("reduction", "label_smoothing", "weighted", "ignore_index"),
+    pairwise(["none", "mean", "sum"], [0.0, 0.2, 1.0], [False, True], [-100, 3]),
+)
 def test_reference_is_torch_cross_entropy(reduction, label_smoothing, weighted, ignore_index):
     logits, labels = logits_inputs(torch.float64, CPU, ignore_index=ignore_index)
     class_weight = torch.rand(logits.shape[1], dtype=torch.float64) if weighted else None

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from layer_checks import check
+from slow_cases import pairwise
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -60,9 +61,10 @@ def test_the_reference_is_a_causal_mask_within_each_sequence() -> None:
     torch.testing.assert_close(mask_of([[2, 3, 1]], window=2)[0], windowed)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 7 * TOKENS, 2**20])
-@pytest.mark.parametrize("window", [None, 2, 7, 17])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(
+    ("block_bytes", "window", "lengths"),
+    pairwise([1, 7 * TOKENS, 2**20], [None, 2, 7, 17], LENGTHS.values()),
+)
 def test_segments_are_read_from_their_mask(
     lengths: list[list[int]],
     window: int | None,

@@ -25,7 +25,7 @@ from lora_checks import (
     results,
     trainable,
 )
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,18 +72,19 @@ def made_lora(
     return x, [projection(*features, rank, **options) for features, rank in each]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("tokens", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "tokens", "shape", "dtype"),
+    pairwise(ACTIVATIONS, SLICES.values(), SHAPES.values(), [*LOW_DTYPES, torch.float64]),
+)
 def test_gated_mlp(dtype: Any, shape: Any, tokens: int, activation: str, device: Any) -> None:
     inputs = made(shape, device, dtype)
     check_plain(sliced(tokens, activation), partial(mlp, activation=activation), inputs)
 
 
-@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
-@pytest.mark.parametrize("tokens", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wanted", "tokens", "way"),
+    pairwise([ADAPTERS, EVERYTHING], SLICES.values(), WAYS),
+)
 def test_lora_mlp(way: str, tokens: int, wanted: str, device: torch.device) -> None:
     x, parts = made_lora(device, way, bias=True)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}
@@ -113,9 +114,10 @@ def test_quantized_bases_are_dequantized_once_in_a_pass(
     assert len(count) == 3 + 3
 
 
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("which", ["gate", "up", "down", "all"])
-@pytest.mark.parametrize("tokens", [4, None])
+@pytest.mark.parametrize(
+    ("dtype", "which", "tokens"),
+    pairwise([*LOW_DTYPES, torch.float64], ["gate", "up", "down", "all"], [4, None]),
+)
 def test_gated_mlp_of_quantized_weights(
     tokens: int | None, which: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -174,9 +176,10 @@ def test_nothing_of_the_size_of_gate_is_made(layer: str, wanted: str, cpu_form: 
     assert found == [tokens * SIZE, tokens * HIDDEN]
 
 
-@pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
-@pytest.mark.parametrize("layer", ["plain", "lora"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("wanted", "layer", "reentrant"),
+    pairwise([ADAPTERS, EVERYTHING], ["plain", "lora"], [True, False]),
+)
 def test_checkpointing_computes_as_many_products(
     layer: str, wanted: str, reentrant: bool, cpu_form: torch.device
 ) -> None:
@@ -207,9 +210,10 @@ def test_checkpointing_computes_as_many_products(
         assert in_slices <= at_once * (1.03 if layer == "lora" else 1)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
+@pytest.mark.parametrize(
+    ("reentrant", "dropout", "way"),
+    pairwise([True, False], [0.0, 0.5], ["float64", "float16", "autocast"]),
+)
 def test_checkpoints_give_the_same_bits(
     way: str, dropout: float, reentrant: bool, device: torch.device
 ) -> None:

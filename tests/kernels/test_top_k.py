@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distillation_ways import heads
+from slow_cases import pairwise
 from three_ways import LOW_DTYPES, _check, _orders, chunk_mib
 from torch import Tensor
 from torch.nn.functional import linear
@@ -58,9 +59,10 @@ def _rest(log_probs: Tensor) -> Tensor:
     return torch.log(-torch.expm1(log_probs.logsumexp(1, keepdim=True)))
 
 
-@pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("tail", "options", "dtype"),
+    pairwise([True, False], OPTIONS.values(), [*LOW_DTYPES, torch.float64]),
+)
 def test_every_option_in_every_dtype(options, tail, dtype, device):
     student, teacher, labels = heads(dtype, device, 7, spread=0.3)
     student["student_hidden"] = student["student_hidden"] / 4

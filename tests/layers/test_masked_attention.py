@@ -28,7 +28,7 @@ from attention_models import (
     seen_masks,
 )
 from exactness import assert_no_worse
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from torch import Tensor
 from training_step import Step, call, gradients, joined, step, widened
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -56,9 +56,10 @@ ENDS = {  # of sequences of both rows together; padding that stays on the left i
 }
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "not"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    ("checkpointing", "kind", "model_type"),
+    pairwise([None, True, False], KINDS, FAMILIES),
+)
 def test_a_step_is_the_models_own(
     model_type: str, kind: str, checkpointing: bool | None, calls: Calls
 ) -> None:

@@ -108,7 +108,11 @@ def test_packed_rows_train_as_their_sequences(row: registry.Architecture, packin
         torch.testing.assert_close(logits, torch.cat(each))
 
 
-@pytest.mark.parametrize("row", RECURRENT, ids=model_type)
+@pytest.mark.parametrize(
+    "row",
+    slow_but([ROWS[name] for name in (DELTA, MAMBA, "kimi_linear") if name in ROWS], RECURRENT),
+    ids=model_type,
+)
 def test_left_padding_equals_none(row: registry.Architecture) -> None:
     """By the layers' own code, which leaves padding out of the state."""
     model, samples = make_model(row.model_type), make_samples(*LENGTHS)

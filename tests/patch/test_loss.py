@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -112,9 +112,10 @@ def test_a_users_loss_is_not_changed_by_the_options_of_the_patch() -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("inside", [True, False], ids=["loss in autocast", "loss after autocast"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, "autocast"], ids=str)
+@pytest.mark.parametrize(
+    ("reduction", "inside", "dtype"),
+    pairwise(["mean", "sum", "none"], [True, False], [torch.bfloat16, torch.float32, "autocast"]),
+)
 def test_a_users_loss_has_eagers_dtype(dtype: Any, inside: bool, reduction: str) -> None:
     autocast = dtype == "autocast"
     dtypes = []

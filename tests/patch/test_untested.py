@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
+from slow_cases import pairwise
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, router_arguments, step, tell_apart
@@ -196,9 +197,14 @@ def test_a_loss_off_by_little_is_found_in_any_dtype(dtype: torch.dtype, scale: f
     assert found == [(1, True), (1, False)]
 
 
-@pytest.mark.parametrize("scale", [0.05, 1.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("cls", [Unshifted, Narrow, WeighsClasses])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "cls"),
+    pairwise(
+        [0.05, 1.0, 100.0],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [Unshifted, Narrow, WeighsClasses],
+    ),
+)
 def test_an_own_loss_of_16_bits_may_be_less_exact_than_the_fused_one(
     cls: Any, dtype: torch.dtype, scale: float
 ) -> None:
