@@ -1,7 +1,8 @@
 """Which rows of the registry a test runs on.
 
-Rows of the families in FAMILIES run every test. All others run ``tests/test_every_architecture.py``
-and, marked ``all_models`` (``make test-all``), every test too.
+Rows of the families in FAMILIES run every test. All others, and text models beside the row that
+holds them (gemma3_text), run ``tests/test_every_architecture.py`` and, marked ``all_models``
+(``make test-all``), every test too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
-from liger_patch.registry import Architecture, available
+from liger_patch.registry import ARCHITECTURES, Architecture, available
 
 FAMILIES = ("Llama", "Gemma", "Qwen")
 OTHERS = (  # whose TRL head, and whose layers of each kind, tests know
@@ -54,4 +55,6 @@ def every_row(rows: Iterable[Architecture] | None = None) -> list[Any]:
 def _marks(row: Architecture) -> Any:
     if row.model_type in RAISE_IN_EAGER and transformers.__version__.startswith("5.24."):
         return pytest.mark.skip(f"Transformers {transformers.__version__} raises in eager")
-    return () if row.family in FAMILIES else pytest.mark.all_models
+    whole, text, _ = row.model_type.partition("_text")
+    is_held = bool(text) and whole in {each.model_type for each in ARCHITECTURES}
+    return () if row.family in FAMILIES and not is_held else pytest.mark.all_models
