@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import pairwise
 from torch import Tensor, nn
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
