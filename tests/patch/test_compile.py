@@ -228,10 +228,9 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(
-    "option", slow_but(["find_unused_parameters"], ["find_unused_parameters", "static_graph"])
-)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_ddp_of_a_compiled_model_holds_no_logits(option: str) -> None:
     model, uncompiled = make_model(), make_model()
     call = DistributedDataParallel(torch.compile(model, backend="eager"), **{option: True})
