@@ -274,7 +274,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("solar_open", "SolarOpenForCausalLM", SHARED),
     Architecture("stablelm", "StableLmForCausalLM", NO_NORM),
     Architecture("starcoder2", "Starcoder2ForCausalLM", "rotary attention"),
-    Architecture("step3p7", "Step3p7ForConditionalGeneration", "rotary attention"),
+    Architecture("step3p7", "Step3p7ForConditionalGeneration", PLAIN),
     Architecture(
         "switch_transformers", "SwitchTransformersForConditionalGeneration", "rms_norm attention"
     ),
