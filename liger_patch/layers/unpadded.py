@@ -46,6 +46,9 @@ from liger_patch.layers.recurrent import (
 # of a batch whose rows are compared, all pairs: rows, and bytes that this takes
 MOST_ROWS, MOST_COMPARED = 256, 2**27
 LEAST_SAVED = 1 / 16  # of tokens: leaving out less saves less than gathering rows takes
+# of real tokens, by sharing prefixes: attention in two parts takes some of that. On an H100, 7 %
+# fewer tokens made an update of GRPO 3 % slower, 14 % fewer one of DPO 6 % faster
+LEAST_SHARED = 1 / 8
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flash_attention_3"  # no (N, N) products
 # with one of these in its configuration, a model's attention needs its mask
 NEED_MASKS = (
@@ -183,7 +186,7 @@ def _rows_of(
     starts, lengths, *alike = (read[place : place + rows] for place in range(0, len(read), rows))
     groups = groups_of(alike, list(range(rows))) if alike else []
     count, saved = sum(lengths), sum(group.saved for group in groups)
-    if saved < LEAST_SAVED * count or not may_share(max(lengths)):
+    if saved < LEAST_SHARED * count or not may_share(max(lengths)):
         groups, saved = [], 0
     if not 0 < count - saved <= (1 - LEAST_SAVED) * mask.numel():
         return None
