@@ -94,10 +94,15 @@ def _run_each(
             started.append(_processes.Process(target=_run_script, args=given))
             started[-1].start()
             stack.callback(started[-1].kill)
-        for process, output in zip(started, outputs, strict=True):
+        for process in started:
             process.join(SECONDS)
-            assert process.exitcode == 0, output.read_text(encoding="utf-8")
-        return [output.read_text(encoding="utf-8") for output in outputs]
+            if process.exitcode != 0:  # maybe as another process had failed
+                raise AssertionError("\n\n".join(map(_text, outputs)))
+        return [_text(output) for output in outputs]
+
+
+def _text(output: Path) -> str:
+    return output.read_text(encoding="utf-8") if output.exists() else ""
 
 
 def _run_script(

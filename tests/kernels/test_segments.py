@@ -13,7 +13,7 @@ from slow_cases import pairwise
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from liger_patch.kernels import reference, segments
+from liger_patch.kernels import attention, reference, segments
 from liger_patch.kernels.attention import segment_attention, serves_flash_attention
 from liger_patch.kernels.segments import Segments, segments_of, segments_of_intervals
 
@@ -312,7 +312,7 @@ def test_flash_attention_does_not_serve_other_sizes(features: int) -> None:
 def test_flash_attention_serves_so_many_numbers(
     most: int, serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MOST_NUMBERS", most)
+    monkeypatch.setattr(attention, "MOST_NUMBERS", most)
     states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")] * 3
     assert serves_flash_attention(states[0], states[1], states[2]) == serves
 
