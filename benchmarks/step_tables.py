@@ -121,11 +121,15 @@ def soak_table(report: dict) -> str:
         held_out, apart = f"{row['held_out'][-1]:.4f}", f"{curve_difference(row, eager):.4f}"
         name = f"{row['model']}, {row['steps']:,} steps: {row['contender']}"
         cells.append([name, held_out, apart, f"{row['growth_mib']:.2f}"])
-    note = (
-        ": adapters on a small model, in bf16. Trainer: two batches a step, two adapters in turns, "
-        "evaluation with metrics, checkpoints, a new model that resumes in the middle. rounded: "
-        "first weights moved by half an eps of bfloat16 at most. Losses are means of 10 steps; "
-        "growth is of the memory that is allocated behind a step, from step 100 on."
+    note = ": adapters on a small model, in bf16. "
+    if any(row["model"] == "Trainer" for row in report["soaks"]):
+        note += (
+            "Trainer: two batches a step, two adapters in turns, evaluation with metrics, "
+            "checkpoints, a new model that resumes in the middle. "
+        )
+    note += (
+        "rounded: first weights moved by half an eps of bfloat16 at most. Losses are means of 10 "
+        "steps; growth is of the memory that is allocated behind a step, from step 100 on."
     )
     return document(report, cells, note)
 

@@ -23,6 +23,7 @@ from benchmarks.step_tables import (
     lora_steps_table,
     lora_summary,
     rl_steps_table,
+    soak_table,
     steps_table,
 )
 from liger_patch.layers.replace import LAYERS
@@ -93,6 +94,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
         "tensor parallel|layers=False|Qwen3-8B.* DDP",
     ),
     "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
+    "soaks": (soak_table, "soak", ""),
 }
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
