@@ -174,6 +174,7 @@ def _choose_layers(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
             "layer that has a kernel. Its class must be Transformers' own, and have no "
             "hook of accelerate. The activation of gated layers and experts must be silu or gelu, "
+            "with no dropout behind it, "
             "an attention must be causal and take its function from Transformers' table"
         )
     restore_layers(model, frozenset(LAYERS) - names)

@@ -81,7 +81,7 @@ def estimate(
             failed, and how.
     """
     found = []
-    with explained(config, "can be built from its config"):
+    with explained(config, "can be built from its config with these options"):
         build(config, step)
     for contender in CONTENDERS:
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
@@ -108,7 +108,7 @@ def loops_over_tokens(config: Any, step: TrainingStep) -> bool:
     Raises:
         ValueError: as ``estimate`` does.
     """
-    with explained(config, "can be built from its config"):
+    with explained(config, "can be built from its config with these options"):
         build(config, step)
     with explained(config, f"takes steps of {SHORT[0]} and {SHORT[1]} tokens"):
         counts = [

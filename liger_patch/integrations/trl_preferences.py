@@ -218,6 +218,8 @@ class OfAnswers(_WithoutLogits):
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> Any:
         trls: Any = super()
+        if cast(Any, self).is_encoder_decoder:  # its batches have other names
+            return trls.concatenated_forward(model, batch)
         parts = self._counted(batch)
         longest = max(part.shape[1] for part in parts)
         counted = [functional.pad(part, (0, longest - part.shape[1])) for part in parts]

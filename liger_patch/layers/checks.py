@@ -77,6 +77,12 @@ def is_left_to_model(layer: nn.Module, x: object) -> bool:
     return is_elsewhere and EVERYWHERE not in layer.__dict__
 
 
+def check_device(device: torch.device | str | None) -> None:
+    """Raise ValueError for a CUDA device where there is none."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, and no CUDA GPU is, got {device!r}")
+
+
 def needs_own_code(*arguments: object) -> bool:
     """Return whether a layer's own code must run.
 

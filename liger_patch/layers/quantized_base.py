@@ -28,6 +28,7 @@ from liger_patch.kernels.fp8 import Fp8Weight
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.kernels.lora.products import products, through_base
 from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.layers.checks import check_device
 from liger_patch.readers.wrapped_model import transformers_model
 
 if TYPE_CHECKING:
@@ -122,10 +123,11 @@ def quantize_base(
             host memory; ``model.to(device)`` then moves what is left.
 
     Raises:
-        ValueError: another ``quant_type``, or a model without such layers.
+        ValueError: another ``quant_type``, no such device, or a model without such layers.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
+    check_device(device)
     found = list(_linears(model))
     if not found:
         raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_patch.kernels import mxfp4
 from liger_patch.layers import experts
-from liger_patch.layers.checks import layers_of
+from liger_patch.layers.checks import check_device, layers_of
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 if TYPE_CHECKING:
@@ -119,17 +119,19 @@ def quantize_experts(
 
     Args:
         model: of Transformers, or within PEFT's wrapper.
+        device: where weights go and are quantized; "cpu" without a GPU.
         quant_type: "nf4" or "fp4" of bitsandbytes; or "mxfp4", in which gpt-oss is published: its
             weights, loaded with ``Mxfp4Config(dequantize=True)``, keep their values bit by bit.
         double_quant: whether the scales of nf4 and fp4 are quantized too.
 
     Raises:
         ImportError: nf4 or fp4 without bitsandbytes.
-        ValueError: another ``quant_type``, a model without experts that may be on kernels, or in
-            MXFP4 an input size of experts that is no multiple of 32.
+        ValueError: another ``quant_type``, no such device, a model without experts that may be on
+            kernels, or in MXFP4 an input size of experts that is no multiple of 32.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
+    check_device(device)
     hold_experts(
         model,
         lambda weight: ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant),

@@ -20,6 +20,8 @@ from liger_patch.kernels.backend import serves_triton_device
 from liger_patch.kernels.graphs import is_traced
 from liger_patch.readers.quantized_weights import LayerWeight
 
+PACKED = "bitsandbytes packed the base for inference on a CPU: its gradients are wrong from then on"
+
 
 class _Weight4bit(LayerWeight):
     """Where Triton runs, one kernel dequantizes nf4 and its scales, with bitsandbytes' numbers: its
@@ -141,7 +143,7 @@ def read(module: nn.Module, dtype: torch.dtype) -> LayerWeight | str:
     weight, forward = None, type(module).forward
     if forward is Linear4bit.forward and isinstance(module, Linear4bit):
         if _has_packed(_state(module)):
-            return "bitsandbytes packed the base's weight for inference on a CPU"
+            return PACKED
         weight = _weight_4bit(module, dtype)
     elif forward is Linear8bitLt.forward and isinstance(module, Linear8bitLt):
         weight = _weight_8bit(module, dtype)

@@ -174,7 +174,7 @@ def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
 
 def test_what_fails_in_the_models_own_code_is_one_clear_error() -> None:
     # ChameleonConfig() has no vocabulary_map
-    message = "can be built from its config on the meta device.* 'chameleon'.*: AttributeError: "
+    message = "config with these options on the meta device.* 'chameleon'.*: AttributeError: "
     with pytest.raises(ValueError, match=message):
         estimates.estimate(ChameleonConfig(), STEP)
 

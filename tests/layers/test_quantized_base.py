@@ -287,6 +287,9 @@ def test_what_cannot_be_held_is_an_error() -> None:
         quantize_base(base(), "int8")
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM without .*16 or 32 bits still"):
         quantize_base(quantize_base(base()))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device must be .*no CUDA GPU is, got 'cuda'"):
+            quantize_base(base(), device="cuda")
     with pytest.raises(TypeError, match="Linear"):
         quantize_base(nn.Linear(32, 32))  # type: ignore[arg-type]
 

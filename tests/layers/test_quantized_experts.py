@@ -186,6 +186,9 @@ def test_what_needs_the_weights_is_an_error() -> None:
         quantize_experts(bare, "cpu")
     with pytest.raises(ValueError, match=r"one of \('nf4', 'fp4', 'mxfp4'\), got 'int4'"):
         quantize_experts(mixture("qwen3_moe"), "cpu", quant_type="int4")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device must be .*no CUDA GPU is, got 'cuda'"):
+            quantize_experts(mixture("qwen3_moe"))
     odd = mixture("qwen3_moe", size=16)
     with pytest.raises(ValueError, match=r"a multiple of 32 numbers, got \(32, 16\)"):
         quantize_experts(odd, "cpu", quant_type="mxfp4")

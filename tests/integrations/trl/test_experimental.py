@@ -172,6 +172,13 @@ def test_without_the_flag_or_with_logits_it_is_trls(
     assert_same(train(make_trainer(kind, "llama", tmp_path, True)), trls)
 
 
+@pytest.mark.parametrize("kind", ["CPO", "ORPO"])
+def test_encoder_decoders_are_trls(kind: str, tmp_path: Path) -> None:
+    how = {"max_completion_length": 8}
+    trls = train(make_trainer(kind, "t5", tmp_path, None, **how))
+    assert_same(train(make_trainer(kind, "t5", tmp_path, True, **how)), trls)
+
+
 def test_a_head_that_cannot_be_fused_is_trls(tmp_path: Path) -> None:
     trls, ours = (make_trainer("CPO", "llama", tmp_path, flag) for flag in (None, True))
     for trainer in (trls, ours):
