@@ -22,7 +22,7 @@ from .report import read, tables
 
 BENCHMARKS = {  # the module's name, and what it measures
     "linear_cross_entropy": "the loss of a head, forward and backward, beside peers",
-    "kinds_of_heads": "the loss of heads with LoRA and in 4 bits",
+    "kinds_of_heads": "the loss of heads with LoRA",
     "log_probs": "log-probabilities, entropy and accuracy of labels, beside TRL's",
     "distillation": "distillation of a head from a larger one, beside peers",
     "layer_kernels": "norms, rotary embeddings and gated activations, beside a copy",

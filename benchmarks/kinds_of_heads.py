@@ -1,4 +1,4 @@
-"""Measure heads with LoRA and quantized heads beside the plain frozen head.
+"""Measure heads with LoRA beside the plain frozen head.
 
     python -m benchmarks kinds_of_heads
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +37,11 @@ class Kind:
         name: of the model and what is special.
         head: shape of the head, frozen.
         rank: of an adapter (LoRA) on it, 0 for none.
-        quantized: whether bitsandbytes holds it in 4 bits (nf4).
     """
 
     name: str
     head: Head
     rank: int = 0
-    quantized: bool = False
 
 
 KINDS = (
@@ -52,8 +49,7 @@ KINDS = (
     Kind("Llama-3-8B, frozen, LoRA r 16", LLAMA, rank=16),
     Kind("Llama-3-8B, frozen, LoRA r 64", LLAMA, rank=64),
     Kind("Qwen3-8B, frozen", QWEN),
-    Kind("Qwen3-8B, 4 bits", QWEN, quantized=True),
-    Kind("Qwen3-8B, 4 bits, LoRA r 16", QWEN, rank=16, quantized=True),
+    Kind("Qwen3-8B, frozen, LoRA r 16", QWEN, rank=16),
 )
 
 
@@ -69,17 +65,14 @@ def run_kind(kind: Kind, *, rounds: int, device: torch.device | str = "cuda") ->
 def _rows(kind: Kind, rounds: int, device: torch.device | str) -> Rows:
     hidden_states, weight, labels = batch(kind.head, device=device)
     bound = head_matmuls(kind.head, hidden_states, weight, labels)
-    leaves, layer = [hidden_states], None
+    leaves = [hidden_states]
     if kind.rank:
         a = torch.randn(kind.rank, kind.head.hidden_size, device=device) / 64
         b = torch.randn(kind.head.vocab_size, kind.rank, device=device) / 64
         leaves += [each.bfloat16().requires_grad_() for each in (a, b)]
-    if kind.quantized:
-        layer = _quantized(weight, device)
-        weight = None
     steps = {
-        "eager": partial(_step, partial(_eager, layer, weight, labels), leaves),
-        "liger_patch": partial(_step, partial(_ours, layer, weight, labels), leaves),
+        "eager": partial(_step, partial(_eager, weight, labels), leaves),
+        "liger_patch": partial(_step, partial(_ours, weight, labels), leaves),
     }
     eager, ours = (step() for step in steps.values())
     errors = [relative_error(own, true) for own, true in zip(ours, eager, strict=True)]
@@ -101,39 +94,19 @@ def _key(kind: Kind, contender: str) -> dict:
     return {"case": kind.name, "tokens": kind.head.tokens, "contender": contender}
 
 
-def _quantized(weight: Tensor, device: torch.device | str) -> nn.Module:
-    from bitsandbytes.nn.modules import Linear4bit, Params4bit
-
-    parameters: Any = Params4bit  # whose constructor its metaclass hides
-    vocab_size, hidden_size = weight.shape
-    layer = Linear4bit(
-        hidden_size, vocab_size, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-    )
-    layer.weight = parameters(weight.detach().cpu(), requires_grad=False, quant_type="nf4")
-    return layer.to(device)
-
-
 def _adapter(x: Tensor, adapter: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
     return (nn.functional.linear(x, adapter[0]), adapter[1]) if adapter else None
 
 
-def _eager(
-    layer: nn.Module | None, weight: Any, labels: Tensor, x: Tensor, *adapter: Tensor
-) -> Tensor:
-    logits = nn.functional.linear(x, weight) if layer is None else layer(x)
+def _eager(weight: Tensor, labels: Tensor, x: Tensor, *adapter: Tensor) -> Tensor:
+    logits = nn.functional.linear(x, weight)
     low_rank = _adapter(x, adapter)
     if low_rank is not None:
         logits = logits + nn.functional.linear(*low_rank)
     return nn.functional.cross_entropy(logits.float(), labels)
 
 
-def _ours(
-    layer: nn.Module | None, weight: Any, labels: Tensor, x: Tensor, *adapter: Tensor
-) -> Tensor:
-    if layer is not None:
-        from liger_patch.readers.quantized_weights import quantized_weight
-
-        weight = quantized_weight(layer, x.dtype)
+def _ours(weight: Tensor, labels: Tensor, x: Tensor, *adapter: Tensor) -> Tensor:
     return linear_cross_entropy(x, weight, labels, low_rank=_adapter(x, adapter))
 
 
@@ -142,7 +115,7 @@ def _step(loss: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ..
 
 
 BENCHMARK = Benchmark(
-    packages=("bitsandbytes",),
+    packages=(),
     cases=lambda options: {
         "heads": [partial(run_kind, kind, rounds=options.rounds) for kind in KINDS]
     },

@@ -183,16 +183,16 @@ class ChunkedHead(torch.autograd.Function):
 
 
 class Unpacked:
-    """A ``QuantizedWeight`` without values: each read makes its rows in a dtype."""
+    """A ``QuantizedWeight`` without values: each read makes it in a dtype."""
 
-    row_multiple, requires_grad, casts_result = 1, False, True
+    requires_grad, casts_result = False, True
 
     def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype
         self.shape, self.device = stored.shape, stored.device
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.stored.new_empty(stop - start, self.shape[1], dtype=self.dtype)
+    def dequantized(self) -> Tensor:
+        return self.stored.new_empty(self.shape, dtype=self.dtype)
 
 
 def activate(gate: Tensor, up: Tensor, s: Tensor, parts: Any, down_a: Tensor, *_: Any) -> Any:

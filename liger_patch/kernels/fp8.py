@@ -51,7 +51,6 @@ class Fp8Weight:
     """
 
     requires_grad = casts_result = False
-    row_multiple = 1
 
     def __init__(self, stored: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.stored, self._scales, self.dtype = stored, scales, dtype
@@ -69,9 +68,9 @@ class Fp8Weight:
         """Return True if products of operands in a dtype run in FP8."""
         return dtype == torch.bfloat16 and has_fp8(self.device)
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop``, dequantized, in new memory."""
-        return self.numbers[start:stop].to(self.dtype).mul_(self.scales[start:stop, None])
+    def dequantized(self) -> Tensor:
+        """Return (O, H), in new memory."""
+        return self.numbers.to(self.dtype).mul_(self.scales[:, None])
 
     def read_again(self, *, numbers: bool = True) -> Fp8Weight:
         """Return the weight as it is now, of a layer that has the same tensors."""

@@ -25,7 +25,6 @@ from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
 from liger_patch.kernels.head.losses import loss_and_gradients, loss_factors, loss_gradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 
@@ -63,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(
     hidden_states: Tensor,  # (N, H)
-    weight: Tensor | QuantizedWeight,  # (V, H)
+    weight: Tensor,  # (V, H)
     labels: Tensor,  # (N,)
     *,
     bias: Tensor | None = None,  # (V,)
@@ -84,9 +83,8 @@ def linear_cross_entropy(
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without (N, V) logits.
 
     Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
-    checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``QuantizedWeight``,
-    a ``vocab_shard`` and ``hopper_kernels`` break the graph of ``torch.compile``, and are an
-    error within the others.
+    checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``vocab_shard`` and
+    ``hopper_kernels`` break the graph of ``torch.compile``, and are an error within the others.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of
@@ -95,8 +93,7 @@ def linear_cross_entropy(
 
     Args:
         hidden_states: (N, H).
-        weight: (V, H), on the same device. A ``QuantizedWeight`` has no gradient and is dequantized
-            64 MiB at a time.
+        weight: (V, H), on the same device.
         labels: (N,) integers in [0, V), or ``ignore_index`` where a token is not supervised.
         bias: (V,), added to the logits.
         low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter (LoRA) on the
@@ -147,7 +144,7 @@ def linear_cross_entropy(
     if not (hopper_kernels is None or isinstance(hopper_kernels, bool)):
         raise ValueError(f"hopper_kernels must be True, False or None, got {hopper_kernels!r}")
     is_plain = vocab_shard is None and hopper_kernels is None
-    if is_traced() and isinstance(weight, Tensor) and is_plain:
+    if is_traced() and is_plain:
         given = hidden_states, weight, bias, low_rank, labels
         return operators.linear_cross_entropy(*given, options=options, chunk_mib=chunk_mib, **how)
     given = hidden_states, weight, bias, low_rank, labels
@@ -158,7 +155,7 @@ def linear_cross_entropy(
 @runs_eagerly
 def _call(
     hidden_states: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor,
     bias: Tensor | None,
     low_rank: tuple[Tensor, Tensor] | None,
     labels: Tensor,

@@ -41,13 +41,11 @@ from liger_patch.kernels.head.inputs import (
     checked_inputs,
     product_dtype,
     save_inputs,
-    saved_values,
 )
 from liger_patch.kernels.head.labels import compact_labels
 from liger_patch.kernels.head.logits import logits_
 from liger_patch.kernels.head.losses import loss_factors
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import QuantizedWeight
 
 NO_LABELS = -100  # ignore_index where no labels are given
 ADVICE = "Compute the divergence of logits of your own for that."
@@ -99,7 +97,7 @@ class _LinearDistillation(torch.autograd.Function):
         # kept no longer: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            inputs, _ = saved_values(ctx)
+            *inputs, _ = ctx.saved_tensors
             wanted = ctx.config.chunks.wanted
             _, gradients = _run_chunks(ctx.config, inputs, ctx.factors * grad_output, wanted)
         else:
@@ -165,9 +163,9 @@ def _run_chunks(
 @runs_eagerly
 def linear_distillation(
     student_hidden: Tensor,  # (N, H)
-    student_weight: Tensor | QuantizedWeight,  # (V, H)
+    student_weight: Tensor,  # (V, H)
     teacher_hidden: Tensor | None = None,  # (N, H2)
-    teacher_weight: Tensor | QuantizedWeight | None = None,  # (V, H2)
+    teacher_weight: Tensor | None = None,  # (V, H2)
     labels: Tensor | None = None,  # (N,)
     *,
     divergence: str = "forward_kl",
@@ -294,14 +292,13 @@ def _checked_teacher(teacher: tuple[Any, ...], labels: Tensor) -> HeadInputs:
     """Return the inputs of the teacher's head without gradients."""
     hidden_states, weight, bias, low_rank = teacher
     with _named("teacher_"):
-        check_plain_tensors(hidden_states=hidden_states, bias=bias)
         inputs = checked_inputs(hidden_states, weight, bias, low_rank, None)
     if (len(hidden_states), hidden_states.device) != (len(labels), labels.device):
         raise ValueError(
             f"teacher_hidden must have {len(labels)} rows on {labels.device} as student_hidden "
             f"has, got {tuple(hidden_states.shape)} on {hidden_states.device}"
         )
-    values: list[Any] = [_plain(each) if isinstance(each, Tensor) else each for each in inputs]
+    values: list[Any] = [None if each is None else _plain(each) for each in inputs]
     return HeadInputs(*values)
 
 

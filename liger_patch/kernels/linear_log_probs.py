@@ -38,7 +38,6 @@ from liger_patch.kernels.head.losses import (
 )
 from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 
@@ -77,7 +76,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 def linear_log_probs(
     hidden_states: Tensor,  # (N, H)
-    weight: Tensor | QuantizedWeight,  # (V, H)
+    weight: Tensor,  # (V, H)
     labels: Tensor,  # (N,)
     *,
     bias: Tensor | None = None,  # (V,)
@@ -135,7 +134,7 @@ def linear_log_probs(
         "logit_scale": logit_scale / temperature,
     }
     asked, is_expected = {*names, "log_probs"}, same_gradient or row_weights is not None
-    if is_traced() and isinstance(weight, Tensor) and vocab_shard is None:
+    if is_traced() and vocab_shard is None:
         given = hidden_states, weight, bias, low_rank, labels
         options |= {"label_smoothing": 0.0, "z_loss": 0.0, "class_weight": None}
         how: dict[str, Any] = {"outputs": sorted(asked), "same_gradient": is_expected}
@@ -149,7 +148,7 @@ def linear_log_probs(
 @runs_eagerly
 def _call(
     hidden_states: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor,
     bias: Tensor | None,
     low_rank: tuple[Tensor, Tensor] | None,
     labels: Tensor,

@@ -1,8 +1,7 @@
 """Matrix products that write to a buffer, also to one of a wider dtype, and weights that are
-quantized, whose rows are dequantized a slice at a time for them. V: rows of a weight, H: columns.
+quantized.
 """
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -11,27 +10,24 @@ from torch import Tensor
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
 # torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA and without values only
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype_out")
-SLICE_BYTES = 64 * 2**20  # of a quantized weight at a time: 128 MiB are no faster
 
 
 class QuantizedWeight(Protocol):
-    """A weight (V, H) without a gradient whose rows are dequantized where they are needed.
+    """The weight (O, H) of a linear layer, without a gradient, dequantized where it is needed.
 
     Attributes:
-        shape: (V, H).
-        dtype, device: of the dequantized rows.
-        row_multiple: slices that begin at a multiple of so many rows are the cheapest.
+        shape: (O, H).
+        dtype, device: of the dequantized weight.
         requires_grad: False.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    row_multiple: int
     requires_grad: bool
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows (stop - start, H), dequantized."""
+    def dequantized(self) -> Tensor:
+        """Return (O, H), in new memory."""
         ...
 
 
@@ -64,18 +60,3 @@ def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: flo
 def writes_float32(a: Tensor) -> bool:
     """Return True if a product of such operands can be written in float32, unrounded."""
     return a.is_cuda and torch.version.hip is None and _HAS_OUT_DTYPE
-
-
-def weight_slices(weight: Tensor | QuantizedWeight) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (which, rows): a plain weight at once, a quantized one in parts."""
-    if isinstance(weight, Tensor):
-        yield slice(0, weight.shape[0]), weight
-        return
-    total, columns = weight.shape
-    rows = SLICE_BYTES // (columns * weight.dtype.itemsize)
-    rows = max(1, rows // weight.row_multiple) * weight.row_multiple
-    for start in range(0, total, rows):
-        stop = min(start + rows, total)
-        part = weight.rows(start, stop)
-        yield slice(start, stop), part
-        del part  # before the next, as its readers must

@@ -83,7 +83,7 @@ class BitsandbytesRows(nn.Module):
         weight = quantized_weights.quantized_weight(self.layer, dtype if is_made else torch.float32)
         if weight is None:
             raise RuntimeError("experts in 4 bits cannot be read: they were packed or sharded anew")
-        return weight.rows(0, weight.shape[0]).to(dtype)
+        return weight.dequantized().to(dtype)
 
 
 class Mxfp4Rows(nn.Module):

@@ -48,7 +48,7 @@ class _Weight4bit(LayerWeight):
         is_served = self._quant_type == "nf4" and serves_triton_device(packed)
         self._fits_kernel = is_served and self._has_kernels_floats()
 
-    def _dequantized(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         size = self.shape.numel()
         if self._fits_kernel and not is_traced():
             from liger_patch.kernels.triton import nf4
@@ -115,7 +115,7 @@ class _Weight8bit(LayerWeight):
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
-    def _dequantized(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         return self._numbers.to(self.dtype).mul_(self._scales[:, None] * (1.0 / 127.0))
 
 

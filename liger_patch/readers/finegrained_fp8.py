@@ -25,7 +25,7 @@ class _Weight(LayerWeight):
         self._block = weight.shape if self._scales.numel() == 1 else layer.block_size
         super().__init__(weight, weight.device, weight.shape, dtype)
 
-    def _dequantized(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         high, wide = self._block
         scales = self._scales.detach().float().view(-1, -(-self.shape[1] // wide))
         rows = self.stored.detach().to(self.dtype)

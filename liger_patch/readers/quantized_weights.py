@@ -40,28 +40,23 @@ class LayerWeight(ABC):
     Attributes:
         stored: the tensor that holds the quantized numbers.
         shape: (V, H) of the dequantized weight.
-        dtype: of the dequantized rows, and of the layer's product with them.
-        device: of the quantized numbers and of the rows.
-        requires_grad: False, and of the rows too.
+        dtype: of the dequantized weight, and of the layer's product with it.
+        device: of the quantized numbers and of the dequantized weight.
+        requires_grad: False, and of the dequantized weight too.
         casts_result: whether the layer casts its product to the dtype of its input.
-        is_exact: whether the layer multiplies by these rows, and does not round its input.
+        is_exact: whether the layer multiplies by this weight, and does not round its input.
     """
 
     requires_grad = False
     casts_result = is_exact = True
-    row_multiple = 1  # of slices
 
     def __init__(
         self, stored: Any, device: torch.device, shape: torch.Size, dtype: torch.dtype
     ) -> None:
         self.stored, self.device, self.shape, self.dtype = stored, device, shape, dtype
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop`` of the dequantized weight, which is in new memory."""
-        return self._dequantized()[start:stop]
-
     @abstractmethod
-    def _dequantized(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return (V, H), in new memory."""
 
 
@@ -85,7 +80,7 @@ def _reader(layer: type, weight: type) -> Any:
 def quantized_weight(layer: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
     """Return the weight of a quantized linear layer whose input comes in ``dtype``.
 
-    None where a product with its dequantized rows (and its bias) is not what the layer computes, or
+    None where a product with it (and the bias) is not what the layer computes, or
     where it cannot be read. Hooks and autocast are not considered.
     """
     reader = reader_of(layer)

@@ -28,7 +28,7 @@ class _Weight(LayerWeight):
         self._weight = weight
         self.casts_result = type(weight).__name__ == "Int8Tensor"
 
-    def _dequantized(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         # those in 4 bits dequantize in one dtype alone, in their product too
         is_intx = type(self._weight).__name__ == "IntxUnpackedToInt8Tensor"
         with torch.no_grad():

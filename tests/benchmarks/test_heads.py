@@ -37,8 +37,6 @@ def wrong(hidden_states, weight, labels) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS_OF_HEADS, ids=lambda kind: kind.name)
 def test_every_kind_of_head_is_compared_with_eager_and_measured(kind: Kind):
-    if kind.quantized:
-        pytest.importorskip("bitsandbytes")
     small = replace(TINY, frozen=True, hidden_size=64)
     rows = run_kind(replace(kind, head=small), rounds=1, device="cpu")
     assert [row["contender"] for row in rows] == [LOWER_BOUND, "eager", "liger_patch"]

@@ -51,14 +51,13 @@ class Quantized:
     """A QuantizedWeight of 8-bit numbers, each a multiple of 1 / 64."""
 
     requires_grad = False
-    row_multiple = 1
 
     def __init__(self, weight: Tensor) -> None:
         self.stored = (weight.float() * 64).round().clamp(-127, 127).to(torch.int8)
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.stored[start:stop].to(self.dtype) / 64
+    def dequantized(self) -> Tensor:
+        return self.stored.to(self.dtype) / 64
 
 
 def projection(
@@ -92,7 +91,7 @@ def projection(
 
 
 def dense(weight: Any) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.rows(0, weight.shape[0])
+    return weight if isinstance(weight, Tensor) else weight.dequantized()
 
 
 def eager_linear(x: Tensor, part: LoraProjection) -> Tensor:
@@ -126,8 +125,8 @@ class Wide:
     def __init__(self, weight: Any) -> None:
         self._weight, self.shape = weight, weight.shape
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self._weight.rows(start, stop).double()
+    def dequantized(self) -> Tensor:
+        return self._weight.dequantized().double()
 
 
 def widened(part: LoraProjection) -> LoraProjection:

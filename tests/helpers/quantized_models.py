@@ -86,7 +86,7 @@ def dequantized(model: nn.Module) -> nn.Module:
             if isinstance(child, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
                 readable = quantized_weights.quantized_weight(child, torch.bfloat16)
                 assert readable is not None
-                weight = readable.rows(0, child.out_features)
+                weight = readable.dequantized()
                 plain = nn.Linear(child.in_features, child.out_features, bias=False)
                 plain.weight = nn.Parameter(weight, requires_grad=False)
                 setattr(module, name, plain)

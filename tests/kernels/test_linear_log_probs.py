@@ -19,10 +19,9 @@ from log_probs_ways import (
 )
 from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
-from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels import products, reference
+from liger_patch.kernels import reference
 from liger_patch.kernels.head import losses as operator
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
@@ -191,44 +190,6 @@ def test_mean_of_logits_a_slab_at_a_time(case, ignored, monkeypatch):
         inputs, labels = linear_inputs(dtype, CPU, 2 * operator.SLAB, ignored=ignored, **how)
         assert (labels != -100).sum() > operator.SLAB
         check_log_probs(inputs, labels, outputs="mean_logits", **options)
-
-
-class InParts:
-    """A weight as a quantized one is read."""
-
-    requires_grad = False
-    row_multiple = 16
-
-    def __init__(self, weight: Tensor) -> None:
-        self.stored = weight
-        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
-        self.largest = 0
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        self.largest = max(self.largest, stop - start)
-        return self.stored[start:stop].clone()
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "dtype"),
-    pairwise(["mean", "per_token", "all"], [0, 4], LOW_DTYPES),
-)
-def test_weight_in_parts_is_as_exact(kind, rank, dtype, quick_device, monkeypatch):
-    monkeypatch.setattr(products, "SLICE_BYTES", 40 * 40 * dtype.itemsize)
-    inputs, labels = linear_inputs(dtype, quick_device, rank=rank)
-    in_parts = InParts(inputs["weight"])
-    monkeypatch.setattr(
-        "log_probs_ways.linear_log_probs",
-        lambda weight, **how: linear_log_probs(weight=in_parts, **how),
-    )
-    check_log_probs(
-        inputs,
-        labels,
-        upstream=upstream_of(kind, labels),
-        frozen=("weight",),
-        chunk_mib=chunk_mib(5, 131, dtype),
-    )
-    assert in_parts.largest == 32  # the whole multiples in the slice's bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -193,34 +193,6 @@ def test_other_dispatch_modes_see_the_products() -> None:
     assert counter.get_total_flops() == 3 * 2 * 37 * 51 * 16
 
 
-def test_a_quantized_weight_breaks_the_graph() -> None:
-    class Rows:
-        """A weight whose rows are dequantized, as a layer holds it."""
-
-        shape, dtype, device = torch.Size([51, 16]), torch.float64, torch.device("cpu")
-        row_multiple, requires_grad = 1, False
-
-        def __init__(self, stored: Tensor) -> None:
-            self.stored = stored
-
-        def rows(self, start: int, stop: int) -> Tensor:
-            return self.stored[start:stop]
-
-    hidden_states, weight, labels = inputs()
-    rows: Any = Rows(weight.detach())
-
-    def loss(hidden_states: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden_states * 2, rows, labels)
-
-    graphs = Graphs()
-    ours = torch.compile(loss, backend=graphs)(hidden_states)
-    torch.testing.assert_close(ours, loss(hidden_states), rtol=0, atol=0)
-    assert len(graphs.linears) == 1
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(loss, backend=graphs, fullgraph=True)(hidden_states)
-
-
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch < 2.9")
 @pytest.mark.parametrize(
     ("name", "reads_values"),

@@ -106,10 +106,9 @@ def test_quantized_bases_are_dequantized_once_in_a_pass(
     x, parts = made_lora(device, way, quantized=True)
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
     check(sliced_lora(3), eager_mlp("silu"), x, parts, **how)
-    read, count = type(parts[0].weight).rows, []
-    monkeypatch.setattr(
-        type(parts[0].weight), "rows", lambda *each: count.append(each) or read(*each)
-    )
+    kind: Any = type(parts[0].weight)
+    read, count = kind.dequantized, []
+    monkeypatch.setattr(kind, "dequantized", lambda each: count.append(each) or read(each))
     results(sliced_lora(3), x, parts, **how)
     assert len(count) == 3 + 3
 
@@ -130,7 +129,7 @@ def test_gated_mlp_of_quantized_weights(
         return sliced(tokens)(x, given["gate"], given["up"], given["down"])
 
     def plain(x: Tensor, **weights: Any) -> Tensor:
-        dense = {name: each.rows(0, each.shape[0]).to(x.dtype) for name, each in held.items()}
+        dense = {name: each.dequantized().to(x.dtype) for name, each in held.items()}
         return mlp(x, **dense | weights)
 
     check_plain(ours, plain, inputs)

@@ -65,7 +65,7 @@ def dequantized(model: Any, quantized: Any) -> Any:
     model = copy.deepcopy(model)
     for name, layer in held(quantized).items():
         own = model.get_submodule(name)
-        own.weight.data = layer.held(own.weight.dtype).rows(0, layer.out_features)
+        own.weight.data = layer.held(own.weight.dtype).dequantized()
     return model
 
 
@@ -129,7 +129,7 @@ def test_its_own_forward_has_the_gradients_of_input_and_bias() -> None:
     holder = base(num_hidden_layers=1)
     layer: Any = quantize_base(holder).model.layers[0].self_attn.q_proj
     plain = nn.Linear(32, 64, dtype=torch.float64)
-    plain.weight.data = layer.held(torch.float64).rows(0, 64)
+    plain.weight.data = layer.held(torch.float64).dequantized()
     plain.bias.data = layer.bias.data.double()
     layer.bias.requires_grad_()
     x = torch.randn(2, 3, 32)
@@ -195,11 +195,10 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_copies_and_casts_have_the_same_numbers(copied: Callable[[Any], Any]) -> None:
     model = quantize_base(with_adapters(base()))
     expected = {
-        name: layer.held(torch.float32).rows(0, layer.out_features)
-        for name, layer in held(model).items()
+        name: layer.held(torch.float32).dequantized() for name, layer in held(model).items()
     }
     for name, layer in held(copied(model)).items():
-        assert torch.equal(layer.held(torch.float32).rows(0, layer.out_features), expected[name])
+        assert torch.equal(layer.held(torch.float32).dequantized(), expected[name])
 
 
 def test_adapters_are_saved_and_resumed(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
     """Bit for bit."""
     assert (weight.shape, weight.dtype, weight.device) == (truth.shape, truth.dtype, truth.device)
     assert (weight.requires_grad, truth.requires_grad) == (False, False)
-    rows = weight.rows(0, len(truth))
+    rows = weight.dequantized()
     assert (rows.dtype, rows.requires_grad) == (truth.dtype, False)
     assert rows.is_contiguous()
     assert torch.equal(rows, truth)
@@ -151,7 +151,7 @@ def test_rows_come_in_the_dtype_of_the_layers_product(
     expected = compute_dtype or (torch.bfloat16 if after else input_dtype)
     assert weight.dtype == expected
     if device == "cpu":
-        rows = weight.rows(0, 24)
+        rows = weight.dequantized()
         assert torch.equal(rows.to(input_dtype), products_weight(head, input_dtype))
 
 
@@ -191,13 +191,13 @@ def test_whatever_the_weight_is_stored_as_its_rows_are_read(name: str, device: s
 @pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
 def test_a_weight_that_was_quantized_on_the_cpu_is_read_where_it_is_now(make: Any) -> None:
     head = make(131, 72)
-    truth = read(head).rows(0, 131)
+    truth = read(head).dequantized()
     head.to("cuda")
     weight = quantized_weight(head, torch.bfloat16)
     if weight is None:  # bitsandbytes 0.50 leaves the 8-bit numbers behind
         assert head.weight.CB.device != head.weight.device
     else:
-        torch.testing.assert_close(weight.rows(0, 131).cpu(), truth)
+        torch.testing.assert_close(weight.dequantized().cpu(), truth)
 
 
 def test_a_weight_that_is_packed_later_is_read_as_it_was() -> None:
@@ -233,7 +233,7 @@ def test_rows_give_the_logits_of_an_8_bit_layer_no_less_exactly(device: str) -> 
     hidden_states = torch.randn(17, 72, dtype=torch.float16, device=device)
     with torch.no_grad():
         eager = head(hidden_states)
-    rows = read(head, torch.float16).rows(0, 131)
+    rows = read(head, torch.float16).dequantized()
     scales = head.state.SCB.double() / 127
     truth = hidden_states.double() @ (head.state.CB.double() * scales[:, None]).t()
     ours = hidden_states @ rows.t()

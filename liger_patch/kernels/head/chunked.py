@@ -54,7 +54,6 @@ from liger_patch.kernels.head.labels import (
 from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.head.row_sums import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class ChunkedResult(NamedTuple):
 
 def check_arguments(
     hidden_states: Tensor,  # (N, H)
-    weight: Tensor | QuantizedWeight,  # (V, H)
+    weight: Tensor,  # (V, H)
     labels: Tensor,  # (N,)
     bias: Tensor | None,  # (V,)
     low_rank: tuple[Tensor, Tensor] | None,  # (N, R), (V, R)
@@ -123,8 +122,6 @@ def check_arguments(
     values.
     """
     check_plain_tensors(
-        hidden_states=hidden_states,
-        bias=bias,
         labels=labels,
         class_weight=options.class_weight,
         token_weight=token_weight,
@@ -281,7 +278,7 @@ def empty_logits(states: Tensor, tokens: int, vocab_size: int) -> Tensor:
 
 def bounds_of(
     config: ChunkConfig,
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor,
     weight_rows: int,
     wanted: Wanted,
     n: int,
@@ -289,7 +286,7 @@ def bounds_of(
 ) -> tuple[list[tuple[int, int]], torch.dtype]:
     """Return (start, stop) of each chunk of n tokens, and the dtype that dweight is summed in."""
     wide = accumulation_dtype(config.dtype)
-    if not (wanted.weight and isinstance(weight, Tensor)) or weight.dtype.itemsize >= wide.itemsize:
+    if not wanted.weight or weight.dtype.itemsize >= wide.itemsize:
         return chunk_bounds(n, row_bytes, config.chunk_bytes), weight.dtype
     wide_bytes = weight_rows * weight.shape[1] * wide.itemsize
     bounds, widen = summed_chunk_bounds(n, row_bytes, config.chunk_bytes, wide_bytes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.chunk_sizes import chunk_bounds
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
-from liger_patch.kernels.products import QuantizedWeight, product_, weight_slices
+from liger_patch.kernels.products import product_
 from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
@@ -96,7 +96,7 @@ class Gradients:
         for i, wanted in enumerate(self._wanted):
             value, total = self._inputs[i], sums[i]
             sums[i] = None  # freed as the next one is converted
-            if not wanted or not isinstance(value, Tensor):
+            if not wanted or value is None:
                 finished.append(None)
             else:
                 finished.append(torch.zeros_like(value) if total is None else total.to(value.dtype))
@@ -109,7 +109,7 @@ class _Product:
     def __init__(
         self,
         states: Tensor,  # (N, K)
-        weight: Tensor | QuantizedWeight,  # (V, K)
+        weight: Tensor,  # (V, K)
         x: Tensor,  # (N, K) states in the dtype of the products
         rows: Tensor | None,  # (n,)
         wanted: tuple[bool, bool],
@@ -128,7 +128,7 @@ class _Product:
     def add(
         self,
         x: Tensor,  # (C, K)
-        weight: Tensor | QuantizedWeight,  # (V, K)
+        weight: Tensor,  # (V, K)
         dlogits: Tensor,  # (C, V), or odds
         chunk: slice,
     ) -> None:
@@ -187,21 +187,10 @@ def _dstates_product(
     rows: Tensor | None,  # (C,) of out
     odds: OddsFactors | None,
     dlogits: Tensor,  # (C, V), or odds
-    weight: Tensor | QuantizedWeight,  # (V, K)
+    weight: Tensor,  # (V, K)
 ) -> None:
     """Compute ``out[rows] = dlogits @ weight``, rounded once where the device writes float32."""
-    if not isinstance(weight, Tensor):
-        wide_dtype = accumulation_dtype(dlogits.dtype)
-        make = dlogits.new_empty if weight.shape[0] else dlogits.new_zeros  # a shard without rows
-        wide = make(len(dlogits), weight.shape[1], dtype=wide_dtype)
-        for classes, part in weight_slices(weight):
-            product_(wide, dlogits[:, classes], part, add=classes.start > 0)
-            del part  # before the next one is dequantized
-        if rows is None:
-            out.copy_(wide)
-        else:
-            out.index_copy_(0, rows, wide.to(out.dtype))
-    elif odds is not None:
+    if odds is not None:
         from liger_patch.kernels.triton.scale import scale_rows
 
         slabs = chunk_bounds(len(dlogits), 4 * out.shape[1], SLAB_BYTES)

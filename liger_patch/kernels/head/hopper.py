@@ -55,7 +55,6 @@ class OddsForm:
         has_statistics: bool = False,
     ) -> None:
         x, weight, _, low_rank, low_rank_weight = operands
-        assert isinstance(weight, Tensor)
         class_weight = options.class_weight
         count = len(labels.labels)
         self._labels, self._options = labels, options

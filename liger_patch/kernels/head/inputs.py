@@ -20,7 +20,6 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import autocast_dtype, check_plain_tensors
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.vocab_shard import VocabShard
 
 MIB = 2**20
@@ -35,23 +34,21 @@ class HeadInputs(NamedTuple):
     """The inputs of a head, in the order of the gradients."""
 
     hidden_states: Tensor  # (N, H)
-    weight: Tensor | QuantizedWeight  # (V, H)
+    weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
     low_rank: Tensor | None = None  # (N, R)
     low_rank_weight: Tensor | None = None  # (V, R)
 
-    def products(self) -> list[tuple[Tensor, Tensor | QuantizedWeight]]:
+    def products(self) -> list[tuple[Tensor, Tensor]]:
         """Return (states, weight) of each product ``states @ weight.T``, the main one first."""
-        products: list[tuple[Tensor, Tensor | QuantizedWeight]] = [
-            (self.hidden_states, self.weight)
-        ]
+        products = [(self.hidden_states, self.weight)]
         if self.low_rank is not None and self.low_rank_weight is not None:
             products.append((self.low_rank, self.low_rank_weight))
         return products
 
     def to(self, dtype: torch.dtype) -> HeadInputs:
-        """Return the operands of the products in their dtype; a quantized weight has it."""
-        converted: list[Any] = [t.to(dtype) if isinstance(t, Tensor) else t for t in self]
+        """Return the operands of the products in their dtype."""
+        converted: list[Any] = [None if t is None else t.to(dtype) for t in self]
         return HeadInputs(*converted)
 
     def of(self, rows: Tensor | slice) -> HeadInputs:
@@ -122,16 +119,13 @@ class Surroundings(NamedTuple):
 
 def checked_inputs(
     hidden_states: Tensor,  # (N, H)
-    weight: Tensor | QuantizedWeight,  # (V, H)
+    weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     low_rank: tuple[Tensor, Tensor] | None,  # (N, R), (V, R)
     shard: VocabShard | None,
 ) -> HeadInputs:
     """Return the inputs of a head; raise ValueError unless they fit each other."""
-    if not isinstance(weight, Tensor) and not hasattr(weight, "rows"):
-        raise ValueError(
-            f"weight must be a tensor or a QuantizedWeight, got {type(weight).__name__}"
-        )
+    check_plain_tensors(hidden_states=hidden_states, weight=weight, bias=bias)
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states must have shape (N, H), got {tuple(hidden_states.shape)}")
     hidden_size = hidden_states.shape[1]
@@ -152,8 +146,6 @@ def checked_inputs(
     )
     inputs = HeadInputs(hidden_states, weight, bias, low_rank_states, low_rank_weight)
     for name, tensor in inputs._asdict().items():
-        if isinstance(tensor, Tensor):
-            check_plain_tensors(**{name: tensor})
         if tensor is not None and tensor.device != device:
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
@@ -180,6 +172,7 @@ def _checked_low_rank(
             f"low_rank[1] must have shape ({vocab_size}, {states.shape[1]}), "
             f"got {tuple(weight.shape)}"
         )
+    check_plain_tensors(low_rank=states, low_rank_weight=weight)
     for i, tensor in enumerate(low_rank):
         if not tensor.is_floating_point():
             raise ValueError(f"low_rank[{i}] must be a floating-point tensor, got {tensor.dtype}")
@@ -221,23 +214,14 @@ def default_chunk_mib(trains_weight: bool) -> int:
 
 
 def save_inputs(ctx: Any, inputs: Sequence[Any], options: LossOptions) -> None:
-    """Save the tensors among the inputs and options: one that is changed in place before the
-    backward pass needs it is an error there. A quantized weight is kept as it is.
+    """Save inputs and options: a tensor that is changed in place before the backward pass needs it
+    is an error there.
     """
-    saved = [value if isinstance(value, Tensor) else None for value in inputs]
-    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
     ctx.options = options
-    ctx.save_for_backward(*saved, options.class_weight)
+    ctx.save_for_backward(*inputs, options.class_weight)
 
 
 def saved_inputs(ctx: Any) -> tuple[HeadInputs, LossOptions]:
     """Return what ``save_inputs`` was given: the inputs of one head, and its options."""
-    values, class_weight = saved_values(ctx)
-    return HeadInputs(*values), replace(ctx.options, class_weight=class_weight)
-
-
-def saved_values(ctx: Any) -> tuple[list[Any], Tensor | None]:
-    """Return the inputs that ``save_inputs`` was given, and the class weights of the options."""
-    *tensors, class_weight = ctx.saved_tensors
-    pairs = zip(tensors, ctx.others, strict=True)
-    return [other if saved is None else saved for saved, other in pairs], class_weight
+    *inputs, class_weight = ctx.saved_tensors
+    return HeadInputs(*inputs), replace(ctx.options, class_weight=class_weight)

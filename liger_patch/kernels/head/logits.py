@@ -29,7 +29,7 @@ from liger_patch.kernels.head.row_sums import (
     write_statistics,
 )
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.products import product_, weight_slices
+from liger_patch.kernels.products import product_
 from liger_patch.kernels.vocab_shard import VocabShard
 
 
@@ -161,13 +161,10 @@ def cross_entropy_rows(
 def logits_(out: Tensor, operands: HeadInputs) -> Tensor:
     """Write the logits of the C tokens to ``out`` (C, V); all of one dtype."""
     (x, weight), *others = operands.products()
-    for classes, part in weight_slices(weight):
-        if operands.bias is None:
-            torch.mm(x, part.t(), out=out[:, classes])
-        else:
-            torch.addmm(operands.bias[classes], x, part.t(), out=out[:, classes])
-        del part  # before the next one is dequantized
+    if operands.bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(operands.bias, x, weight.t(), out=out)
     for x, weight in others:
-        for classes, part in weight_slices(weight):
-            product_(out[:, classes], x, part.t(), add=True)
+        product_(out, x, weight.t(), add=True)
     return out

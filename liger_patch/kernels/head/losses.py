@@ -17,7 +17,6 @@ from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import HeadInputs, Wanted
 from liger_patch.kernels.head.labels import token_factors
 from liger_patch.kernels.head.row_sums import UpstreamGradients
-from liger_patch.kernels.products import weight_slices
 
 SLAB = 1024  # tokens that are converted at a time
 RANGE = 1e-30, 1e30  # of weights whose sums and ratios keep their digits in float32 and bf16
@@ -209,8 +208,7 @@ def mean_logits(
     with without_autocast(inputs.hidden_states.device.type):
         for states, weight in inputs.products():
             dtype = accumulation_dtype(states.dtype)
-            parts = [part.sum(0, dtype=dtype) for _, part in weight_slices(weight)]
-            rows = torch.stack(parts).sum(0)
+            rows = weight.sum(0, dtype=dtype)
             slabs = gather(states).split(SLAB)
             product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
             total = product if total is None else total + product

@@ -32,22 +32,21 @@ def serves_odds(
 ) -> bool:
     """Return True if Hopper's odds kernels serve such a head.
 
-    That is: bf16 on Hopper; a plain weight; no bias and no label smoothing; of an adapter, a rank
+    That is: bf16 on Hopper; no bias and no label smoothing; of an adapter, a rank
     up to MAX_RANK; hidden size and rank in multiples of 8; rows that the tensor memory accelerator
     takes as they lie; of the statistics, only those in STATISTICS. float16 could not hold odds.
     """
-    x, weight, bias, low_rank, _ = operands
+    x, _, bias, low_rank, _ = operands
     return (
         x.dtype == torch.bfloat16
         and is_hopper(x.device)
         and takes_descriptors(x.device)
-        and isinstance(weight, Tensor)
         and bias is None
         and options.label_smoothing == 0.0
         and STATISTICS.issuperset(statistics)
         and x.shape[1] % 8 == 0
         and (low_rank is None or (low_rank.shape[1] <= MAX_RANK and low_rank.shape[1] % 8 == 0))
-        and all(_fits_descriptor(each) for each in operands if isinstance(each, Tensor))
+        and all(_fits_descriptor(each) for each in operands if each is not None)
     )
 
 
@@ -69,13 +68,12 @@ def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:
     """Return True if odds of rows serve such a head.
 
     That is: bf16, which holds their range (float16 does not); a device that writes float32 products
-    of it, which are scaled before they are rounded; a plain weight, whose row of the label is read;
-    no bias and no label smoothing; matrices whose rows are contiguous.
+    of it, which are scaled before they are rounded; no bias and no label smoothing; matrices whose
+    rows are contiguous.
     """
     return (
         operands.hidden_states.dtype == torch.bfloat16
         and writes_float32(operands.hidden_states)
-        and isinstance(operands.weight, Tensor)
         and operands.bias is None
         and options.label_smoothing == 0.0
         and has_whole_rows(operands)
@@ -85,7 +83,7 @@ def serves_row_odds(operands: HeadInputs, options: LossOptions) -> bool:
 def has_whole_rows(operands: HeadInputs) -> bool:
     """Return True if the elements of each row lie side by side, as the kernels read them."""
     matrices = operands.hidden_states, operands.weight, operands.low_rank, operands.low_rank_weight
-    return all(each.stride(1) == 1 for each in matrices if isinstance(each, Tensor))
+    return all(each.stride(1) == 1 for each in matrices if each is not None)
 
 
 class RowOddsForm(LogitsForm):

@@ -39,7 +39,7 @@ class LoraProjection(NamedTuple):
         """Return the weight (O, H) as a product takes it, dequantized or cast where need be."""
         if isinstance(self.weight, Tensor):
             return self.weight.to(dtype)
-        return self.weight.rows(0, self.weight.shape[0]).to(dtype)
+        return self.weight.dequantized().to(dtype)
 
     def prepared(self, dtype: torch.dtype) -> LoraProjection:
         """Return the projection for several products in a dtype, which dequantize nothing."""
