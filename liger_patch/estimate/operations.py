@@ -185,7 +185,7 @@ class ChunkedHead(torch.autograd.Function):
 class Unpacked:
     """A ``QuantizedWeight`` without values: each read makes it in a dtype."""
 
-    requires_grad, casts_result = False, True
+    casts_result = True
 
     def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype

@@ -50,7 +50,7 @@ class Fp8Weight:
         dtype: of products with it.
     """
 
-    requires_grad = casts_result = False
+    casts_result = False
 
     def __init__(self, stored: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.stored, self._scales, self.dtype = stored, scales, dtype

@@ -18,13 +18,11 @@ class QuantizedWeight(Protocol):
     Attributes:
         shape: (O, H).
         dtype, device: of the dequantized weight.
-        requires_grad: False.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    requires_grad: bool
 
     def dequantized(self) -> Tensor:
         """Return (O, H), in new memory."""

@@ -44,7 +44,8 @@ class _Weight4bit(LayerWeight):
         if state.nested:
             nested = state.state2
             self._nested = nested.code, nested.absmax, state.offset, nested.blocksize
-        super().__init__(stored, packed.device, state.shape, dtype)
+        self._stored = stored
+        super().__init__(packed.device, state.shape, dtype)
         is_served = self._quant_type == "nf4" and serves_triton_device(packed)
         self._fits_kernel = is_served and self._has_kernels_floats()
 
@@ -86,7 +87,7 @@ class _Weight4bit(LayerWeight):
         without numbers, to keep for that: no memory of a model that has moved.
         """
         again: Any = object.__new__(_Weight4bit)
-        vars(again).update(vars(self), _packed=_packed(self.stored) if numbers else None)
+        vars(again).update(vars(self), _packed=_packed(self._stored) if numbers else None)
         return again
 
     def _has_kernels_floats(self) -> bool:
@@ -110,8 +111,8 @@ class _Weight8bit(LayerWeight):
 
     is_exact = False
 
-    def __init__(self, stored: Any, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(stored, stored.device, numbers.shape, dtype)
+    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(numbers.device, numbers.shape, dtype)
         self._numbers = numbers  # (V, H) int8
         self._scales = scales  # (V,) float32: the value of 127
 
@@ -208,4 +209,4 @@ def _weight_8bit(module: Linear8bitLt, dtype: torch.dtype) -> LayerWeight | None
         return None
     if numbers.shape != (module.out_features, module.in_features):
         return None
-    return _Weight8bit(weight, numbers.detach(), scales.detach(), dtype)
+    return _Weight8bit(numbers.detach(), scales.detach(), dtype)

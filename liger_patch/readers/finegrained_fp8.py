@@ -21,14 +21,15 @@ class _Weight(LayerWeight):
     is_exact = False
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        weight, self._scales = layer.weight, layer.weight_scale_inv
+        self._stored = weight = layer.weight
+        self._scales = layer.weight_scale_inv
         self._block = weight.shape if self._scales.numel() == 1 else layer.block_size
-        super().__init__(weight, weight.device, weight.shape, dtype)
+        super().__init__(weight.device, weight.shape, dtype)
 
     def dequantized(self) -> Tensor:
         high, wide = self._block
         scales = self._scales.detach().float().view(-1, -(-self.shape[1] // wide))
-        rows = self.stored.detach().to(self.dtype)
+        rows = self._stored.detach().to(self.dtype)
         scales = scales[torch.arange(len(rows), device=self.device) // high]
         whole = rows.shape[1] // wide
         blocks = rows[:, : whole * wide].unflatten(1, (whole, wide))
@@ -39,7 +40,7 @@ class _Weight(LayerWeight):
     def read_again(self, *, numbers: bool = True) -> _Weight:
         """Return the weight as it is now: parameters stay the same objects where they move."""
         again: Any = object.__new__(_Weight)
-        vars(again).update(vars(self), device=self.stored.device)
+        vars(again).update(vars(self), device=self._stored.device)
         return again
 
 

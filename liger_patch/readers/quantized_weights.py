@@ -38,22 +38,17 @@ class LayerWeight(ABC):
     It is a snapshot: it does not see when the layer is moved or packed later.
 
     Attributes:
-        stored: the tensor that holds the quantized numbers.
         shape: (V, H) of the dequantized weight.
         dtype: of the dequantized weight, and of the layer's product with it.
         device: of the quantized numbers and of the dequantized weight.
-        requires_grad: False, and of the dequantized weight too.
         casts_result: whether the layer casts its product to the dtype of its input.
         is_exact: whether the layer multiplies by this weight, and does not round its input.
     """
 
-    requires_grad = False
     casts_result = is_exact = True
 
-    def __init__(
-        self, stored: Any, device: torch.device, shape: torch.Size, dtype: torch.dtype
-    ) -> None:
-        self.stored, self.device, self.shape, self.dtype = stored, device, shape, dtype
+    def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.device, self.shape, self.dtype = device, shape, dtype
 
     @abstractmethod
     def dequantized(self) -> Tensor:

@@ -24,7 +24,7 @@ OF_ACTIVATIONS = {
 
 class _Weight(LayerWeight):
     def __init__(self, weight: Any, dtype: torch.dtype) -> None:
-        super().__init__(weight.qdata, weight.qdata.device, weight.shape, dtype)
+        super().__init__(weight.qdata.device, weight.shape, dtype)
         self._weight = weight
         self.casts_result = type(weight).__name__ == "Int8Tensor"
 
@@ -37,8 +37,7 @@ class _Weight(LayerWeight):
     def read_again(self, *, numbers: bool = True) -> _Weight:
         """Return the weight as it is now: where a layer has moved, the same object is elsewhere."""
         again: Any = object.__new__(_Weight)
-        stored = self._weight.qdata if numbers else None
-        vars(again).update(vars(self), stored=stored, device=self._weight.device)
+        vars(again).update(vars(self), device=self._weight.device)
         return again
 
 

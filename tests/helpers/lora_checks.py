@@ -50,8 +50,6 @@ WAYS = {
 class Quantized:
     """A QuantizedWeight of 8-bit numbers, each a multiple of 1 / 64."""
 
-    requires_grad = False
-
     def __init__(self, weight: Tensor) -> None:
         self.stored = (weight.float() * 64).round().clamp(-127, 127).to(torch.int8)
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
