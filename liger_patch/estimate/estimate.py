@@ -189,7 +189,6 @@ def longest_rows(
     contender: Contender,
     sizes: Sizes,
     reserve: int,
-    cards: Sequence[float] = CARDS,
 ) -> dict[float, LongestRow]:
     """Return the longest sequences that fit each GPU, by its GiB."""
     growth = Growth.of(config, step, replace(contender, slices=False))
@@ -203,7 +202,7 @@ def longest_rows(
             # tried first: a row in slices may fit where a shorter one without slices does not
             ranges = [(at_once, LONGEST, sliced), (0, at_once, growth)]
     found = {}
-    for card in cards:
+    for card in CARDS:
         room = card * GIB - reserve - sizes.weights - sizes.optimizer
         for low, high, each in ranges:
             shortest = low

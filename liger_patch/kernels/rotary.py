@@ -76,7 +76,7 @@ def rotate(
 
 
 def check_rotation(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> None:
     """Raise ValueError for queries, keys and tables that ``rotary`` does not take."""
     if q.dim() != 4 or not q.is_floating_point():

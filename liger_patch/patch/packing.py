@@ -104,7 +104,7 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
 def sequence_weights(
     starts: Tensor | None,  # (B, T) of sequence_starts; None: each row is a sequence
     supervised: Tensor,  # (B, T) whether a token has a label to predict
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token in the sum of the sequences' means, (N,), and the number of
     sequences that have a supervised token, ().

@@ -76,13 +76,13 @@ def conversations(count: int = 24) -> Any:
     )
 
 
-def preferences(count: int = 24) -> Any:
+def preferences() -> Any:
     """For DPO."""
     writer = Writer()
     return _dataset(
         [
             {"prompt": writer.prompt(), "chosen": writer.answer(), "rejected": writer.answer()}
-            for _ in range(count)
+            for _ in range(24)
         ]
     )
 

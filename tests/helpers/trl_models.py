@@ -82,10 +82,8 @@ def with_head(
     return model
 
 
-def with_head_changed(
-    change: Callable[[Any], None], dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    model = make_model(dtype=dtype)
+def with_head_changed(change: Callable[[Any], None]) -> PreTrainedModel:
+    model = make_model(dtype=torch.float32)
     change(model.lm_head)
     return with_head(model, ("log_probs", "entropy", "is_top1"))
 

@@ -35,7 +35,6 @@ from liger_patch.layers import checks
 from liger_patch.readers.bitsandbytes import PACKED
 
 pytestmark = MARKS
-FALLBACK = "liger_patch computes ordinary logits"
 Q_AND_V = "q_proj", "v_proj"
 
 

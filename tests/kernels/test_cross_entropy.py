@@ -5,7 +5,6 @@ import torch
 from slow_cases import pairwise
 from three_ways import LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
 
-CPU = torch.device("cpu")
 WITHOUT_ITEMS = {k: v for k, v in OPTIONS.items() if "num_items_in_batch" not in v}
 MANY_BLOCKS_V = 9001  # more than one block of the Triton form
 

@@ -22,7 +22,6 @@ from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 
-CPU = torch.device("cpu")
 REDUCTIONS = ("none", "mean", "sum")
 # NumPy, with which Triton's interpreter computes, warns of the nan that is asked for here
 not_a_number = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -27,14 +27,12 @@ MAX_RANK = 64  # of an adapter: larger tiles would not fit in shared memory besi
 SMALL_BATCH = 512
 
 
-def serves_odds(
-    operands: HeadInputs, options: LossOptions, statistics: Collection[str] = ()
-) -> bool:
+def serves_odds(operands: HeadInputs, options: LossOptions, statistics: Collection[str]) -> bool:
     """Return True if Hopper's odds kernels serve such a head.
 
-    That is: bf16 on Hopper; no bias and no label smoothing; of an adapter, a rank
-    up to MAX_RANK; hidden size and rank in multiples of 8; rows that the tensor memory accelerator
-    takes as they lie; of the statistics, only those in STATISTICS. float16 could not hold odds.
+    That is: bf16 on Hopper; no bias and no label smoothing; of an adapter, a rank up to MAX_RANK;
+    hidden size and rank in multiples of 8; rows that the tensor memory accelerator takes as they
+    lie; of the statistics, only those in STATISTICS. float16 could not hold odds.
     """
     x, _, bias, low_rank, _ = operands
     return (

@@ -114,9 +114,7 @@ class _LoraLinears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
 
 
-def lora_linears(
-    x: Tensor, projections: Sequence[LoraProjection], *, source: NormInputs | None = None
-) -> tuple[Tensor, ...]:
+def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
     """Compute several linear layers with LoRA adapters of the same input.
 
     Under autocast the products run in the autocast dtype, as those of
@@ -125,8 +123,6 @@ def lora_linears(
     Args:
         x: (..., H), floating point.
         projections: of x, each with its own O and R.
-        source: the inputs of the norm that gave x. They are kept in place of x, which is computed
-            again in the backward pass. None keeps x.
 
     Returns:
         (..., O) of each projection, in the dtype of the products.
@@ -138,16 +134,21 @@ def lora_linears(
     dtype = products_dtype(x)
     for i, projection in enumerate(projections):
         check_projection(f"projections[{i}]", projection, x.shape[-1], x, dtype)
-    return run_lora_linears(x, projections, dtype, source)
+    return run_lora_linears(x, projections, dtype, None)
 
 
 def run_lora_linears(
     x: Tensor,
     projections: Sequence[LoraProjection],
     dtype: torch.dtype,
-    source: NormInputs | None = None,
+    source: NormInputs | None,
 ) -> tuple[Tensor, ...]:
-    """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype."""
+    """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype.
+
+    Args:
+        source: the inputs of the norm that gave x. They are kept in place of x, which is computed
+            again in the backward pass. None keeps x.
+    """
     fixed, tensors = flattened(projections)
     matrices: list[Any] = [tensors[2::4], *zip(tensors[3::4])]  # A of all as one, and each B
     adapters = cast_matrices(matrices, dtype)

@@ -38,7 +38,7 @@ def thin_products(
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
 
 
-def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None = None) -> Kept:
+def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None) -> Kept:
     """Write ``dropout(x) A'`` to s (N, R), and return which features of x are kept."""
     if not dropout:
         torch.mm(x, a.t(), out=s)

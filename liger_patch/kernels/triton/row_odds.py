@@ -107,9 +107,9 @@ def row_odds_(
     options: LossOptions,
     *,
     losses: Tensor,  # (C,) float32
-    row_scale: Tensor | None = None,  # (C,) float32
-    factors: Tensor | None = None,  # (C,) float32, as the next one: with row_scale
-    label_gradients: Tensor | None = None,
+    row_scale: Tensor | None,  # (C,) float32
+    factors: Tensor,  # (C,) float32, written with row_scale, as the next one
+    label_gradients: Tensor,
 ) -> None:
     """Write losses. With ``row_scale``, turn logits into odds too, and write what turns these into
     the gradient of the sum of ``row_scale * losses``.
