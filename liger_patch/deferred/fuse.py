@@ -195,8 +195,8 @@ def _main_and_low_rank(
 ) -> tuple[_Product, tuple[Tensor, Tensor] | None] | None:
     """Return the main product with all biases, and all others as one pair (..., R) and (V, R).
 
-    The main product is the one with most features. The states of the others
-    are multiplied by their scale over that of the main one. None where this is not possible.
+    The main product is the one with most features. The states of the others are multiplied by their
+    scale over that of the main one. None where this is not possible.
     """
     if len(products) == 1:
         return products[0], None

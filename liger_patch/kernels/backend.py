@@ -1,8 +1,8 @@
 """Questions that every operator asks: whether Triton kernels or PyTorch operations serve a tensor,
 in which dtype, whether a GPU loads tiles by tensor descriptors (its tensor memory accelerator does,
-from Hopper on), and whether autograd can run its backward pass. And rows (..., H) in the order in
-which they lie in memory, so that a transposed view (attention heads in front of tokens) needs no
-copy.
+from Hopper on), and whether autograd can run its backward pass. And results of the same strides as
+(..., H) that they are computed from: a transposed view (attention heads in front of tokens) needs
+no copy.
 """
 
 import functools

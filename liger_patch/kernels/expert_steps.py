@@ -1,6 +1,6 @@
 """What experts of a mixture compute around their grouped products, by Triton's kernels or PyTorch's
-operations, and their parameters as products take them, with gradients as autograd does. The
-formulas and letters are in ``experts``.
+operations. And their parameters: cast and padded for the products (``Layer``), with gradients in
+the shape and dtype of each parameter (``Given``). The formulas and letters are in ``experts``.
 
 There are eight parameters: weight, bias, A and B of the first product, and those of the second one;
 each may be None. A and B are cast at each call, to a rank that the tensor cores multiply, and B is

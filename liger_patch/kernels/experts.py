@@ -362,6 +362,9 @@ def _check(
         raise ValueError(
             f"index must be ({len(x)}, K) integers, got {index.dtype} {tuple(index.shape)}"
         )
+    for name, part in (("first", first), ("last", last)):
+        if len(part.weight.shape) != 3:
+            raise ValueError(f"{name}.weight must be (E, in, out), got {tuple(part.weight.shape)}")
     count, hidden, size = first.weight.shape[0], x.shape[1], last.weight.shape[1]
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {"weights": (weights, tuple(index.shape))}
     for name, part, (source, out) in (
@@ -370,7 +373,7 @@ def _check(
     ):
         if (part.a is None) != (part.b is None):
             raise ValueError(f"{name}.a and {name}.b must both be given, or none of them")
-        rank = 0 if part.a is None else part.a.shape[1]
+        rank = 0 if part.a is None or part.a.dim() < 2 else part.a.shape[1]
         expected[f"{name}.weight"] = part.weight, (count, source, out)
         expected[f"{name}.bias"] = part.bias, (count, out)
         expected[f"{name}.a"] = part.a, (count, rank, source)

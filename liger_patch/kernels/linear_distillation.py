@@ -8,9 +8,9 @@ Ignored tokens are dropped. For each chunk of tokens, as in ``head/chunked``:
     dX_c = G W,  dW += G^T X_c            two products
 
 four products, three with a frozen head of the student, two without gradients; one less where the
-teacher's likeliest classes are given in place of its head. Gradients are computed
-in the forward pass, and again in the backward pass where ``linear_cross_entropy`` does so.
-Extra memory: the gradients themselves and the logits of one chunk, of both.
+teacher's likeliest classes are given in place of its head. Gradients are computed in the forward
+pass, and again in the backward pass where ``linear_cross_entropy`` does so. Extra memory: the
+gradients themselves and the logits of one chunk, of both.
 """
 
 import re

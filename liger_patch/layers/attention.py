@@ -1,8 +1,8 @@
 """Derive the classes of attentions on kernels, each from its own class.
 
 An attention's own code runs, with other functions under two kinds of names: the table of attention
-functions (``masked_attention``), and the rotary functions. Two tables say what the kernel may
-compute in their place: ROTATIONS and ATTENTIONS. A probe tries it before an attention is replaced.
+functions (``masked_attention``), and the rotary functions. A probe tries which of ROTATIONS a
+rotary function computes, before an attention is replaced; ATTENTIONS has what no probe can see.
 
 B: batch size, T: tokens, D: features of a query or key.
 """

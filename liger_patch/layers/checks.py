@@ -1,7 +1,6 @@
-"""Tell what a layer is on kernels, and whether a call may run on one. And try on the CPU whether a
-kernel computes what a layer's own forward computes.
-
-A probe runs both on a few numbers. Layers of one configuration need one probe.
+"""Which modules run on kernels, and which calls of them do. And probes: whether a kernel computes
+what a layer's own forward computes, tried on the CPU with a few numbers. Layers of one
+configuration need one probe.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def names_of(cls: Any) -> frozenset[str]:
 
 
 def layers_of(module: object) -> tuple[str, ...]:
-    """Return the names of the layers that a module is on kernels; an attention may be two."""
+    """Return as which kinds of layers a module runs on kernels; an attention may be of two."""
     return getattr(type(module), LAYER_NAMES, ())
 
 

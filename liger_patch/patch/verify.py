@@ -203,9 +203,7 @@ def _pair(inputs: HeadInputs) -> tuple[Tensor, Tensor] | None:
 
 
 def _logits(inputs: HeadInputs) -> Tensor:
-    states, weight, bias = inputs[:3]
-    assert isinstance(weight, Tensor)  # no head is quantized here
-    return reference.head_logits(states, weight, bias, _pair(inputs))
+    return reference.head_logits(*inputs[:3], _pair(inputs))
 
 
 def _final_logits(product: HeadProduct, inputs: HeadInputs) -> Tensor:
@@ -219,7 +217,7 @@ def _loss_and_gradients(loss: Loss, inputs: HeadInputs, dtype: torch.dtype) -> d
     leaves = inputs.to(dtype)._asdict()
     wanted = {}
     for name, value in leaves.items():
-        if isinstance(value, Tensor):
+        if value is not None:
             leaves[name] = wanted[name] = value.detach().requires_grad_()
     without_autocast = torch.autocast(inputs.hidden_states.device.type, enabled=False)
     with torch.enable_grad(), no_hooks_of_saved_tensors(), without_autocast:

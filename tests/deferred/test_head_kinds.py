@@ -173,7 +173,9 @@ KINDS: dict[str, Kind] = {
         replaced(in_bits(8)), why="quantized", trained=FROZEN_HEAD, quantized=True
     ),
     "torchao: int8 weights": Kind(by_torchao, why="quantized", trained=FROZEN_HEAD, quantized=True),
-    "a tensor subclass, as a distributed tensor": Kind(replaced(sharded), why="not a plain tensor"),
+    "a tensor subclass, such as a distributed tensor": Kind(
+        replaced(sharded), why="not a plain tensor"
+    ),
     "packed integers (GPTQ, AWQ)": Kind(
         replaced(packed), why="quantized", trained=FROZEN_HEAD, quantized=True
     ),

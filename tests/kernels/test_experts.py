@@ -268,6 +268,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: experts(X[:, :7], INDEX, WEIGHTS, FIRST, LAST),
         r"^first\.weight must be \(4, 7, 12\), got \(4, 8, 12\)",
     ),
+    "2-D": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(weight=torch.zeros(8))),
+        r"^last\.weight must be \(E, in, out\), got \(8,\)",
+    ),
+    "1-D A": (
+        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=torch.zeros(8)), LAST),
+        r"^first\.a must be \(4, 0, 8\), got \(8,\)",
+    ),
     "B without A": (
         lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=None), LAST),
         r"^first\.a and first\.b must both be given, or none of them",
