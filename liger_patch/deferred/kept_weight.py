@@ -145,7 +145,8 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 def _held(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
-    inputs = held_inputs(hidden_states, weight, bias)
+    """Return the inputs of a product with gathered parameters, whose gradients are theirs."""
+    inputs: Any = _Call.apply(hidden_states, weight, bias)
     for values, parameter in zip(inputs[1:], (weight, bias), strict=True):
         if values is not None:
             note_stored(values, parameter)
@@ -187,14 +188,6 @@ class _Call(torch.autograd.Function):
         for function in reversed(ctx.before):  # the outermost module's first
             function()
         return gradients
-
-
-def held_inputs(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the inputs of a product with gathered parameters, whose gradients are theirs."""
-    inputs: Any = _Call.apply(hidden_states, weight, bias)
-    return inputs
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_patch.deferred.fuse import fused_log_probs, read_record
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.patch.packing import IGNORE_INDEX  # Trainer pads predictions with it too
+from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 
 STATISTICS = ("log_probs", "is_top1", "entropy")
 
@@ -55,8 +55,7 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
             f"logits must have shape (B, T, V) beside labels (B, T), got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
-    shifted = torch.full_like(labels, IGNORE_INDEX)
-    shifted[:, :-1] = labels[:, 1:]
+    shifted = next_labels(labels, IGNORE_INDEX)
     product = read_record(logits) if isinstance(logits, DeferredLogits) else None
     if product is None:
         rows = zip(logits, shifted, strict=True)
@@ -104,7 +103,7 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
         raise ValueError(
             f"label_ids must be (B, T) beside predictions {values.shape}, got {labels.shape}"
         )
-    supervised = labels[:, 1:] != IGNORE_INDEX
+    supervised = labels[:, 1:] != IGNORE_INDEX  # Trainer pads predictions with it too
     log_probs, is_top1, entropy = (values[:, :-1][supervised].T).astype(np.float64)
     if not len(log_probs):
         return {}
