@@ -67,11 +67,11 @@ RUNS = {
             "fsdp2_head --no-sync --alone --late backward",
             "fsdp2_norm_head --layers --labels uneven",
             "fsdp2_tied_head --tied --evaluate --labels none --metric",
-            "fsdp2_mixed",
             "fsdp2_head --lora --evaluate",
         ),
         ("fully_shard", "peft"),
         more=(
+            "fsdp2_mixed",
             "fsdp2_head --evaluate --labels none --metric",
             "fsdp2_head --leftover",
             "fsdp2_offload --layers",
@@ -84,12 +84,12 @@ RUNS = {
     "distillation": Run(
         STEP,
         (
-            "ddp --distil",
             "fsdp2_head --distil --layers --evaluate",
             'tensor_parallel --distil --fallback "the vocabulary is distributed over ranks"',
         ),
         ("fully_shard",),
         more=(
+            "ddp --distil",
             "ddp_unused --distil --evaluate",
             "ddp_static --distil",
             "fsdp2 --distil",
@@ -138,11 +138,11 @@ RUNS = {
             "zero3 --lora --evaluate --late step",
             "zero3 --tied --layers --labels uneven --alone",
             "zero3 --model two_losses",
-            "zero3_plain --layers --late backward",
-            """zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",
         ),
         ("deepspeed", "peft"),
         more=(
+            "zero3_plain --layers --late backward",
+            """zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",
             "zero2 --late step",
             "zero3 --distrusted",
             "zero3 --model two_losses --lora --evaluate",
