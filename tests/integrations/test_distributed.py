@@ -102,12 +102,10 @@ RUNS = {
     # a copy of the weight stays where the head is a unit
     "FSDP1": Run(
         STEP,
-        (
-            "fsdp1_head --layers --lora --evaluate --labels none --metric",
-            "fsdp1_head --no-sync --leftover --late evaluation",
-        ),
+        ("fsdp1_head --layers --lora --evaluate --labels none --metric",),
         ("peft",),
         more=(
+            "fsdp1_head --no-sync --leftover --late evaluation",
             "fsdp1 --layers --no-sync --alone",
             "fsdp1_lm_head --model t5gemma --evaluate",  # lm_head is around the head
         ),
@@ -117,10 +115,13 @@ RUNS = {
         (
             "accelerate_fsdp2 --tied --no-sync --alone",
             "accelerate_fsdp2_linear --lora --layers",
-            "accelerate_fsdp2_mixed --layers",
         ),
         ("fully_shard", "accelerate", "a unit of the last norm", "peft"),
-        more=("accelerate_fsdp2 --labels none", "accelerate_fsdp2_linear --layers --evaluate"),
+        more=(
+            "accelerate_fsdp2_mixed --layers",
+            "accelerate_fsdp2 --labels none",
+            "accelerate_fsdp2_linear --layers --evaluate",
+        ),
     ),
     "sharded checkpoints": Run(
         "sharded_checkpoints.py",
@@ -162,7 +163,7 @@ RUNS = {
     ),
     # of both kinds of checkpoints, with and without adapters
     "feed-forward layers in slices": Run(
-        SLICED, ("ddp", "fsdp1"), ("hooks at the top", "peft"), more=("ddp_static",)
+        SLICED, ("ddp",), ("hooks at the top", "peft"), more=("fsdp1", "ddp_static")
     ),
     "feed-forward layers in slices, FSDP2": Run(SLICED, ("fsdp2",), ("fully_shard", "peft")),
     "a base in FP8": Run("fp8_step.py", ("fsdp2",), ("fully_shard", "peft"), more=("ddp",)),

@@ -29,7 +29,7 @@ def cast(inputs: dict[str, Tensor], device: torch.device, dtype: torch.dtype) ->
     return {n: x.to(device, wide if n == "g" else dtype) for n, x in inputs.items()}
 
 
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("tokens", slow_but([1, 2 * CHUNK + 5], [*TOKENS.values()]), ids=TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("groups", "is_packed"), slow_but([(2, True)], [(1, False), (2, True), (2, False)])

@@ -66,7 +66,10 @@ def test_every_form_and_adapter(form: str, adapters: str, bias: bool, device: to
         check(cast(tensors, dtype, device), FORMS[form])
 
 
-@pytest.mark.parametrize("ranks", [(1, 24), (24, 4), (16, 32)])
+@pytest.mark.parametrize(
+    "ranks",
+    [(1, 24), *(pytest.param(each, marks=pytest.mark.slow) for each in [(24, 4), (16, 32)])],
+)
 def test_any_rank(ranks: tuple[int, int], device: torch.device) -> None:
     tensors = inputs(TOKENS, ranks=ranks)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -111,7 +114,13 @@ def test_any_share_of_the_rows(
             check(cast(tensors, dtype, device))
 
 
-@pytest.mark.parametrize(("form", "tokens"), [("silu", 17), ("clamped, interleaved, shifted", 49)])
+@pytest.mark.parametrize(
+    ("form", "tokens"),
+    slow_but(
+        [("clamped, interleaved, shifted", 49)],
+        [("silu", 17), ("clamped, interleaved, shifted", 49)],
+    ),
+)
 def test_slices(form: str, tokens: int, device: torch.device) -> None:
     """Gradients of parameters are sums over the slices."""
     tensors = inputs(TOKENS, bias=True)

@@ -179,6 +179,7 @@ def test_calls_without_labels_offload_too() -> None:
     assert str(offload).startswith("2 layer inputs")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
 def test_compiled_models_keep_their_checkpoints() -> None:
     results = []
