@@ -8,34 +8,35 @@ between them. So the head, the loss and whoever reads the logits see the batch a
 Recurrent layers get the sequences of the row, see ``recurrent``.
 
 Where rows begin with the same tokens, as pairs and groups of completions do with their prompt,
-these are in the row once, and the mask of the call says who sees them. A group of rows shares a
-prefix, and each of its rows has at least one more token, its own rest. The one row then holds (see
-``kernels.segments.Prefixes``)
+these are in the row once (``prefixes``), and the mask of the call says who sees them.
 
-    the prefixes of all groups    the rests, group by group    the rows of no group
-
-So attention needs no copy of keys. Tokens keep the positions that they have in their own rows.
-
-B: rows, T: tokens of a row, N: tokens of the one row, H: hidden size. Extra memory: (B, T, H).
+B: rows, T: tokens of a row, H: hidden size. Extra memory: (B, T, H).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from liger_patch.kernels.attention import has_lse_of_tokens, may_serve_flash_attention
-from liger_patch.kernels.backend import LAYER_ADVICE, autocast_dtype, check_backward
-from liger_patch.kernels.segments import Prefixes, Segments
+from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.layers.checks import has_hooks, layers_of, names_of
 from liger_patch.layers.masked_attention import TABLE, DeferredMask, UsedTokens
+from liger_patch.layers.prefixes import (
+    MOST_COMPARED,
+    MOST_ROWS,
+    Group,
+    PutBack,
+    compare_rows,
+    groups_of,
+    in_one_row,
+)
 from liger_patch.layers.recurrent import (
     PACKED,
     carries_state,
@@ -43,8 +44,6 @@ from liger_patch.layers.recurrent import (
     packed_rows,
 )
 
-# of a batch whose rows are compared, all pairs: rows, and bytes that this takes
-MOST_ROWS, MOST_COMPARED = 256, 2**27
 LEAST_SAVED = 1 / 16  # of tokens: leaving out less saves less than gathering rows takes
 # of real tokens, by sharing prefixes: attention in two parts takes some of that. On an H100, 7 %
 # fewer tokens made an update of GRPO 3 % slower, 14 % fewer one of DPO 6 % faster
@@ -68,35 +67,6 @@ GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 # their hooks take any shape
 LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed.", "peft.", "trl."
-
-
-class Group(NamedTuple):
-    """Rows of a batch, and how many tokens all of them begin with alike."""
-
-    tokens: int
-    rows: list[int]
-
-    @property
-    def saved(self) -> int:
-        """How many tokens need not be computed."""
-        return self.tokens * (len(self.rows) - 1)
-
-
-class OneRow(NamedTuple):
-    """The tokens of a batch in one row.
-
-    Attributes:
-        places: (N,) of its tokens among the B T of the batch.
-        positions: (N,) of its tokens in their own rows.
-        again: places among B T of the same first tokens of the row, in the further rows of groups:
-            (n,) each, of the first n tokens.
-        segments: what its queries see.
-    """
-
-    places: Tensor
-    positions: Tensor
-    again: list[Tensor]
-    segments: Segments
 
 
 def without_padding(
@@ -298,122 +268,3 @@ def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
             if not all(name.startswith(LIBRARIES) for name in names):
                 return None
     return found
-
-
-def compare_rows(ids: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return (B, B) int64, how many tokens two rows begin with alike, at most all but one. Makes
-    B * B * T bytes.
-
-    Args:
-        ids: (B, T).
-        starts, lengths: (B,) of the real tokens of each row.
-    """
-    rows, tokens = ids.shape
-    place = torch.arange(tokens, device=ids.device)
-    row = torch.arange(rows, device=ids.device)[:, None]
-    real = ids.gather(1, (starts[:, None] + place).clamp(max=tokens - 1))
-    real = real.where(place < lengths[:, None] - 1, -1 - row)  # a number that equals no other row's
-    return (real[:, None] != real).view(torch.uint8).argmax(-1)
-
-
-def groups_of(alike: Sequence[Sequence[int]], rows: list[int]) -> list[Group]:
-    """Return groups of rows that share a prefix: of all rows together and their parts, which begin
-    alike beyond that, what saves more tokens. (Rows that share less with others than those with one
-    another have no group of their own.)
-
-    Args:
-        alike: of all pairs of rows, as ``compare_rows`` has it.
-    """
-    if len(rows) < 2:
-        return []
-    first, *others = rows
-    together = Group(min(alike[first][row] for row in others), rows)
-    parts: list[list[int]] = []  # rows that begin alike beyond that
-    for row in rows:
-        part = next((each for each in parts if alike[each[0]][row] > together.tokens), None)
-        if part is None:
-            parts.append([row])
-        else:
-            part.append(row)
-    within = [group for part in parts for group in groups_of(alike, part)]
-    return [together] if together.saved > sum(each.saved for each in within) else within
-
-
-def in_one_row(
-    starts: list[int], lengths: list[int], tokens: int, groups: list[Group], device: torch.device
-) -> OneRow:
-    """Lay out the real tokens of a batch.
-
-    Args:
-        starts, lengths: of the real tokens of each row.
-        tokens: T.
-    """
-    groups = sorted(groups, key=lambda group: -len(group.rows))  # further rows are leading tokens
-    begins = [row * tokens + start for row, start in enumerate(starts)]
-    grouped = {row for group in groups for row in group.rows}
-    rests = [(row, group.tokens) for group in groups for row in group.rows]
-    others = [(row, 0) for row, n in enumerate(lengths) if n and row not in grouped]
-    # the first token of each segment in its row, and how many it has
-    of_rows = [(begins[group.rows[0]], 0, group.tokens) for group in groups]
-    of_rows += [(begins[row] + first, first, lengths[row] - first) for row, first in rests + others]
-    ends = [length for *_, length in of_rows]
-    runs = [
-        [(place, length) for place, _, length in of_rows],
-        [(position, length) for _, position, length in of_rows],
-    ]
-    for rank in range(1, max((len(group.rows) for group in groups), default=1)):
-        of_rank = [group for group in groups if rank < len(group.rows)]
-        runs.append([(begins[group.rows[rank]], group.tokens) for group in of_rank])
-    sizes = [sum(length for _, length in each) for each in runs]
-    found = _runs([each for several in runs for each in several], sum(sizes), device)
-    places, positions, *again = found.split(sizes)
-    shared = None
-    if groups:
-        of_prefixes = [group.tokens for group in groups]
-        of_groups = [sum(lengths[row] - g.tokens for row in g.rows) for g in groups]
-        cu_seqlens = _ends(of_groups, device), _ends(of_prefixes, device)
-        most = max(of_groups), max(of_prefixes)
-        shared = Prefixes(sum(of_prefixes), sum(of_groups), cu_seqlens, most)
-    segments = Segments(_ends(ends, device), max(ends), None, prefixes=shared)
-    return OneRow(places, positions, again, segments)
-
-
-def _runs(runs: list[tuple[int, int]], count: int, device: torch.device) -> Tensor:
-    """Return the numbers of runs (first, length), one behind the other, each rising by one."""
-    # not blocking: the host need not wait for the device
-    first, length = torch.tensor(runs).T.to(device, non_blocking=True)
-    shift = first - (length.cumsum(0) - length)
-    return torch.arange(count, device=device) + shift.repeat_interleave(length, output_size=count)
-
-
-def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
-
-
-class PutBack(torch.autograd.Function):
-    """Put the results (N, H) of one row to their places (B T, H) of the batch, with zeros between.
-
-    A prefix's gradient is the sum of those of all its places, in one order on every run.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, row: OneRow, count: int) -> Tensor:
-        padded = hidden.new_zeros(count, hidden.shape[-1])
-        for places in (row.places, *row.again):
-            padded.index_copy_(0, places, hidden[: len(places)])
-        ctx.save_for_backward(row.places, *row.again)
-        return padded
-
-    @staticmethod
-    def backward(ctx, dpadded: Tensor):
-        check_backward("a batch without padding", dpadded, advice=LAYER_ADVICE)
-        places, *again = ctx.saved_tensors
-        dhidden = dpadded.index_select(0, places)
-        if again:
-            prefixes = dhidden[: len(again[0])]
-            total = prefixes.to(torch.promote_types(prefixes.dtype, torch.float32))
-            for each in again:
-                total[: len(each)] += dpadded.index_select(0, each)
-            prefixes.copy_(total)
-        return dhidden, None, None

@@ -20,7 +20,7 @@ from training_step import call, gradients, in_float64, joined, step, widened
 
 from liger_patch import apply_patch, registry
 from liger_patch.layers import masked_attention, unpadded
-from liger_patch.layers.unpadded import Group, PutBack, compare_rows, groups_of, in_one_row
+from liger_patch.layers.prefixes import Group, PutBack, compare_rows, groups_of, in_one_row
 
 pytestmark = WARNINGS
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}

@@ -25,7 +25,7 @@ from trl_models import (
 )
 
 from liger_patch.layers import unpadded
-from liger_patch.layers.unpadded import OneRow, in_one_row
+from liger_patch.layers.prefixes import OneRow, in_one_row
 
 pytestmark = [
     *MARKS,
