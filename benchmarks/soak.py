@@ -75,6 +75,8 @@ def soak(run: str, contender: str, steps: int, device: str) -> dict:
             history = trainer.state.log_history
             status = patch_status(model)
             found["fused"] = status.fused if status.patched else None
+            if contender == OURS and not status.fused:
+                raise RuntimeError(f"{run} was not fused: {status.reason}")
             del model, trainer, watch
             gc.collect()
     losses = [entry["loss"] for entry in history if "loss" in entry]
