@@ -39,12 +39,10 @@ from liger_patch.kernels.backend import (
     without_autocast,
 )
 from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
+from liger_patch.kernels.expert_parameters import FIELDS, Given, Layer
 from liger_patch.kernels.expert_steps import (
-    FIELDS,
     Activation,
     ExpertProjection,
-    Given,
-    Layer,
     add_thin_,
     gated,
     gated_backward_,
