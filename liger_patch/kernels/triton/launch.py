@@ -1,11 +1,11 @@
 """Launch Triton's kernels.
 
-``kernel[grid](...)`` binds and specializes every argument anew, in Python, and asks the driver
-about every tensor: on the host of an H100 a launch took some 60 us so, and a layer with adapters
-has 45 launches in a step. ``launch`` keeps each compiled kernel under what Triton specializes it
-for, and runs it as Triton's ``JITFunction.run`` does, with addresses in place of tensors. Triton
-launches on AMD, in the interpreter, where somebody hooks launches, and in versions whose rules were
-not tested.
+``kernel[grid](...)`` binds and specializes every argument anew, in Python: on the host of an H200
+that took twice as long as the launch itself, and a layer with adapters has some 45 launches in a
+step. ``launch`` keeps each compiled kernel under what Triton specializes it for, and runs it as
+Triton's ``JITFunction.run`` does, but without metadata for hooks that nobody added, and with
+addresses in place of tensors, about each of which Triton asks the driver. On AMD, in the
+interpreter, where somebody hooks launches, and in versions whose rules were not tested, Triton does.
 """
 
 from __future__ import annotations
