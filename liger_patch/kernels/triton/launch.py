@@ -4,8 +4,8 @@
 that took twice as long as the launch itself, and a layer with adapters has some 45 launches in a
 step. ``launch`` keeps each compiled kernel under what Triton specializes it for, and runs it as
 Triton's ``JITFunction.run`` does, but without metadata for hooks that nobody added, and with
-addresses in place of tensors, about each of which Triton asks the driver. On AMD, in the
-interpreter, where somebody hooks launches, and in versions whose rules were not tested, Triton does.
+addresses in place of tensors, about each of which Triton asks the driver. Triton does where
+somebody hooks launches, on AMD, in the interpreter, and in versions whose rules were not tested.
 """
 
 from __future__ import annotations
