@@ -80,7 +80,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launching, "KNOWN", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as a CPU's tensors have it
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: index * 100))
-    monkeypatch.setattr(launching.triton.runtime, "driver", streams)
+    monkeypatch.setattr(launching, "DRIVER", streams)
     return Kernel()
 
 
@@ -132,7 +132,7 @@ def test_all_launches_are_left_to_triton(
     if why == "hooks":
         kernel.pre_run_hooks.append(print)
     elif why == "profiler":
-        monkeypatch.setattr(launching.triton.knobs.runtime.launch_exit_hook, "calls", [print])
+        monkeypatch.setattr(launching.KNOBS.runtime.launch_exit_hook, "calls", [print])
     else:
         monkeypatch.setattr(launching, "KNOWN", False)
     for _ in range(2):

@@ -28,6 +28,8 @@ def _knows_triton() -> bool:
 
 
 KNOWN = _knows_triton()
+DRIVER: Any = triton.runtime.driver
+KNOBS: Any = getattr(triton, "knobs", None)  # Triton 3.4 and newer
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
@@ -78,14 +80,14 @@ def next_power_of_2(size: int) -> int:
 
 def _has_hooks(kernel: Any) -> bool:
     """Return whether somebody wants to see launches, as Triton's profiler does."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = KNOBS.runtime.launch_enter_hook, KNOBS.runtime.launch_exit_hook
     chains = getattr(enter, "calls", enter), getattr(leave, "calls", leave)
     return any((kernel.pre_run_hooks, *chains))
 
 
 def _run(made: Any, values: tuple, grid: tuple[Any, ...], index: int, given: list) -> None:
     """Run a compiled kernel on the current device."""
-    stream = triton.runtime.driver.active.get_current_stream(index)
+    stream = DRIVER.active.get_current_stream(index)
     how = stream, made.function, made.packed_metadata, None, None, None  # no metadata, no hooks
     made.run(*(*grid, 1, 1)[:3], *how, *given, *values)
 
