@@ -81,6 +81,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as a CPU's tensors have it
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: index * 100))
     monkeypatch.setattr(launching, "DRIVER", streams)
+    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    monkeypatch.setattr(launching, "KNOBS", SimpleNamespace(runtime=hooks))
     return Kernel()
 
 
@@ -132,9 +134,21 @@ def test_all_launches_are_left_to_triton(
     if why == "hooks":
         kernel.pre_run_hooks.append(print)
     elif why == "profiler":
-        monkeypatch.setattr(launching.KNOBS.runtime.launch_exit_hook, "calls", [print])
+        launching.KNOBS.runtime.launch_exit_hook = print
     else:
         monkeypatch.setattr(launching, "KNOWN", False)
     for _ in range(2):
         launch(kernel, (7,), torch.zeros(32), 3, 1e-6, FLAG=True, BLOCK=64)
     assert [name for name, *_ in kernel.calls] == ["compiled"] * 2
+
+
+@pytest.mark.skipif(not launching.KNOWN, reason="Triton launches its kernels itself")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_the_hooks_of_profilers_are_seen(name: str) -> None:
+    chain = getattr(launching.KNOBS.runtime, name)
+    assert not launching._has_hooks(Kernel())
+    chain.add(print)
+    try:
+        assert launching._has_hooks(Kernel())
+    finally:
+        chain.remove(print)
