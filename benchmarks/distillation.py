@@ -100,9 +100,7 @@ def eager(case: Case) -> Loss:
 
 
 def _ours(case: Case) -> Loss:
-    return partial(
-        linear_distillation, divergence="jsd" if case.beta else "forward_kl", beta=case.beta
-    )
+    return partial(linear_distillation, divergence="jsd", beta=case.beta)
 
 
 def _liger(case: Case) -> Loss:

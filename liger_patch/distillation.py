@@ -26,6 +26,7 @@ from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import accumulation_dtype, autocast_to
+from liger_patch.kernels.head.divergences import checked_divergence
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.patch import flags
 from liger_patch.patch.forward import WHY_REAL
@@ -45,7 +46,14 @@ def distillation_loss(
     *,
     ignore_index: int = IGNORE_INDEX,
     token_weight: Tensor | None = None,  # (B, T)
-    **options: Any,
+    divergence: str = "forward_kl",
+    beta: float | None = None,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    reduction: str = "mean",
+    num_items_in_batch: Tensor | int | None = None,
+    chunk_mib: float | None = None,
+    **others: Any,
 ) -> Tensor:
     """Compute the divergence of a student from a teacher, from their deferred logits.
 
@@ -59,16 +67,24 @@ def distillation_loss(
         labels: (B, T) as given to a model: the token before a label predicts it, and counts where
             the label is not ``ignore_index``. Without labels every token counts, padding too.
         token_weight: (B, T) factor on the loss of each label, shifted as these are.
-        options: ``divergence``, ``beta``, ``temperature``, ``ce_weight``, ``reduction``,
-            ``num_items_in_batch`` and ``chunk_mib`` of ``linear_distillation``.
+        divergence, beta, temperature, ce_weight, reduction, num_items_in_batch, chunk_mib: as in
+            ``linear_distillation``. Its other options are those of both heads, which the outputs
+            tell.
 
     Returns:
         () float32, float64 for float64 models; 0 where no token counts.
 
     Raises:
         ValueError: shapes or values that do not fit.
+        TypeError: another option.
         RuntimeError: logits that are not fused, with LIGER_PATCH_RETURN_LOGITS=0.
     """
+    if others:
+        raise TypeError(
+            f"distillation_loss takes no {', '.join(others)}: heads, their biases, softcaps and "
+            "scales are those of the models, which the outputs tell"
+        )
+    what = checked_divergence(divergence, beta, temperature, ce_weight, reduction, labels)
     student = _logits_of("student_outputs", student_outputs)
     teacher = _logits_of("teacher_outputs", teacher_outputs)
     if student.shape[:2] != teacher.shape[:2]:
@@ -85,13 +101,23 @@ def distillation_loss(
         labels = next_labels(labels, ignore_index).reshape(-1).to(student.device)
     if token_weight is not None:
         token_weight = pad(token_weight[:, 1:], (0, 1)).reshape(-1).to(student.device)
-    options |= {"labels": labels, "ignore_index": ignore_index, "token_weight": token_weight}
+    options: dict[str, Any] = {
+        "labels": labels,
+        "divergence": divergence,
+        "temperature": temperature,
+        "ce_weight": ce_weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "token_weight": token_weight,
+        "num_items_in_batch": num_items_in_batch,
+    }
     returned, student, teacher = student, _before_ddp(student), _before_ddp(teacher)
     products = _products(student, teacher)
     if isinstance(products, str):
         _note(student, products)
-        return _of_real_logits(real(returned), real(teacher), **options)
-    loss = _fused(cast(DeferredLogits, student), *products, **options)
+        return _of_real_logits(real(returned), real(teacher), beta=what.beta, **options)
+    deferred = cast(DeferredLogits, student)
+    loss = _fused(deferred, *products, beta=beta, chunk_mib=chunk_mib, **options)
     return loss if returned is student else _Beside.apply(loss, returned)
 
 
@@ -190,7 +216,8 @@ def _fused(
         heads[f"{of_head}hidden"] = arguments.pop("hidden_states")
         heads[f"{of_head}weight"] = arguments.pop("weight")
         heads |= {f"{prefix}{name}": value for name, value in arguments.items()}
-    options.setdefault("chunk_mib", forward_pass.chunk_mib)
+    if options["chunk_mib"] is None:
+        options["chunk_mib"] = forward_pass.chunk_mib
     forward_pass.record.before_loss()
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     device_type = student.weight.device.type
@@ -206,7 +233,6 @@ def _of_real_logits(
     teacher: Tensor,
     *,
     labels: Tensor | None,
-    chunk_mib: Any = None,
     **options: Any,
 ) -> Tensor:
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))

@@ -343,7 +343,10 @@ def test_distributed_vocabulary_is_an_error() -> None:
         ),
         ({"labels": torch.ones(2, 8).long()}, r"labels must have shape \(2, 9\), got \(2, 8\)"),
         ({"token_weight": torch.ones(9)}, r"token_weight must have shape \(2, 9\), got \(9,\)"),
-        ({"beta": 2.0}, r"beta must be in \[0, 1\], got 2.0"),
+        ({"divergence": "jsd", "beta": 2.0}, r"beta must be in \[0, 1\], got 2.0"),
+        ({"beta": 0.3}, "beta must be None, or divergence \"jsd\", got 0.3 for 'forward_kl'"),
+        ({"divergence": "kl"}, "divergence must be one of .* got 'kl'"),
+        ({"reduction": "none"}, "reduction must be .* got 'none'"),
         ({"ce_weight": 1.0, "labels": None}, "ce_weight=1.0 needs labels, got None"),
     ],
     ids=str,
@@ -351,7 +354,15 @@ def test_distributed_vocabulary_is_an_error() -> None:
 def test_errors_name_argument_value_and_what_was_expected(change: dict, message: str) -> None:
     student, teacher = (apply_patch(each) for each in models())
     batch, labels = inputs_of(student)
-    with deferred_logits():
-        given = {"student_outputs": student(**batch), "teacher_outputs": teacher(**batch)}
-    with pytest.raises(ValueError, match=message):
-        distillation_loss(**{**given, "labels": labels, **change})
+    for context in (deferred_logits(), nullcontext()):  # before real logits are computed, too
+        with context:
+            given = {"student_outputs": student(**batch), "teacher_outputs": teacher(**batch)}
+        with pytest.raises(ValueError, match=message):
+            distillation_loss(**{**given, "labels": labels, **change})
+
+
+@pytest.mark.parametrize("name", ["softcap", "teacher_hidden", "top_k"])
+def test_options_that_it_does_not_take_have_a_reason(name: str) -> None:
+    logits: Any = torch.ones(2, 3, 9)
+    with pytest.raises(TypeError, match=f"distillation_loss takes no {name}: heads, .* outputs"):
+        distillation_loss(logits, logits, **{name: 1})

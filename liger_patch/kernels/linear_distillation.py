@@ -31,7 +31,12 @@ from liger_patch.kernels.head.chunked import (
     empty_logits,
     row_elements,
 )
-from liger_patch.kernels.head.divergences import Divergence, divergence_rows_, top_k_rows_
+from liger_patch.kernels.head.divergences import (
+    Divergence,
+    checked_divergence,
+    divergence_rows_,
+    top_k_rows_,
+)
 from liger_patch.kernels.head.gradients import Gradients, scale_
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
@@ -169,7 +174,7 @@ def linear_distillation(
     labels: Tensor | None = None,  # (N,)
     *,
     divergence: str = "forward_kl",
-    beta: float = 0.5,
+    beta: float | None = None,
     temperature: float = 1.0,
     ce_weight: float = 0.0,
     bias: Tensor | None = None,  # (V,)
@@ -217,7 +222,8 @@ def linear_distillation(
         divergence: "forward_kl", KL(teacher, student); "reverse_kl", KL(student, teacher); "jsd",
             the generalized Jensen-Shannon divergence of GKD and TRL; "tvd", the total variation
             distance.
-        beta: of the JSD, in [0, 1]: the teacher's share of the mixture; 0 is forward KL, 1 reverse.
+        beta: of the JSD alone, in [0, 1]: the teacher's share of the mixture; 0 is forward KL, 1
+            reverse, None 0.5.
         temperature: > 0, divides both logits, after the softcap. The loss is not multiplied by
             its square.
         ce_weight: >= 0, factor of the cross entropy with the labels, at temperature 1, which is
@@ -239,11 +245,7 @@ def linear_distillation(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    what = Divergence(divergence, beta, temperature, ce_weight)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-    if labels is None and ce_weight:
-        raise ValueError(f"ce_weight={ce_weight} needs labels, got None")
+    what = checked_divergence(divergence, beta, temperature, ce_weight, reduction, labels)
     options = LossOptions(ignore_index, softcap, logit_scale)
     with _named("teacher_"):
         teacher_options = LossOptions(softcap=teacher_softcap, logit_scale=teacher_logit_scale)

@@ -405,8 +405,10 @@ def test_reference_is_torch_kl_div():
     ("change", "message"),
     [
         ({"divergence": "kl"}, r"divergence must be one of \('forward_kl', .*, got 'kl'"),
-        ({"beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
-        ({"beta": "a"}, "beta must be a finite number, got 'a'"),
+        ({"divergence": "jsd", "beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
+        ({"divergence": "jsd", "beta": "a"}, "beta must be a finite number, got 'a'"),
+        ({"beta": 0.5}, "beta must be None, or divergence \"jsd\", got 0.5 for 'forward_kl'"),
+        ({"divergence": "tvd", "beta": 0.0}, "beta must be None.* got 0.0 for 'tvd'"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"temperature": torch.inf}, "temperature must be a finite number, got inf"),
         ({"ce_weight": -1.0}, "ce_weight must be >= 0, got -1.0"),

@@ -83,6 +83,28 @@ class Divergence:
         return self.kind
 
 
+def checked_divergence(
+    kind: str,
+    beta: float | None,
+    temperature: float,
+    ce_weight: float,
+    reduction: str,
+    labels: Tensor | None,
+) -> Divergence:
+    """Return what these options of ``linear_distillation`` ask for.
+
+    Raises:
+        ValueError: names the option, its value and what was expected.
+    """
+    if beta is not None and kind in DIVERGENCES and kind != "jsd":
+        raise ValueError(f'beta must be None, or divergence "jsd", got {beta!r} for {kind!r}')
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    if labels is None and ce_weight:
+        raise ValueError(f"ce_weight={ce_weight} needs labels, got None")
+    return Divergence(kind, 0.5 if beta is None else beta, temperature, ce_weight)
+
+
 def divergence_rows_(
     student: Tensor,  # (C, V)
     teacher: Tensor,  # (C, V)
