@@ -129,7 +129,7 @@ def test_other_bits_of_old_log_probabilities_change_no_number(
     kind, tmp_path, passes, monkeypatch
 ) -> None:
     """They may be of other batches. Then the next first update is not expected to have the same."""
-    from liger_patch.integrations.trl_advantages import OfAdvantages
+    from liger_patch.integrations.trl_trainers import OfAdvantages
 
     scored = OfAdvantages._get_per_token_logps_and_entropies
 
