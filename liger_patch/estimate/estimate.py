@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_patch.estimate.contenders import CONTENDERS, EAGER, Contender, chunk_bytes
 from liger_patch.estimate.model import Sizes, TrainingStep, build, described, without_adapters
 from liger_patch.estimate.operations import CHUNK
-from liger_patch.estimate.step import host_bytes, trace_step
+from liger_patch.estimate.step import (
+    CONTENDERS,
+    EAGER,
+    Contender,
+    chunk_bytes,
+    host_bytes,
+    trace_step,
+)
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
 from liger_patch.layers.checks import TOP_HOOKS

@@ -18,10 +18,9 @@ import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.cli import report
 from liger_patch.estimate import estimate as estimates
-from liger_patch.estimate.contenders import EAGER
 from liger_patch.estimate.estimate import Estimate
 from liger_patch.estimate.model import described
-from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.step import EAGER, trace_step
 
 NAMES = ["eager", "liger_patch, layers=False", "liger_patch"]
 

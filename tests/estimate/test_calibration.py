@@ -22,15 +22,9 @@ from benchmarks.longest_row import MODELS as LONG_MODELS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from benchmarks.moe_step import CASES as MOE_CASES
-from liger_patch.estimate.contenders import (
-    EAGER,
-    OURS,
-    OURS_HEAD,
-    Contender,
-)
 from liger_patch.estimate.estimate import WORKSPACES
 from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
-from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, Contender, trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

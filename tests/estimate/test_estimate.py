@@ -23,7 +23,6 @@ from transformers import (
 
 from liger_patch import quantize_base, quantize_experts
 from liger_patch.estimate import estimate as estimates
-from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
 from liger_patch.estimate.model import (
     EXPERTS_IN_4_BITS,
     QuantizedLinear,
@@ -31,7 +30,7 @@ from liger_patch.estimate.model import (
     build,
     of_checkpoint,
 )
-from liger_patch.estimate.step import trace_step
+from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
 from liger_patch.layers import mlp

@@ -14,9 +14,8 @@ from transformers import LlamaConfig
 
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate import operations
-from liger_patch.estimate.contenders import EAGER, OURS, OURS_HEAD
 from liger_patch.estimate.model import build
-from liger_patch.estimate.step import host_bytes, trace_step
+from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, host_bytes, trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import chunk_sizes, gated_mlp
 from liger_patch.layers import long_rows
