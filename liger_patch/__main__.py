@@ -149,61 +149,33 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 
-    from liger_patch.cli import report
-    from liger_patch.estimate.estimate import (
-        GIB,
-        estimate,
-        loops_over_tokens,
-        most_positions,
-    )
+    from liger_patch.estimate.estimate import GIB, estimate, report
     from liger_patch.estimate.model import (
         EXPERTS_IN_4_BITS,
         TrainingStep,
-        build,
         load_config,
-        model_class_name,
         of_checkpoint,
     )
-    from liger_patch.readers.wrapped_model import transformers_model
-    from liger_patch.registry import is_tested
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype
+    fields, given = TrainingStep.__dataclass_fields__, vars(options)
+    how = {name: given[name] for name in fields.keys() & given.keys()} | {"dtype": dtype}
     step = TrainingStep(
-        batch=options.batch,
-        length=options.length,
-        dtype=dtype,
+        **how,
         autocast=None if options.no_autocast else products,
-        lora_rank=options.lora_rank,
-        bits=options.bits,
-        double_quant=options.double_quant,
         fp8_base=bool(options.quantize_base),
         expert_bytes=EXPERTS_IN_4_BITS.get(options.quantize_experts),
-        checkpointing=options.checkpointing,
-        checkpoint_offload=options.checkpoint_offload,
-        optimizer=options.optimizer,
-        chunk_mib=options.chunk_mib,
-        supervised=options.supervised,
-        attention=options.attention,
     )
     try:
         config = load_config(options.model)
         step = of_checkpoint(config, step)
         if step.bits and step.fp8_base:
             parser.error(f"argument --quantize-base: linear layers are in {step.bits} bits already")
-        is_slow = loops_over_tokens(config, step)
-        estimates = estimate(config, step, int(options.reserve_gib * GIB), longest=not is_slow)
+        estimates = estimate(config, step, int(options.reserve_gib * GIB))
     except ValueError as error:
         parser.error(str(error))
-    model, sizes = build(config, step)
-    what = options.model, model_class_name(config), step, sizes.parameters
-    tested = is_tested(transformers_model(model))
-    notes = report.notes(model_class_name(config), tested, estimates)
-    if options.json:
-        print(report.as_json(*what, estimates, tested, notes))
-    else:
-        title = report.title(*what, most_positions(config))
-        print(report.table(title, estimates, notes))
+    print(report(options.model, config, step, estimates, as_json=options.json))
     return 0
 
 

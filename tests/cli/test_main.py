@@ -16,7 +16,6 @@ from transformers import (
 
 import liger_patch
 from liger_patch.__main__ import main
-from liger_patch.cli import report
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.estimate import Estimate
 from liger_patch.estimate.model import described
@@ -203,9 +202,9 @@ def test_a_loop_over_tokens_is_traced_at_its_length_alone(
 
 def test_notes_name_the_contenders_without_longest_rows() -> None:
     found = [Estimate("eager", {}, {16: 1}), Estimate("liger_patch", {})]
-    (note,) = report.notes("Model", True, found)
+    (note,) = estimates.notes("Model", True, found)
     assert note.startswith("The longest sequences of liger_patch are not estimated: ")
-    assert report.notes("Model", True, found[:1]) == []
+    assert estimates.notes("Model", True, found[:1]) == []
 
 
 def test_the_class_that_is_estimated_is_named(
