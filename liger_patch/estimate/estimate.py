@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_patch.estimate.model import (
     Sizes,
@@ -106,15 +106,17 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
         with explained(config, what):
             trace, sizes = trace_step(config, step, contender)
-        with explained(config, "takes steps of several lengths"):
+        try:
             rows = {} if is_slow else longest_rows(config, step, contender, sizes, reserve)
+        except Exception:  # BERT's table of positions ends before the lengths that are traced
+            rows = {}
         found.append(
             Estimate(
                 contender.name,
                 parts_at_peak(trace, sizes, step),
-                {card: row.tokens for card, row in rows.items()},
+                {card: tokens for card, (tokens, _) in rows.items()},
                 sum(host_bytes(each.size) for each in trace.sent),
-                {card: row.host for card, row in rows.items()},
+                {card: host for card, (_, host) in rows.items()},
             )
         )
     return found
@@ -182,22 +184,16 @@ def _part(each: Allocation, event: int) -> str:
     return "layer at work" if is_temporary else "kept by the layers"
 
 
-@dataclass(frozen=True)
-class LongestRow:
-    """``tokens`` of the longest sequences that fit, and ``host``: bytes of host memory for them."""
-
-    tokens: int
-    host: int
-
-
 def longest_rows(
     config: Any,
     step: TrainingStep,
     contender: Contender,
     sizes: Sizes,
     reserve: int,
-) -> dict[float, LongestRow]:
-    """Return the longest sequences that fit each GPU, by its GiB."""
+) -> dict[float, tuple[int, int]]:
+    """Return the tokens of the longest sequences that fit each GPU, by its GiB, and the bytes of
+    host memory for them.
+    """
     growth = Growth.of(config, step, replace(contender, slices=False))
     if growth is None:
         return {}
@@ -217,7 +213,7 @@ def longest_rows(
                 middle = (low + high + 1) // 2
                 fits = each.peak(middle) + _beside(replace(step, length=middle)) <= room
                 low, high = (middle, high) if fits else (low, middle - 1)
-            found[card] = LongestRow(low, each.host_bytes(low))
+            found[card] = low, each.host_bytes(low)
             if low > shortest:
                 break
     return found
@@ -241,21 +237,12 @@ def longest_unsliced(config: Any, step: TrainingStep, contender: Contender) -> i
             hidden = text.hidden_size
             size = size_of_experts(hidden, each[0].numel() // hidden, slots)
             shapes.append((hidden, size))
-    if not shapes or _has_table(model, most_positions(config)):
+    if not shapes:
         return None
     hidden_size, size = (min(each) for each in zip(*shapes, strict=True))
     at_once = longest_at_once(size, (step.autocast or step.dtype).itemsize)
     keeps_norms = LONG_INPUT_BYTES // (hidden_size * step.dtype.itemsize)
     return max(at_once, keeps_norms) // step.batch
-
-
-def _has_table(model: nn.Module, positions: int | None) -> bool:
-    """Return whether a model has a table with an entry for each position, so that no row can have
-    more tokens.
-    """
-    rows = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
-    rows += [size for each in model.buffers() for size in each.shape]
-    return positions is not None and any(size in (positions, positions + 2) for size in rows)
 
 
 class Growth:
@@ -301,14 +288,6 @@ class Growth:
         if step.checkpoint_offload:  # shorter rows than these stay on the GPU
             row_bytes = step.batch * config.get_text_config().hidden_size * step.dtype.itemsize
             first = max(first, -(-MIN_BYTES // (row_bytes * LEAST_PROBED)) * LEAST_PROBED)
-        positions = most_positions(config)
-        if (
-            positions is not None
-            and 4 * first > positions
-            and not _window(config)
-            and _has_table(without_adapters(config, step), positions)
-        ):
-            first = max(1, positions // 4)
         lengths = [first, 2 * first, 4 * first]
         traces = [
             trace_step(config, replace(step, length=each), contender, short_masks=False)[0]
@@ -416,7 +395,8 @@ def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> li
         whose = "" if len(unknown) == len(estimates) else f" of {'; '.join(unknown)}"
         found.append(
             f"The longest sequences{whose} are not estimated: how many tensors {class_name} makes "
-            "depends on the length. --length estimates the peak of another length."
+            "depends on the length, or it takes no longer ones. --length estimates the peak of "
+            "another length."
         )
     return found
 

@@ -161,11 +161,7 @@ def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
     )
     step = replace(STEP, length=TOKENS // 4)
     found = estimates.estimate(config, step)
-    assert all(each.longest[16] > TOKENS for each in found)
-    growth = estimates.Growth.of(config, step, EAGER)
-    assert growth is not None
-    trace, _ = trace_step(config, replace(step, length=300), EAGER)
-    assert growth.peak(300) == pytest.approx(trace.peak()[0], rel=0.01)
+    assert all(each.peak and not each.longest for each in found)
     message = rf"a step of {2 * TOKENS} tokens, as eager runs it, on .* 'bert', with 512 positions"
     with pytest.raises(ValueError, match=message):
         estimates.estimate(config, replace(step, length=2 * TOKENS))

@@ -125,7 +125,7 @@ def test_the_longest_row_in_slices_fits() -> None:
     _, sizes = build(config, step)
     for batch, slices in ((1, False), (1, True), (4, True)):
         of_batch, contender = replace(step, batch=batch), replace(OURS, slices=slices)
-        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16].tokens
+        longest = estimates.longest_rows(config, of_batch, contender, sizes, 0)[16][0]
         trace, _ = trace_step(config, replace(of_batch, length=longest), contender)
         room = 16 * 2**30 - sizes.weights - 64 * 2**20 - 24 * batch * longest
         assert trace.peak()[0] == pytest.approx(room, rel=0.01)
