@@ -83,24 +83,6 @@ class GpuOperations(TorchFunctionMode):
         """Return what ``layers/long_rows`` does on a GPU."""
         return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
 
-    def serves_flash_attention(self, *_: Tensor) -> bool:
-        """Return what a GPU answers."""
-        return True
-
-    def may_serve_flash_attention(self, *_: Any) -> bool:
-        """Return what a GPU answers, for 16 bits."""
-        return True
-
-    def segments_of_intervals(
-        self, _: Any, is_real: Tensor, *_more: Any, **_options: Any
-    ) -> Segments:
-        """Return the same as ``segments_of``, of a mask that is not made."""
-        return Segments(None, is_real.shape[-1], 1)
-
-    def segments_of(self, mask: Tensor, *_: Any) -> Segments:
-        """Return what a mask describes that is needed for whole rows: a window."""
-        return Segments(None, mask.shape[-1], 1)
-
     def segment_attention(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
     ) -> Tensor:

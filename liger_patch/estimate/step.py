@@ -33,6 +33,7 @@ from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.kernels.lora import mlp as lora_mlp
 from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.segments import Segments
 from liger_patch.layers import experts, masked_attention, masks, mlp
 from liger_patch.layers.checks import layers_of
 from liger_patch.layers.long_rows import source_of
@@ -138,10 +139,8 @@ def trace_step(
             del out
         memory.start_backward()
         loss.backward()
-        memory.close_backward()
-        del loss
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    return memory.finish(gradients), sizes
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        return memory.finish(gradients), sizes
 
 
 class MetaOffload(checkpoints.CheckpointOffload):
@@ -214,18 +213,22 @@ STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "is_autocast_enabled", _is_autocast_enabled),
     (torch, "get_autocast_dtype", _get_autocast_dtype),
     (torch, "autocast", _autocast),
+    # as a GPU answers in 16 bits; the only masks are those of sliding windows: rows are whole
+    (masked_attention, "serves_flash_attention", lambda *_: True),
+    (masks, "may_serve_flash_attention", lambda *_: True),
+    (masked_attention, "segments_of", lambda mask, *_: Segments(None, mask.shape[-1], 1)),
+    (
+        masks,
+        "segments_of_intervals",
+        lambda _, real, *more, **how: Segments(None, real.shape[-1], 1),
+    ),
 ]
 OF_GPU = [  # functions that methods of GpuOperations of the same name stand in for
     (mlp, "tokens_of_slice"),
     (mlp, "autocast_dtype"),
     (experts, "tokens_of_slice"),
     (experts, "autocast_dtype"),
-    # the only masks are those of sliding windows: rows are whole
-    (masked_attention, "serves_flash_attention"),
-    (masked_attention, "segments_of"),
     (masked_attention, "segment_attention"),
-    (masks, "may_serve_flash_attention"),
-    (masks, "segments_of_intervals"),
 ]
 
 
@@ -245,12 +248,6 @@ def _head_loss(hidden: Tensor, head: Any, step: TrainingStep, memory: MemoryTrac
 def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
     """Tell the trace which part of the model runs."""
 
-    def enter_layer(*_: Any) -> None:
-        memory.enter(LAYER)
-
-    def leave_layer(*_: Any) -> None:
-        memory.leave_layer()
-
     def enter_head(_: nn.Module, args: tuple[Any, ...]) -> None:
         memory.enter(HEAD)
         if args[0].requires_grad:
@@ -258,8 +255,8 @@ def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
 
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.register_forward_pre_hook(enter_layer)
-            module.register_forward_hook(leave_layer)
+            module.register_forward_pre_hook(lambda *_: memory.enter(LAYER))
+            module.register_forward_hook(lambda *_: memory.leave_layer())
     head.register_forward_pre_hook(enter_head)
 
 

@@ -186,12 +186,11 @@ class MemoryTrace(TorchDispatchMode):
         if self.trace.forward_end:
             self.place = BACKWARD
 
-    def close_backward(self) -> None:
-        """Note that the step has ended: what is freed from here on does not count."""
-        self.is_closed = True
-
     def finish(self, gradients: Sequence[Tensor]) -> Trace:
-        """Return the trace, with the gradients of parameters marked."""
+        """End the step: what is freed from here on does not count. Return the trace, with the
+        gradients of parameters marked.
+        """
+        self.is_closed = True
         for each in gradients:
             if _key(each) in self._made:
                 self._made[_key(each)].is_gradient = True

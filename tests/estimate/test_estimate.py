@@ -66,8 +66,7 @@ def test_a_trace_counts_what_lives() -> None:
         memory.start_backward()
         y.sum().backward()  # y's gradient is a view of one number; the weight's takes 256 KiB
         del y
-        memory.close_backward()
-    trace = memory.finish([weight.grad])
+        trace = memory.finish([weight.grad])
     mib = 2**20
     assert trace.peak()[0] == pytest.approx(2.25 * mib, abs=2048)
     assert [each.size for each in trace.allocations if each.is_gradient] == [mib // 4]
