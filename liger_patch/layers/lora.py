@@ -278,7 +278,7 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
     bias, A and B. Read from dictionaries: nn.Module looks attributes up in Python.
 
     No stamp where each call asks anew: for hooks, tensors that are no parameters (FSDP's), a base
-    in 8 bits, and several adapters.
+    in 8 bits or whose reader has none, and several adapters.
     """
     own, held, no_stamp = layer.__dict__, layer._modules, (None, ())
     try:
@@ -303,7 +303,8 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
     if reader is None and type(base) is nn.Linear and weight is not None:  # not FSDP's
         of_base: Any = nn.Linear.forward, nn.functional.linear, type(weight), weight.dtype
     else:
-        of_base = reader and reader.stamp(base)
+        stamp_of = getattr(reader, "stamp", None)
+        of_base = stamp_of and stamp_of(base)
         if of_base is None:
             return no_stamp
     stamp = (

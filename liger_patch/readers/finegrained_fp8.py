@@ -37,12 +37,6 @@ class _Weight(LayerWeight):
         rows[:, whole * wide :].mul_(scales[:, whole:])
         return rows
 
-    def read_again(self, *, numbers: bool = True) -> _Weight:
-        """Return the weight as it is now: parameters stay the same objects where they move."""
-        again: Any = object.__new__(_Weight)
-        vars(again).update(vars(self), device=self._stored.device)
-        return again
-
 
 def serves(layer: type, weight: type) -> bool:
     """Return whether layers of a class are Transformers' own FP8 layers, and no subclass."""
@@ -59,9 +53,3 @@ def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
     if type(weight) is not nn.Parameter or not (is_here and is_whole):
         return "the base is an FP8Linear whose weight is elsewhere"
     return _Weight(layer, dtype)
-
-
-def stamp(layer: Any) -> tuple | None:
-    """Return the stamp of a layer; None where an engine holds its weight."""
-    weight, scales = map(layer._parameters.get, ("weight", "weight_scale_inv"))
-    return None if weight is None else (id(weight), id(scales), weight.dtype, weight.is_meta)

@@ -5,9 +5,9 @@ Each format has a reader, a module of READERS, imported only where its library i
 - ``serves(layer, weight)`` returns whether it reads linear layers of one class whose weight is of
   another;
 - ``read(layer, dtype)`` returns the ``LayerWeight`` for an input in a dtype, or why there is none;
-- ``stamp(layer)`` returns what ``read`` depends on beside the dtype; with an equal stamp the weight
-  that it returned, and that holds the objects that stand here by their identity, can be
-  ``read_again``. None where each call reads anew.
+- ``stamp(layer)``, where there is one, returns what ``read`` depends on beside the dtype; with an
+  equal stamp the weight that it returned, and that holds the objects that stand here by their
+  identity, can be ``read_again``. Without it, or for None, each call reads anew.
 
 V: rows of the weight, H: its columns.
 """

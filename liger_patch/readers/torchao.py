@@ -34,12 +34,6 @@ class _Weight(LayerWeight):
         with torch.no_grad():
             return self._weight.dequantize(*() if is_intx else (self.dtype,)).to(self.dtype)
 
-    def read_again(self, *, numbers: bool = True) -> _Weight:
-        """Return the weight as it is now: where a layer has moved, the same object is elsewhere."""
-        again: Any = object.__new__(_Weight)
-        vars(again).update(vars(self), device=self._weight.device)
-        return again
-
 
 def serves(layer: type, weight: type) -> bool:
     """Return whether weights of a class are torchao's, in a layer that only multiplies."""
@@ -57,10 +51,3 @@ def read(layer: Any, dtype: torch.dtype) -> LayerWeight | str:
     if any(getattr(weight, each, None) is not None for each in OF_ACTIVATIONS[name]):
         return "torchao rounds or scales activations"
     return _Weight(weight, dtype)
-
-
-def stamp(layer: Any) -> tuple | None:
-    """Return the stamp of a layer."""
-    weight = layer._parameters["weight"]
-    how = OF_ACTIVATIONS.get(type(weight).__name__, ())
-    return nn.Linear.forward, id(weight), *(vars(weight).get(each) is None for each in how)

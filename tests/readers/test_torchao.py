@@ -11,7 +11,7 @@ import pytest
 import torch
 from dequantized_steps import check_lora_step
 from exactness import assert_no_worse
-from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, first, training_step
+from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, training_step
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from training_step import joined
@@ -219,28 +219,3 @@ def test_what_is_not_read() -> None:
     assert torchao.read(layer, torch.bfloat16) == "the base's weight is a Other"
     assert torchao.read(layer_of("int8").to("meta"), torch.bfloat16) != ""
     assert quantized_weight(layer_of("int8").to("meta"), torch.bfloat16) is None
-
-
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "another weight": lambda layer: setattr(layer, "weight", layer_of("int8").weight),
-    "scaled activations": lambda layer: setattr(layer.weight, "act_pre_scale", torch.ones(64)),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_stamp_sees_a_change(name: str) -> None:
-    layer = layer_of("int8")
-    before, held = torchao.stamp(layer), layer.weight
-    assert before == torchao.stamp(layer)
-    CHANGES[name](layer)
-    assert torchao.stamp(layer) != before
-    del held
-
-
-def test_a_weight_is_read_again_where_it_is_now() -> None:
-    layer = layer_of("int8")
-    weight: Any = read(layer)
-    kept = weight.read_again(numbers=False)
-    layer.weight.qdata = layer.weight.qdata.flip(0)
-    assert_rows_are(kept.read_again(), layer.weight.dequantize())
-    assert first(quantized("int8", torch.float32, adapters=True), "q_proj").base_layer is not layer
