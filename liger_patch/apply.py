@@ -149,7 +149,13 @@ def checked_layers(
             "checkpoint_offload must be True, False or a finite number of GiB > 0, got "
             f"{checkpoint_offload!r}"
         )
-    return _layer_names(layers)
+    if isinstance(layers, bool):
+        return frozenset(LAYERS if layers else ())
+    several = isinstance(layers, Collection) and not isinstance(layers, (str, bytes, Mapping))
+    names: Any = layers if several else (layers,)
+    if not all(name in LAYERS for name in names):
+        raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
+    return frozenset(names)
 
 
 def _choose_layers(
@@ -200,16 +206,6 @@ def _set_offload(record: PatchRecord, wanted: bool | float) -> None:
             return
         before.free()  # after the system has refused memory, a new one asks again
     record.offload = None if wanted is False else CheckpointOffload(host_gib=host_gib)
-
-
-def _layer_names(layers: bool | Collection[str]) -> frozenset[str]:
-    if isinstance(layers, bool):
-        return frozenset(LAYERS if layers else ())
-    several = isinstance(layers, Collection) and not isinstance(layers, (str, bytes, Mapping))
-    names: Any = layers if several else (layers,)
-    if not all(name in LAYERS for name in names):
-        raise ValueError(f"layers must be True, False or some of {LAYERS}, got {layers!r}")
-    return frozenset(names)
 
 
 def revert_patch(model: Model) -> Model:

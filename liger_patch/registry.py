@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# the lazy module lists its names here; hasattr() would import each class's modeling file
+EXPORTED = frozenset(vars(transformers)["__all__"])
 DENSE = "rms_norm rotary attention gated"
 
 
@@ -325,31 +327,29 @@ def find(model: PreTrainedModel) -> Architecture:
     Raises ValueError where there is none, or where the class of `model` has a forward of its own.
     """
     row = row_of(model)
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if row is not None and _has_own_forward(model):
-        raise ValueError(
-            f"model is a {type(model).__name__} with config.model_type {model_type!r}, whose "
-            f"forward is not that of Transformers: the row of {row.class_name} in "
-            "liger_patch.registry does not cover it"
-        )
-    if row is not None:
+    if row is not None and not _has_own_forward(model):
         return row
+    why = (
+        "which has no row in liger_patch.registry: docs/models.md and "
+        "liger_patch.registry.available() list all"
+        if row is None
+        else f"whose forward is not that of Transformers: the row of {row.class_name} in "
+        "liger_patch.registry does not cover it"
+    )
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     raise ValueError(
-        f"model is a {type(model).__name__} with config.model_type {model_type!r}, which has no "
-        "row in liger_patch.registry: docs/models.md and liger_patch.registry.available() list all"
+        f"model is a {type(model).__name__} with config.model_type {model_type!r}, {why}"
     )
 
 
 def available() -> list[Architecture]:
     """Return the rows whose class the installed Transformers has."""
-    exported = _exported_names()
-    return [row for row in ARCHITECTURES if row.class_name in exported]
+    return [row for row in ARCHITECTURES if row.class_name in EXPORTED]
 
 
 def missing() -> list[Architecture]:
     """Return the rows whose class the installed Transformers does not have."""
-    exported = _exported_names()
-    return [row for row in ARCHITECTURES if row.class_name not in exported]
+    return [row for row in ARCHITECTURES if row.class_name not in EXPORTED]
 
 
 def _has_own_forward(model: PreTrainedModel) -> bool:
@@ -358,8 +358,3 @@ def _has_own_forward(model: PreTrainedModel) -> bool:
     """
     cls = getattr(type(model), ORIGINAL, type(model))
     return not is_transformers(getattr(cls, "forward", None))
-
-
-def _exported_names() -> frozenset[str]:
-    # The lazy module lists its names here; hasattr() would import each class's modeling file.
-    return frozenset(vars(transformers)["__all__"])
