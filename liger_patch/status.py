@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -98,13 +99,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
             ("last loss", verdict[record.fused]),
             *(() if other is not None else loss_rows(record.settings)),
             ("layers", ", ".join(f"{n} {layer}" for layer, n in counts.items() if n) or "its own"),
-            *_device_rows(target, record),
-            *_base_rows(target),
-            *_shard_rows(target),
-            *(("", f"{n} in PEFT's own forward: {why}") for why, n in not_plain(target).items()),
-            *(("", f"{n} recurrent: {how}") for how, n in ways_of_packed_rows(target).items()),
-            *(("", f"{n} delta_net on {of}'s kernels") for of, n in of_libraries(target).items()),
-            *(("", f"{n} attention with masks: {why}") for why, n in with_masks(target).items()),
+            *(("", note) for note in _layer_notes(target, record)),
             ("checkpoint offload", "off" if record.offload is None else str(record.offload)),
             ("logits held", f"{chunk_mib:g} MiB a chunk"),
             (
@@ -138,33 +133,28 @@ def _architecture_status(record: PatchRecord) -> str:
     return "verified" if record.verified else "not tested"
 
 
-def _device_rows(model: nn.Module, record: PatchRecord) -> tuple[tuple[str, str], ...]:
-    """Return a row where layers wait for another device; see ``checks.is_left_to_model``."""
+def _layer_notes(model: PreTrainedModel, record: PatchRecord) -> Iterator[str]:
+    """Yield what a reader must know of the layers."""
     device = next((each.device.type for each in model.parameters()), "cpu")
-    waits = record.layers is True and device not in checks.DEVICES
-    if not waits or not any(count_layers(model).values()):
-        return ()
-    return (("", f"calls on {device} run the model's own layers: no kernels for this device"),)
-
-
-def _base_rows(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return a row of what ``quantize_base`` holds: where results are not as exact as eager's."""
+    waits = record.layers is True and device not in checks.DEVICES  # see is_left_to_model
+    if waits and any(count_layers(model).values()):
+        yield f"calls on {device} run the model's own layers: no kernels for this device"
     held = [each for each in model.modules() if isinstance(each, Fp8Linear)]
-    if not held:
-        return ()
-    rounded = "weights"
-    if fp8.has_fp8(held[0].qweight.device):
-        rounded += ", and in bf16 activations and gradients, a row at a time"
-    return (("", f"{len(held)} linear in FP8, which rounds {rounded}"),)
-
-
-def _shard_rows(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
-    """Return a row where a plan of Transformers has split the projections over ranks."""
-    ranks = model.tp_size or 1
-    if ranks == 1:
-        return ()
-    why = f"its tensor-parallel plan splits them over {ranks} ranks"
-    return (("", f"projections run Transformers' own code: {why}"),)
+    if held:  # results are not as exact as eager's
+        rounded = "weights"
+        if fp8.has_fp8(held[0].qweight.device):
+            rounded += ", and in bf16 activations and gradients, a row at a time"
+        yield f"{len(held)} linear in FP8, which rounds {rounded}"
+    if (ranks := model.tp_size or 1) > 1:
+        why = f"its tensor-parallel plan splits them over {ranks} ranks"
+        yield f"projections run Transformers' own code: {why}"
+    for counted, words in (
+        (not_plain, "in PEFT's own forward: {}"),
+        (ways_of_packed_rows, "recurrent: {}"),
+        (of_libraries, "delta_net on {}'s kernels"),
+        (with_masks, "attention with masks: {}"),
+    ):
+        yield from (f"{n} {words.format(which)}" for which, n in counted(model).items())
 
 
 def loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
