@@ -137,13 +137,11 @@ class Measurer(Patcher, TrainerCallback):
         self.losses: list[list[Any]] = [[]]  # the last: of the step that runs
         self.ends: list[float] = []
         self.error: str | None = None  # that ended the script
-        self.scaled: Any = None  # by GradScaler: (what goes backward, the loss)
 
     def watch(self) -> None:
         super().watch()
         _wrap(Trainer, "training_step", self._training_step)
         _wrap(torch.Tensor, "backward", self._backward)
-        _wrap(torch.amp.GradScaler, "scale", self._scale)
         register_optimizer_step_post_hook(self._optimizer_step)
 
     def patch(self, model: nn.Module, how: str, trainer: Any = None) -> None:
@@ -196,16 +194,9 @@ class Measurer(Patcher, TrainerCallback):
         self.losses[-1].append(loss.detach().clone())
         return loss
 
-    def _scale(self, scale: Callable, scaler: Any, outputs: Any) -> Any:
-        scaled = scale(scaler, outputs)
-        self.scaled = scaled, outputs
-        return scaled
-
     def _backward(self, backward: Callable, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled, self.scaled = self.scaled, None
         if self.trainer is None and loss.numel() == 1:
-            seen = scaled[1] if scaled is not None and scaled[0] is loss else loss
-            self.losses[-1].append(seen.detach().clone())
+            self.losses[-1].append(loss.detach().clone())
         return backward(loss, *args, **kwargs)
 
     def report(self) -> dict[str, Any]:
