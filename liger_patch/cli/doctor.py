@@ -11,7 +11,7 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -54,8 +54,9 @@ def doctor() -> int:
     print(f"python       {platform.python_version()}, {platform.system()} {platform.machine()}")
     for package, tested in PACKAGES.items():
         print(f"{package:<12} {_version(package, tested)}")
-    for name, value in _variables():
-        print(f"{name}={value}")
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("LIGER_PATCH_") or name in VARIABLES:
+            print(f"{name}={_without_paths(value)}")
     os.environ.pop(flags.RETURN_LOGITS, None)  # printed; what runs without it is tested
     passed = True
     for device in _devices():
@@ -80,12 +81,6 @@ def _version(package: str, tested: str) -> str:
         return "-"
     is_newer = Version(found).release > Version(tested).release
     return f"{found}, newer than the tested {tested}" if is_newer else found
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    for name, value in sorted(os.environ.items()):
-        if name.startswith("LIGER_PATCH_") or name in VARIABLES:
-            yield name, _without_paths(value)
 
 
 def _without_paths(text: str) -> str:
