@@ -112,7 +112,7 @@ def _why_left_to_trl(weight: Tensor) -> str | None:
     return f"the head's weight is a {type(weight).__name__}"
 
 
-def _whole(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+def _whole(tensor: Any, dtype: torch.dtype) -> Any:
     """Return all rows of a ``DTensor``, in the dtype of the hidden states: under FSDP's mixed
     precision it is of another.
     """

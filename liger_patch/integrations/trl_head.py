@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import trl
@@ -45,6 +45,7 @@ from liger_patch.patch.settings import LossSettings, PatchRecord
 SUPPORTED = "trl 1.15 and 1.16"
 LEFT_TO_TRL = "leaves the head to TRL"  # what a warning says of a head that is not fused
 FLAG_READ = "_liger_patch_read"  # attribute of a configuration that a trainer here was given
+OF_HEAD = ("labels", "shift_labels", "num_items_in_batch")  # arguments of a call of TRL's head
 HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")  # of trl's add_fused_lm_head
 
 try:
@@ -118,7 +119,8 @@ def trls_head(model: PreTrainedModel) -> TrlsHead | None:
     outermost = True
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        if {*HEAD_OPTIONS, "original_forward"} <= set(_free_names(function)):
+        code = getattr(function, "__code__", None)
+        if code is not None and {*HEAD_OPTIONS, "original_forward"} <= {*code.co_freevars}:
             free = inspect.getclosurevars(function).nonlocals
             inner = free["original_forward"]
             is_own = getattr(inner, "__func__", None) is type(model).forward
@@ -127,11 +129,6 @@ def trls_head(model: PreTrainedModel) -> TrlsHead | None:
             return TrlsHead(options, outermost and (is_own or is_earlier))
         forward, outermost = getattr(function, "__wrapped__", None), False
     return None
-
-
-def _free_names(function: Any) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return () if code is None else code.co_freevars
 
 
 def check_loss_is_trls(settings: LossSettings) -> None:
@@ -158,6 +155,7 @@ class LogProbsCall:
             ``linear_log_probs``.
     """
 
+    fallback_text: ClassVar[str] = LEFT_TO_TRL
     temperature: float
     cast_lm_head_to_fp32: bool
     outputs: tuple[str, ...]
@@ -166,10 +164,6 @@ class LogProbsCall:
     means_of_all: bool = False
     left_to_trl: str | None = None
     row_weights: Tensor | None = None
-
-    @property
-    def fallback_text(self) -> str:
-        return LEFT_TO_TRL
 
     def handles(self, kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("fused_lm_head"))
@@ -185,7 +179,7 @@ class LogProbsCall:
         assert record is not None
         if LOSS_WEIGHTS in kwargs:
             raise ValueError(f"fused_lm_head=True takes no {LOSS_WEIGHTS}: TRL computes the loss")
-        own = {name: kwargs.get(name) for name in ("labels", "shift_labels", "num_items_in_batch")}
+        own = {name: kwargs.get(name) for name in OF_HEAD}
         if own["labels"] is None and own["shift_labels"] is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
         check_loss_is_trls(record.settings)
@@ -220,11 +214,14 @@ class LogProbsCall:
             if why is not None:
                 record.note(why)
                 return None
-            targets = _targets(own)
+            targets = own["shift_labels"]  # (B, T): what the logits at each position predict
+            if targets is None:
+                targets = next_labels(own["labels"], IGNORE_INDEX)
             used = functools.partial(used_tokens, model, record, targets, IGNORE_INDEX, kwargs)
             used = None if self.means_of_all else used
             with UsedTokens(used, sees_before=has_other_layers(model)):
-                outputs = forward(*args, **_of_other_calls(kwargs))
+                others = {k: v for k, v in kwargs.items() if k not in (*OF_HEAD, "fused_lm_head")}
+                outputs = forward(*args, **others | {"use_cache": False})
         logits: Tensor = outputs.logits
         labels = targets.to(logits.device)
         decision = forward_pass.decide(
@@ -287,18 +284,6 @@ class LogProbsCall:
             config = model.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
-
-
-def _of_other_calls(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those of TRL's head."""
-    of_head = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-    return {**{k: v for k, v in kwargs.items() if k not in of_head}, "use_cache": False}
-
-
-def _targets(own: dict[str, Any]) -> Tensor:
-    """Return (B, T): the label that the logits at each position predict."""
-    shifted = own["shift_labels"]
-    return next_labels(own["labels"], IGNORE_INDEX) if shifted is None else shifted
 
 
 def _has_adapters_on_head(model: PreTrainedModel) -> bool:

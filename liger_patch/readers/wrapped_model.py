@@ -20,16 +20,13 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
         base = base_model(model)
     if not isinstance(base, PreTrainedModel):
-        around = "" if base is model else f" around a {_short(base)}"
+        around = "" if base is model else f" around a {type(base).__name__}"
+        got = repr(model) if isinstance(model, str) else type(model).__name__
         advice = "load it first, with from_pretrained()"
         if isinstance(base, nn.Module):
             advice = "give the model within, and patch it before it is wrapped or compiled"
         raise TypeError(
             "model must be a transformers.PreTrainedModel or a peft.PeftModel around one, got "
-            f"{_short(model)}{around}: {advice}"
+            f"{got}{around}: {advice}"
         )
     return base
-
-
-def _short(value: object) -> str:
-    return repr(value) if isinstance(value, str) else type(value).__name__
