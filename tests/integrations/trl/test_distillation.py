@@ -35,7 +35,6 @@ def make_trainer(
     folder: Path,
     flag: bool | None,
     *,
-    teacher: Any = None,
     adapters: Any = None,
     subclass: dict[str, Any] | None = None,
     **how: Any,
@@ -59,7 +58,7 @@ def make_trainer(
     trainer = type(f"{kind}Trainer", (cls,), subclass) if subclass else cls
     made = trainer(
         model=widened(make_model(model_type)),
-        teacher_model=teacher or widened(make_model("qwen3", seed=1)),
+        teacher_model=widened(make_model("qwen3", seed=1)),
         args=getattr(module, f"{kind}Config")(str(folder), **how),
         train_dataset=samples,
         eval_dataset=samples,
@@ -142,15 +141,6 @@ def test_without_the_flag_or_with_logits_it_is_trls(
     trls_losses.clear()
     assert_same(train(make_trainer(kind, "llama", tmp_path, True)), trls)
     assert trls_losses
-
-
-def test_options_of_both_models_are_kept(tmp_path: Path) -> None:
-    from liger_patch.patch.forward import record_of
-
-    teacher = apply_patch(widened(make_model("qwen3", seed=1)), layers=False, chunk_mib=3)
-    trainer = make_trainer("Distillation", "llama", tmp_path, True, teacher=teacher)
-    records = [record_of(each) for each in (trainer.model, trainer.teacher_model)]
-    assert [(r.layers, r.chunk_mib) for r in records if r] == [(True, None), (False, 3.0)]
 
 
 def test_loss_of_a_subclass_gets_logits(

@@ -12,7 +12,6 @@ from trl_models import (
     DEFAULTS,
     MARKS,
     apply_trl_patch,
-    assert_bitwise,
     assert_fused,
     assert_same,
     lora,
@@ -87,16 +86,16 @@ def test_preferences_are_trained_with_trls_numbers(
     assert ours["1 rewards/chosen"].any() == (trainer.ref_model is not None)
 
 
-def flagged_dpo(folder: Path, flag: bool, prepare: Any = None) -> Any:
+def flagged_dpo(folder: Path, prepare: Any) -> Any:
     from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
 
     models = [make_model("gemma2", seed=seed) for seed in (0, 1)]
-    for model in models if prepare else ():
+    for model in models:
         prepare(model)
     return DPOTrainer(
         models[0],
         models[1],
-        DPOConfig(str(folder), **DEFAULTS, use_liger_patch=flag),
+        DPOConfig(str(folder), **DEFAULTS, use_liger_patch=True),
         train_dataset=preferences(),
         eval_dataset=preferences(),
         processing_class=tiny_tokenizer(),
@@ -104,9 +103,7 @@ def flagged_dpo(folder: Path, flag: bool, prepare: Any = None) -> Any:
 
 
 def test_the_flag_patches_policy_and_reference_with_their_options(tmp_path: Path) -> None:
-    trainer = flagged_dpo(
-        tmp_path, True, lambda model: apply_patch(model, layers=False, chunk_mib=3.0)
-    )
+    trainer = flagged_dpo(tmp_path, lambda each: apply_patch(each, layers=False, chunk_mib=3.0))
     with trls_calls() as calls:
         trainer.train()
     assert calls == []
@@ -115,21 +112,4 @@ def test_the_flag_patches_policy_and_reference_with_their_options(tmp_path: Path
         assert "3 MiB a chunk" in str(patch_status(model))
         assert count_layers(model)["rms_norm"] == 0
     with pytest.raises(ValueError, match=r"z_loss.*no part in TRL's loss.*trainer's configuration"):
-        flagged_dpo(tmp_path, True, lambda model: apply_patch(model, z_loss=0.1))
-
-
-def test_without_the_flag_it_is_trls(tmp_path: Path) -> None:
-    import trl
-
-    ours = flagged_dpo(tmp_path, False)
-    theirs = trl.DPOTrainer(
-        make_model("gemma2"),
-        make_model("gemma2", seed=1),
-        trl.DPOConfig(str(tmp_path), **DEFAULTS),
-        train_dataset=preferences(),
-        eval_dataset=preferences(),
-        processing_class=tiny_tokenizer(),
-    )
-    assert_bitwise(train(ours), train(theirs))
-    assert not patch_status(ours.model).patched
-    assert not patch_status(ours.ref_model).patched
+        flagged_dpo(tmp_path, lambda each: apply_patch(each, z_loss=0.1))

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
     MARKS,
-    ROWS,
     apply_trl_patch,
     assert_bitwise,
     assert_fused,
@@ -130,17 +129,3 @@ def test_a_copy_computes_with_its_own_weights(labels: bool) -> None:
     trls = with_head(make_model("gemma2"))
     trls.load_state_dict(copied.state_dict())
     assert_bitwise(call(copied, batch), call(trls, batch))
-
-
-def test_what_is_saved_is_trls(tmp_path: Path) -> None:
-    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    own_class = getattr(transformers, ROWS["gemma2"].class_name)
-    loaded = own_class.from_pretrained(tmp_path / "saved")
-    assert type(loaded) is own_class
-    assert loaded.config.architectures == [own_class.__name__]
-    assert not patch_status(loaded).patched
-    expected = trainer.model.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
