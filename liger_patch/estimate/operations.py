@@ -21,8 +21,10 @@ from liger_patch.kernels.chunk_sizes import (
     SLICE_BYTES,
     longest_at_once,
 )
+from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.segments import Segments
-from liger_patch.layers.long_rows import is_checkpointed
+from liger_patch.layers.long_rows import is_checkpointed, source_of
+from liger_patch.layers.lora import Dtypes
 
 PRODUCTS = (
     functional.linear,
@@ -80,8 +82,21 @@ class GpuOperations(TorchFunctionMode):
         return self._copies[id(value)]
 
     def tokens_of_slice(self, x: Tensor, size: int, _: torch.dtype) -> int | None:
-        """Return what ``layers/long_rows`` does on a GPU."""
-        return sliced_rows(x, size, self.autocast or x.dtype) if self.slices else None
+        """Return what ``layers/long_rows`` does on a GPU, with one size in rows of any length."""
+        itemsize = (self.autocast or x.dtype).itemsize
+        is_short = x.numel() // x.shape[-1] <= longest_at_once(size, itemsize)
+        if not self.slices or is_short or not is_checkpointed():
+            return None
+        rows = SLICE_BYTES // (GATED_TENSORS * size * itemsize)
+        return max(1, rows - (rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0))
+
+    def source_of(self, x: Tensor) -> NormInputs | None:
+        """Return the input that a norm's result is computed again from, where rows are long."""
+        return source_of(x) if self.slices else None
+
+    def _dtypes_of(self, x: Tensor) -> Dtypes:
+        """Return the dtypes of a call on x."""
+        return Dtypes(x.dtype, self.autocast or x.dtype, self.autocast is not None)
 
     def segment_attention(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
@@ -204,17 +219,3 @@ def activate_backward(
 def first_slices(_: Tensor, tokens: int) -> list[tuple[int, int]]:
     """Return two slices, which need as much as all: rows of any length allocate the same pieces."""
     return [(0, tokens), (tokens, 2 * tokens)]
-
-
-def sliced_rows(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
-    """Return in slices of how many tokens a feed-forward layer of x (..., H) runs, None for all at
-    once.
-
-    Args:
-        size: the intermediate size.
-        dtype: of the products.
-    """
-    if x.numel() // x.shape[-1] <= longest_at_once(size, dtype.itemsize) or not is_checkpointed():
-        return None
-    rows = SLICE_BYTES // (GATED_TENSORS * size * dtype.itemsize)
-    return max(1, rows - (rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0))

@@ -22,7 +22,6 @@ from liger_patch.estimate.operations import (
     activate,
     activate_backward,
     first_slices,
-    sliced_rows,
 )
 from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.kernels import experts as kernels_of_experts
@@ -31,16 +30,12 @@ from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summe
 from liger_patch.kernels.head.chunked import ALIGNED_V
 from liger_patch.kernels.head.inputs import MIB, default_chunk_mib
 from liger_patch.kernels.lora import mlp as lora_mlp
-from liger_patch.kernels.lora.linears import run_lora_linears
-from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.segments import Segments
-from liger_patch.layers import experts, masked_attention, masks, mlp
-from liger_patch.layers.checks import layers_of
-from liger_patch.layers.long_rows import source_of
-from liger_patch.layers.quantized_base import Fp8Linear
+from liger_patch.layers import experts, lora, masked_attention, masks, mlp
 from liger_patch.layers.replace import replace_layers
 from liger_patch.patch import offload as checkpoints
 from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
+from liger_patch.readers.quantized_weights import reader_of
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
 GET_AUTOCAST_DTYPE = torch.get_autocast_dtype
@@ -203,12 +198,25 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     return AUTOCAST(device_type, *arguments, **options)
 
 
+class QuantizedReader:
+    """A reader of ``quantized_weights`` for a ``QuantizedLinear``."""
+
+    @staticmethod
+    def read(layer: nn.Linear, dtype: torch.dtype) -> Unpacked:
+        return Unpacked(layer.weight, dtype)
+
+
+def _reader_of(layer: nn.Module) -> Any:
+    return QuantizedReader if isinstance(layer, QuantizedLinear) else reader_of(layer)
+
+
 # What runs in the place of functions that need a GPU or values: module, name, what stands in.
 STAND_INS: list[tuple[Any, str, Any]] = [
     (gated_mlp, "slices_of", first_slices),
     (kernels_of_experts, "slices_of", first_slices),
     (lora_mlp, "activate", activate),
     (lora_mlp, "activate_backward", activate_backward),
+    (lora, "reader_of", _reader_of),
     # with torch 2.6, these questions about the meta device are errors
     (torch, "is_autocast_enabled", _is_autocast_enabled),
     (torch, "get_autocast_dtype", _get_autocast_dtype),
@@ -224,6 +232,9 @@ STAND_INS: list[tuple[Any, str, Any]] = [
     ),
 ]
 OF_GPU = [  # functions that methods of GpuOperations of the same name stand in for
+    (lora, "_dtypes_of"),
+    (lora, "source_of"),
+    (lora, "tokens_of_slice"),
     (mlp, "tokens_of_slice"),
     (mlp, "autocast_dtype"),
     (experts, "tokens_of_slice"),
@@ -290,54 +301,12 @@ def chunk_bytes(weight: Tensor, step: TrainingStep) -> int:
 def set_layers(model: Any, step: TrainingStep, contender: Contender) -> None:
     """Give the layers the forwards of the contender."""
     if contender.layers:
-        replace_layers(model, contender.layers - {"lora"})
-    on_kernels = "lora" in contender.layers and step.lora_rank
-    dtype = step.autocast or step.dtype
-    plain = step.autocast is not None or step.adapter_dtype == step.dtype
-    how = dtype, contender.slices
-    for module in list(model.modules()):
-        if on_kernels and plain and _is_gated(module):
-            module.forward = functools.partial(_lora_feed_forward, module, *how)
-        if _is_lora(module):
-            if on_kernels and plain:
-                module.forward = functools.partial(_lora_linear, module, *how)
-            elif isinstance(module.base_layer, QuantizedLinear):
-                module.forward = functools.partial(_lora_on_quantized, module, step)
-
-
-def _is_lora(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)  # pyright: ignore
-
-
-def _is_gated(module: Any) -> bool:
-    names = "gate_proj", "up_proj", "down_proj"
-    return "gated" in layers_of(module) and all(
-        _is_lora(getattr(module, name, nn.Identity())) for name in names
-    )
-
-
-def _projection(layer: Any, dtype: torch.dtype) -> LoraProjection:
-    """Return a layer's projection without dropout, which the kernels compute of a seed."""
-    base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-    if isinstance(base, Fp8Linear):
-        weight: Any = base.held(dtype)
-    else:
-        is_quantized = isinstance(base, QuantizedLinear)
-        weight = Unpacked(base.weight, dtype) if is_quantized else base.weight
-    return LoraProjection(weight, base.bias, a.weight, b.weight, layer.scaling["default"])
-
-
-def _lora_linear(layer: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
-    source = source_of(x) if slices else None
-    (y,) = run_lora_linears(x, [_projection(layer, dtype)], dtype, source)
-    return y
-
-
-def _lora_feed_forward(module: Any, dtype: torch.dtype, slices: bool, x: Tensor) -> Tensor:
-    layers = module.gate_proj, module.up_proj, module.down_proj
-    gate, up, down = (_projection(each, dtype) for each in layers)
-    rows = sliced_rows(x, len(down.a[0]), dtype) if slices else None
-    return gated_mlp.run_gated_mlp(x, gate, up, down, dtype, "silu", rows)
+        replace_layers(model, contender.layers)
+    if "lora" in contender.layers and (step.autocast or step.adapter_dtype == step.dtype):
+        return
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), QuantizedLinear):
+            module.forward = functools.partial(_lora_on_quantized, module, step)
 
 
 def _lora_on_quantized(layer: Any, step: TrainingStep, x: Tensor) -> Tensor:
