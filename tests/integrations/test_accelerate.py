@@ -21,7 +21,6 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate.hooks import (  # noqa: E402
     AlignDevicesHook,
-    LayerwiseCastingHook,
     add_hook_to_module,
     remove_hook_from_module,
 )
@@ -210,23 +209,6 @@ def test_a_dispatched_model_is_fused_and_trains_as_eager(
     # a weight that is offloaded has no gradient, patched or not
     truth = {name: None if value is None else truth[name] for name, value in results[""].items()}
     assert_no_worse(results[when], results[""], truth, torch.float32)
-
-
-def test_a_head_that_is_cast_for_its_call_alone_falls_back() -> None:
-    results = []
-    for patch in (False, True):
-        model = make_model()
-        model.lm_head.weight.requires_grad_(False)
-        stored = LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False)
-        add_hook_to_module(model.lm_head, stored)
-        if patch:
-            apply_patch(model)
-            with pytest.warns(UserWarning, match="Linear. computes its logits itself"):
-                results.append(step(model, tiny_batch(model)))
-        else:
-            results.append(step(model, tiny_batch(model)))
-        assert model.lm_head.weight.dtype == torch.bfloat16
-    torch.testing.assert_close(results[1], results[0])
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -160,17 +160,11 @@ def with_state_of_the_layer(head: nn.Module) -> nn.Module:
     return head
 
 
-def with_hook(head: nn.Module) -> nn.Module:
-    head.register_forward_hook(lambda *_: None)  # the caller's business
-    return head
-
-
 READABLE: dict[str, Callable[[str], nn.Module]] = {
     "many nested blocks": lambda d: linear_4bit(509, 328, device=d),  # 10.2 of 256 scales
     "stored as bfloat16": lambda d: linear_4bit(131, 72, device=d, quant_storage=torch.bfloat16),
     "stored as float32": lambda d: linear_4bit(131, 72, device=d, quant_storage=torch.float32),
     "state of the layer": lambda d: linear_4bit(131, 72, device=d),
-    "hook": lambda d: with_hook(linear_4bit(131, 72, device=d)),
     "subclass without a forward": lambda d: bnb.nn.LinearNF4(
         72, 131, bias=False, compute_dtype=torch.bfloat16
     ).to(d),
@@ -265,8 +259,6 @@ def with_rows_lost(head: nn.Module) -> nn.Module:
 
 
 UNREADABLE = {
-    "no layer of bitsandbytes": lambda: nn.Linear(72, 131),
-    "no linear layer": lambda: nn.LayerNorm(72),
     "not quantized yet, 4 bits": lambda: bnb.nn.Linear4bit(72, 131),
     "not quantized yet, 8 bits": lambda: bnb.nn.Linear8bitLt(72, 131, has_fp16_weights=False),
     "8 bits only for products": lambda: bnb.nn.Linear8bitLt(72, 131).to("cpu"),

@@ -28,8 +28,7 @@ from trl_models import (
 )
 
 from liger_patch import registry
-from liger_patch.layers import masked_attention, unpadded
-from liger_patch.patch.forward import record_of
+from liger_patch.layers import unpadded
 
 pytestmark = MARKS
 
@@ -77,44 +76,6 @@ def test_a_call_gives_trls_outputs_and_gradients(
     )
     for name, value in trls.items():
         assert getattr(ours[name], "dtype", None) == getattr(value, "dtype", None), name
-
-
-@pytest.mark.filterwarnings("ignore:liger_patch has no test of LlamaForCausalLM")
-@pytest.mark.parametrize(
-    ("model_type", "tested"), [("llama", True), ("llama", False), ("qwen3_moe", True)]
-)
-def test_padding_needs_no_mask(
-    model_type: str, tested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But in the loss of a router, and of architectures that are not tested. On a CPU, attention is
-    told that flash attention serves it.
-    """
-    masks = []
-    own = torch.nn.functional.scaled_dot_product_attention
-
-    def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
-        masks.append(attn_mask is not None)
-        return own(*states, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    monkeypatch.setattr(masked_attention, "SDPA", counted)
-    monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
-    model = with_head(widened(make_model(model_type)), OUTPUTS)
-    batch = tiny_batch(model)
-    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    batch["attention_mask"][0, -2:] = 0
-    batch["labels"][0, -2:] = -100
-    trls = call(model, batch)
-    assert masks == [True, True]
-    masks.clear()
-    apply_trl_patch(model)
-    record = record_of(model)
-    assert record is not None
-    record.tested = tested
-    ours = call(model, batch)
-    assert_fused(model)
-    assert masks == [not tested or model_type != "llama"] * 2
-    assert_same(ours, trls)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
