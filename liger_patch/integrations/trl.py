@@ -146,8 +146,8 @@ def apply_trl_patch(
         record = record_of(target)
         assert record is not None
         record.replaced_forward = vars(target).pop("forward", record.replaced_forward)
-        record.passes_through = head.passes_through
-        record.fused_head_call = LogProbsCall(**head.options, same_gradient=same_gradient)
+        head_options, record.passes_through = head
+        record.fused_head_call = LogProbsCall(**head_options, same_gradient=same_gradient)
     elif isinstance(record.fused_head_call, LogProbsCall) and head is None:
         record.fused_head_call.same_gradient = same_gradient
         apply_patch(target, **options)

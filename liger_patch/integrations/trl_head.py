@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import trl
@@ -99,22 +99,14 @@ def is_flagged(args: Any) -> bool:
     return flag
 
 
-class TrlsHead(NamedTuple):
-    """What TRL has made of a model's ``forward``.
+def trls_head(model: PreTrainedModel) -> tuple[dict[str, Any], bool] | None:
+    """Return what TRL has made of a model's own ``forward``, by its variables, or None.
 
-    Attributes:
-        options: the options of TRL's ``add_fused_lm_head``, by name.
-        passes_through: whether other calls may leave out TRL's wrapper. What the wrapper calls may
-            be wrong: the forward of the model that it was made for, which may have been copied
-            since, or wrappers of an earlier patch.
+    Returns:
+        the options of TRL's ``add_fused_lm_head``, by name; and whether other calls may leave out
+        TRL's wrapper. What it calls may be wrong: the forward of the model that it was made for,
+        which may have been copied since, or wrappers of an earlier patch.
     """
-
-    options: dict[str, Any]
-    passes_through: bool
-
-
-def trls_head(model: PreTrainedModel) -> TrlsHead | None:
-    """Return what TRL has added, by the variables of the model's own ``forward``, or None."""
     forward: Any = vars(model).get("forward")
     outermost = True
     while forward is not None:
@@ -126,7 +118,7 @@ def trls_head(model: PreTrainedModel) -> TrlsHead | None:
             is_own = getattr(inner, "__func__", None) is type(model).forward
             is_earlier = leads_to_patch(inner, patched_class(type(model)))
             options = {name: free[name] for name in HEAD_OPTIONS}
-            return TrlsHead(options, outermost and (is_own or is_earlier))
+            return options, outermost and (is_own or is_earlier)
         forward, outermost = getattr(function, "__wrapped__", None), False
     return None
 
