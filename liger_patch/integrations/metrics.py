@@ -1,17 +1,9 @@
-"""Metrics of an evaluation by Transformers' Trainer, without logits.
+"""Metrics of an evaluation by Transformers' Trainer, without logits: it takes both functions, and
+gives ``eval_accuracy``, ``eval_perplexity`` and ``eval_entropy`` of the supervised tokens.
 
-    from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
-    Trainer(
-        model=apply_patch(model),
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        ...
-    ).evaluate()
-
-gives ``eval_accuracy``, ``eval_perplexity`` and ``eval_entropy`` of the supervised tokens. Trainer
-would keep the logits of the whole evaluation for them; here it keeps three numbers of each token,
-which ``linear_log_probs`` computes from the hidden states. B: sequences, T: tokens of each, V:
-vocabulary.
+Trainer would keep the logits of the whole evaluation for them; here it keeps three numbers of each
+token, which ``linear_log_probs`` computes from the hidden states. B: sequences, T: tokens of each,
+V: vocabulary.
 """
 
 from __future__ import annotations

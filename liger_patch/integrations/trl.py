@@ -7,9 +7,6 @@ trainer's losses and metrics, stay TRL's.
 
     from liger_patch.integrations.trl import SFTConfig, SFTTrainer
     SFTTrainer(model, args=SFTConfig(use_liger_patch=True, ...), ...)
-
-    trainer = trl.DPOTrainer(...)           # KTO, GRPO, RLOO too; with a flag: trl_trainers
-    apply_trl_patch(trainer.model)          # and trainer.ref_model, where there is one
 """
 
 from __future__ import annotations
