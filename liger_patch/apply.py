@@ -43,7 +43,6 @@ def apply_patch(
     z_loss: float = 0.0,
     chunk_mib: float | None = None,
     reduction: str = "mean",
-    loss_average: str = "token",
     layers: bool | Collection[str] = True,
     checkpoint_offload: bool | float = False,
     strict: bool = False,
@@ -70,9 +69,6 @@ def apply_patch(
             environment variable LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens, where the call brings no
             ``num_items_in_batch``.
-        loss_average: "token" for the mean over all supervised tokens; "sequence" for the mean of
-            each sequence's own mean, whether rows hold one sequence or several. Over several
-            forward passes (gradient accumulation), calls then bring ``num_sequences_in_batch``.
         layers: which layers run on kernels too: True for all that have one, False for none, or
             some of "rms_norm", "rotary", "attention", "gated", "experts", "recurrent", "delta_net"
             and "lora". These run in calls without labels too. LoRA adapters may be added later:
@@ -96,7 +92,7 @@ def apply_patch(
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     flags.warn_of_unknown()
-    settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction, loss_average)
+    settings = LossSettings(label_smoothing, z_loss, chunk_mib, reduction)
     names = checked_layers(layers, checkpoint_offload)
     asked = layers if isinstance(layers, bool) else names
     target = transformers_model(model)

@@ -163,5 +163,4 @@ def loss_rows(settings: LossSettings) -> tuple[tuple[str, str], ...]:
         ("label smoothing", f"{settings.label_smoothing:g}"),
         ("z-loss", f"{settings.z_loss:g}"),
         ("reduction", f"{settings.reduction}, or sum / num_items_in_batch where the call has that"),
-        ("loss average", settings.loss_average),
     )

@@ -11,9 +11,8 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from training_step import call, joined, step, widened
-from untested_classes import NOTICE
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
@@ -125,39 +124,6 @@ def test_options_that_cannot_reach_a_loss_of_ones_own_are_an_error(model: Any) -
     apply_patch(model, label_smoothing=0.1)
     with pytest.raises(ValueError, match=r"label_smoothing=0.1.* cannot reach the loss"):
         call(model, tiny_batch(model))
-
-
-def test_a_mean_of_sequences_that_cannot_reach_a_models_own_loss_is_an_error() -> None:
-    """Qwen 2-Audio's, of tokens alone; smoothing reaches it."""
-    row = next(row for row in registry.available() if row.model_type == "qwen2_audio")
-    model = apply_patch(tiny_model(row), loss_average="sequence", label_smoothing=0.1)
-    with pytest.raises(ValueError, match=r"^loss_average='sequence' cannot reach the loss"):
-        model(**tiny_batch(model))
-    apply_patch(model, label_smoothing=0.1)
-    model(**tiny_batch(model))
-    assert patch_status(model).fused
-
-
-def test_a_mean_of_sequences_may_stand_beside_another_cross_entropy(model: Any) -> None:
-    original = type(model)
-
-    class WithAuxiliaryLoss(original):
-        def forward(self, **inputs: Any) -> Any:
-            outputs = original.forward(self, **inputs)
-            tokens = outputs.logits.flatten(0, 1)
-            outputs.loss = outputs.loss + nn.functional.cross_entropy(
-                tokens, inputs["input_ids"].flatten()
-            )
-            return outputs
-
-    model.__class__ = WithAuxiliaryLoss
-    batch = {name: value[:1] for name, value in tiny_batch(model).items()}  # one sequence
-    expected = step(model, batch)
-    with pytest.warns(UserWarning, match=NOTICE):
-        ours = step(apply_patch(model, loss_average="sequence"), batch)
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value)
 
 
 @pytest.mark.parametrize(("flag", "chunks"), [(None, 1), ("0.0005", 7), ("1000", 1)])

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +53,6 @@ from liger_patch.patch.packing import (
     has_other_layers,
     leaking_labels,
     look_at_packing,
-    sequence_starts,
-    take_num_sequences,
 )
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
 from liger_patch.patch.verify import compare_losses
@@ -67,20 +65,6 @@ RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 WHY_REAL = "_liger_patch_why"  # attribute of real logits of a call in deferred_logits(): why
 _defers: ContextVar[bool] = ContextVar("defers", default=False)  # in deferred_logits()
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
-
-
-class Added(NamedTuple):
-    """What this package knows of a call beside the arguments of the model's forward.
-
-    Attributes:
-        num_sequences, loss_weights: arguments of ours.
-        starts, leaks: ``sequence_starts`` and ``leaking_labels`` of its rows.
-    """
-
-    num_sequences: Tensor | int | None = None
-    loss_weights: Tensor | None = None  # (B, T)
-    starts: Tensor | None = None  # (B, T)
-    leaks: Tensor | None = None  # (B, T)
 
 
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
@@ -114,8 +98,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return fused_head_call(self, inner, args, kwargs)
         if record is None:
             return inner(*args, **kwargs)
-        number = take_num_sequences(kwargs, record.settings.loss_average)
-        added = Added(number, take_weights(kwargs))
+        weights = take_weights(kwargs)
         named = named_arguments(args, kwargs)
         if named.get("labels") is None:
             if not is_traced() and _defers.get():
@@ -125,7 +108,7 @@ def patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             if self.training and torch.is_grad_enabled():
                 note_loss_outside(record, outputs)
             return outputs
-        return _forward_with_loss(self, record, inner, args, kwargs, named, added, compiled)
+        return _forward_with_loss(self, record, inner, args, kwargs, named, weights, compiled)
 
     def patched_forward(self, *args, **kwargs):
         record = vars(self).get(RECORD)
@@ -236,7 +219,7 @@ def _forward_with_loss(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],
-    added: Added,
+    weights: Tensor | None,  # (B, T)
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
 ) -> Any:
     """Run the model's forward with deferred logits.
@@ -245,37 +228,26 @@ def _forward_with_loss(
         named: all arguments by their names.
         compiled: see ``between_graphs``; None outside of it.
     """
-    if added.loss_weights is not None and record.settings.loss_average != "token":
-        raise ValueError(
-            f"{LOSS_WEIGHTS} weigh tokens, but apply_patch was given "
-            f"loss_average={record.settings.loss_average!r}"
-        )
     return_logits = flags.return_logits()
     labels = named["labels"]
     is_first = record.fused is None and isinstance(labels, Tensor) and not is_traced()
     if is_first and labels.device.type in COMPILES_ON:
         LOG.info("first call with labels: Triton compiles its kernels, or reads those of its cache")
-    if not record.tested and _is_to_be_compared(model, record, named["labels"], return_logits):
+    if not record.tested and _is_to_be_compared(model, record, labels, return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _deferred_forward(model, trial, inner, args, kwargs, {}, Added(), None)
+            return _deferred_forward(model, trial, inner, args, kwargs, {}, None, None, None)
 
         compare_losses(model, record, forward, args, kwargs)
     inner = inner if compiled is None else compiled(inner)
-    starts, labels = None, named["labels"]
     # shift_labels are predicted as they are; of a split sequence, position ids say nothing
-    is_shifted = named.get("shift_labels") is not None
-    is_plain = is_shifted and record.settings.loss_average == "token"
-    is_changed = record.settings.changed or added.loss_weights is not None
-    is_transformers_loss = return_logits is True and not is_changed
-    if not (is_transformers_loss or is_plain) and isinstance(labels, Tensor):
-        starts = sequence_starts(labels.shape, named)
-    ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
+    is_shifted, is_weighted = named.get("shift_labels") is not None, weights is not None
+    is_transformers_loss = return_logits is True and not (record.settings.changed or is_weighted)
     leaks = None
-    if starts is not None and not is_shifted:
-        leaks = leaking_labels(labels, starts, named.get("input_ids"))
+    if not (is_transformers_loss or is_shifted) and isinstance(labels, Tensor):
+        leaks = leaking_labels(labels, named)
+    ignore_index = named.get("ignore_index", IGNORE_INDEX)  # an option of Transformers' loss
     if record.tested and named.get("position_ids") is not None:
-        is_weighted = added.loss_weights is not None
         look_at_packing(model, record, None if is_weighted else leaks, ignore_index, named)
     # models that are not tested may not shift their labels: see causal_lm_loss
     if leaks is not None and record.tested:
@@ -287,8 +259,9 @@ def _forward_with_loss(
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    added = added._replace(starts=starts, leaks=leaks)
-    return _deferred_forward(model, record, inner, args, kwargs, named, added, return_logits)
+    return _deferred_forward(
+        model, record, inner, args, kwargs, named, weights, leaks, return_logits
+    )
 
 
 def _deferred_forward(
@@ -298,7 +271,8 @@ def _deferred_forward(
     args: tuple,
     kwargs: dict[str, Any],
     named: dict[str, Any],  # all arguments by their names; {} where the loss is not to expect any
-    added: Added,
+    weights: Tensor | None,  # (B, T)
+    leaks: Tensor | None,  # (B, T)
     return_logits: bool | None,
 ) -> Any:
     """Run the model's forward with deferred logits and the loss of this package."""
@@ -308,12 +282,11 @@ def _deferred_forward(
         is_transformers_loss = model.loss_function is ForCausalLMLoss and not other
         with ExitStack() as stack:
             forward_pass = defer_logits(stack, model, record, return_logits, other)
-            forward_pass.starts, forward_pass.leaks = added.starts, added.leaks
-            forward_pass.num_sequences = added.num_sequences
-            if added.loss_weights is not None:
+            forward_pass.leaks = leaks
+            if weights is not None:
                 shifted = named.get("shift_labels") is not None
                 labels = named["shift_labels" if shifted else "labels"]
-                forward_pass.loss_weights = LabelWeights(added.loss_weights, labels, shifted)
+                forward_pass.loss_weights = LabelWeights(weights, labels, shifted)
             if runs_own and forward_pass.head is not None:
                 _read_logits(stack, forward_pass.head)
             elif is_transformers_loss:

@@ -18,13 +18,11 @@ from liger_patch.deferred.fuse import Decision, HeadProduct, fused_loss, read_re
 from liger_patch.deferred.gradients import prepare_backward
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import DistributedLogits
-from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.fallback import description
 from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, LabelWeights, flat_targets
-from liger_patch.patch.packing import average_of_sequences
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 from liger_patch.patch.verify import why_distrusted
 
@@ -40,9 +38,7 @@ class ForwardPass:
         head: the output embedding.
         unfused: why the logits of this forward pass are not deferred, None where they are.
         widens: whether the head computes in a wider dtype.
-        starts: (B, T) bool, True where a sequence begins; None where each row is one sequence.
         leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
-        num_sequences: the number of sequences in the whole step; None to count those of this call.
         loss_weights: those of the labels; None where all tokens weigh the same.
         done: whether a method of this class has computed the loss.
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
@@ -58,9 +54,7 @@ class ForwardPass:
     head: nn.Module | None
     unfused: str | None = None
     widens: bool = False
-    starts: Tensor | None = None
     leaks: Tensor | None = None
-    num_sequences: Tensor | int | None = None
     loss_weights: LabelWeights | None = None
     done: bool = False
     is_causal: bool = False
@@ -165,16 +159,6 @@ class ForwardPass:
         if self.loss_weights is not None:
             token_weight = self.loss_weights.of_targets(given, ignore_index, shifted=shifted)
             token_weight = token_weight.to(logits.device).reshape(-1)
-        if settings.loss_average == "sequence":
-            supervised = flat.view(given.shape).to(logits.device) != ignore_index
-            token_weight, num_items_in_batch = average_of_sequences(
-                self.starts,
-                supervised,
-                accumulation_dtype(logits.dtype),
-                num_sequences=self.num_sequences,
-                num_tokens=num_items_in_batch,
-                reduction=settings.reduction,
-            )
         reduction = "mean" if num_items_in_batch is not None else settings.reduction
         return self._loss(
             logits,
@@ -270,9 +254,7 @@ class ForwardPass:
         these options of its own; None if all can.
         """
         settings = self.record.settings
-        if settings.loss_average != "token":  # the sequences of the tokens are not known there
-            return f"loss_average={settings.loss_average!r}"
-        if self.loss_weights is not None:  # nor their places in the labels
+        if self.loss_weights is not None:  # the places of the labels are not known there
             return LOSS_WEIGHTS
         if label_smoothing and settings.label_smoothing not in (0.0, label_smoothing):
             return f"label_smoothing={settings.label_smoothing:g}"

@@ -1,6 +1,6 @@
-"""Rows that hold several sequences: where each begins, what each token weighs in a mean of the
-sequences' means, what recurrent layers are told, and warnings of packed rows that the model or the
-caller does not take for what they are. B: rows, T: tokens of a row, N: B * T.
+"""Rows that hold several sequences: where each begins, what recurrent layers are told, and warnings
+of packed rows that the model or the caller does not take for what they are. B: rows, T: tokens of a
+row.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from liger_patch.patch.settings import PatchRecord
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 IN_PATCHES = ("blt",)  # model types whose bytes see the patch before them, padding or not
 IGNORE_INDEX = -100  # of Transformers' and TRL's collators
-NUM_SEQUENCES = "num_sequences_in_batch"  # an argument of ours: in all calls of a step
 
 
 def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -80,14 +78,18 @@ def sequence_starts(shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor |
     return starts
 
 
-def leaking_labels(labels: Tensor, starts: Tensor, input_ids: object) -> Tensor:
+def leaking_labels(labels: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
     """Return (B, T) bool, True for labels that the last token of another sequence would predict:
-    those of the first token of each sequence behind another in its row.
+    those of the first token of each sequence behind another in its row. None where no argument says
+    that rows hold several.
 
     A label that is not the token in its place is the user's own, as the ``separator_id`` of
     Transformers' ``DataCollatorWithFlattening`` is: that last token is to predict it.
     """
-    leaks = starts.to(labels.device, copy=True)
+    starts, input_ids = sequence_starts(labels.shape, arguments), arguments.get("input_ids")
+    if starts is None:
+        return None
+    leaks = starts.to(labels.device)
     leaks[:, :1] = False
     if isinstance(input_ids, Tensor) and input_ids.shape == labels.shape:
         leaks &= labels == input_ids.to(labels.device)
@@ -99,89 +101,6 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
     targets = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
     targets[..., :-1] = labels[..., 1:]
     return targets
-
-
-def sequence_weights(
-    starts: Tensor | None,  # (B, T) of sequence_starts; None: each row is a sequence
-    supervised: Tensor,  # (B, T) whether a token has a label to predict
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return the weight of each token in the sum of the sequences' means, (N,), and the number of
-    sequences that have a supervised token, ().
-    """
-    if starts is None:
-        starts = torch.zeros_like(supervised)
-        starts[..., :1] = True
-    sequence = starts.to(supervised.device).flatten().cumsum(0) - 1
-    flat = supervised.flatten().to(torch.int64)
-    counts = torch.zeros_like(sequence).index_add_(0, sequence, flat)
-    weights = flat / counts.clamp(min=1).to(dtype)[sequence]
-    return weights, (counts > 0).sum()
-
-
-def average_of_sequences(
-    starts: Tensor | None,  # (B, T) of sequence_starts; None: each row is a sequence
-    supervised: Tensor,  # (B, T) whether a token has a label to predict
-    dtype: torch.dtype,
-    *,
-    num_sequences: Tensor | int | None,  # in all calls of a step; None to count those of this call
-    num_tokens: Tensor | int | None,  # num_items_in_batch of the call
-    reduction: str,  # "mean" or "sum" of the sequences' means
-) -> tuple[Tensor, Tensor | int | None]:
-    """Return the weight of each token in the sum of the sequences' means, (N,), and what that sum
-    is divided by; None for a plain sum.
-
-    Raises:
-        ValueError: this process has only parts of sequences; or tokens of a step were counted, and
-            not sequences.
-    """
-    split = why_sequences_are_split()
-    if split is not None:
-        raise ValueError(f'loss_average="sequence" needs whole sequences, got {split}')
-    weights, count = sequence_weights(starts, supervised, dtype)
-    if num_sequences is not None:
-        return weights, num_sequences
-    if num_tokens is not None:
-        raise ValueError(
-            "num_items_in_batch counts tokens, but apply_patch was given "
-            'loss_average="sequence". Pass num_sequences_in_batch too: the number of sequences '
-            "in all forward passes of the step. Transformers' Trainer does not count these"
-        )
-    return weights, None if reduction == "sum" else count
-
-
-def take_num_sequences(arguments: dict[str, Any], loss_average: str) -> Tensor | int | None:
-    """Remove the number of sequences in a whole step from the arguments of a call, and return it;
-    None without.
-
-    Raises:
-        ValueError: it is no whole number, or ``loss_average`` is not "sequence".
-    """
-    number = arguments.pop(NUM_SEQUENCES, None)
-    if number is not None and loss_average != "sequence":
-        raise ValueError(
-            f"{NUM_SEQUENCES} is for means of sequences, but apply_patch was given "
-            f"loss_average={loss_average!r}"
-        )
-    if isinstance(number, Tensor):
-        # mixed precision would round one that is floating point
-        is_whole = not (number.is_floating_point() or number.is_complex())
-        if number.numel() != 1 or not is_whole or number.dtype == torch.bool:
-            raise ValueError(
-                f"{NUM_SEQUENCES} must be one whole number, got {number.dtype} "
-                f"{tuple(number.shape)}"
-            )
-        # on a GPU, the host would have to wait for the number; 0 is a step without a label
-        known = number.device.type == "cpu" and not torch.compiler.is_compiling()
-        if known and number < 0:
-            raise ValueError(f"{NUM_SEQUENCES} must not be negative, got {number!r}")
-        return number
-    if number is None:
-        return None
-    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
-    if not is_whole or number <= 0:
-        raise ValueError(f"{NUM_SEQUENCES} must be a tensor or a whole number > 0, got {number!r}")
-    return int(number)
 
 
 def why_sequences_are_split() -> str | None:

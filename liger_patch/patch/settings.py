@@ -13,7 +13,7 @@ from liger_patch.patch import flags
 from liger_patch.patch.offload import CheckpointOffload
 
 LOGITS_ASKED = "LIGER_PATCH_RETURN_LOGITS=1"  # the reason that needs no warning
-CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction", "loss_average")  # of LossSettings
+CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction")  # of LossSettings
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class LossSettings:
             LIGER_PATCH_CHUNK_MIB overrides it.
         reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
             given.
-        loss_average: "token", or "sequence" for the mean (or sum) of each sequence's own mean.
         changed: those that change the loss, with their values, for messages; "" for none.
 
     Raises:
@@ -38,7 +37,6 @@ class LossSettings:
     z_loss: float = 0.0
     chunk_mib: float | None = None
     reduction: str = "mean"
-    loss_average: str = "token"
     changed: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,10 +44,6 @@ class LossSettings:
         checked_chunk_bytes(self.chunk_mib, trains_weight=True)
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", got {self.reduction!r}')
-        if self.loss_average not in ("token", "sequence"):
-            raise ValueError(
-                f'loss_average must be "token" or "sequence", got {self.loss_average!r}'
-            )
         for name in ("label_smoothing", "z_loss", "chunk_mib"):
             if getattr(self, name) is not None:  # a Fraction has no format before 3.12
                 object.__setattr__(self, name, float(getattr(self, name)))

@@ -16,7 +16,6 @@ from training_step import Step, call, gradients, widened
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 MODEL_TYPES = ["llama", "gemma2", "qwen3"]
-AVERAGES = ["token", "sequence"]
 IGNORED = -100
 Sample = dict[str, list[int]]
 

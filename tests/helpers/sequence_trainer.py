@@ -19,7 +19,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate.state import AcceleratorState
 from distributed_step import count_logits
@@ -79,7 +78,6 @@ def check(arguments: argparse.Namespace, folder: Path, device: str) -> None:
     else:
         for name, value in (trained or truth).items():
             torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
-    check_sequence_averages(arguments, **how)
 
 
 def check_steps(
@@ -94,13 +92,6 @@ def check_steps(
         off, of_eager = ((each[name].float() - value).norm().item() for each in (ours, eager))
         allowed = 2 * of_eager + eps * (value - first[name]).norm().item()
         assert off <= allowed, f"{name}: off by {off:.3g}, eager by {of_eager:.3g}"
-
-
-def check_sequence_averages(arguments: argparse.Namespace, **how: Any) -> None:
-    """A mean of each sequence's mean needs whole sequences, and says so."""
-    model = apply_patch(make_model(arguments), layers=arguments.layers, loss_average="sequence")
-    with pytest.raises(ValueError, match="needs whole sequences, got"):
-        make_trainer(model, arguments, **how).train()
 
 
 def options(arguments: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -195,7 +195,7 @@ RUNS = {
         slow,
     ),
     "three ranks with fewer rows on the last": Run(TENSOR_PARALLEL, ("head_alone",), processes=3),
-    # also where a process has no label, and loss_average="sequence" says why it cannot be
+    # also where a process has no label
     "split sequences": Run(SEQUENCE, tuple(cases_of(*SEQUENCES)), DOCUMENTED),
     "split sequences, bf16": Run(SEQUENCE, ("context --layers --bf16",), DOCUMENTED, slow),
     # what the table in docs/distributed.md says

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from packed_samples import IGNORED, Sample, flattened, make_model, make_samples, padded, tensors
+from packed_samples import (
+    IGNORED,
+    Sample,
+    averaged,
+    flattened,
+    make_model,
+    make_samples,
+    padded,
+    tensors,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from training_step import Step, call, gradients, patched
@@ -104,6 +113,17 @@ def test_gradient_accumulation_divides_by_the_sum_of_all_weights(model_type: str
     torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
 
 
+def test_weights_of_one_over_their_number_give_the_mean_of_each_sequences_own_mean() -> None:
+    model, samples = make_model(), make_samples(9, 4, 13)
+    logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
+    truth = averaged(model, logits, samples, "sequence")
+    counts = [sum(label != IGNORED for label in sample["labels"][1:]) for sample in samples]
+    weights = [1 / n for n, s in zip(counts, samples, strict=True) for _ in s["labels"]]
+    with patched(model):
+        loss = call(model, flattened(samples), loss_weights=torch.tensor([weights]).double()).loss
+    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+
+
 def test_weights_beside_shift_labels_are_theirs() -> None:
     model, samples = make_model(), weighted_samples(9, 4, 13)
     truth, batch = truth_of(model, samples), padded(samples)
@@ -184,13 +204,6 @@ def test_weights_that_do_not_fit_are_an_error(weights: Any, message: str) -> Non
     model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
     with pytest.raises(ValueError, match=f"loss_weights must (be|have|not require) {message}"):
         call(model, batch, loss_weights=weights)
-
-
-def test_weights_of_tokens_in_means_of_sequences_are_an_error() -> None:
-    model = apply_patch(make_model(), loss_average="sequence")
-    batch = padded(weighted_samples(9, 4))
-    with pytest.raises(ValueError, match=r"loss_weights weigh tokens.*loss_average='sequence'"):
-        call(model, batch, loss_weights=torch.ones(2, 9))
 
 
 def test_a_loss_of_the_models_own_takes_no_weights() -> None:

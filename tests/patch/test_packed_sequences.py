@@ -1,5 +1,5 @@
 """Rows that hold several sequences train as the sequences do apart: no token predicts across a
-boundary, and both averages are those of the unpacked batch.
+boundary, and the average is that of the unpacked batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from packed_samples import (
-    AVERAGES,
     IGNORED,
     MODEL_TYPES,
     PACKINGS,
@@ -34,7 +33,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 from training_step import Float64, call, joined, patched, step
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import patch_status, registry
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.packing import (
     positions_restart,
@@ -46,7 +45,6 @@ from liger_patch.patch.packing import (
 # --- packed equals unpacked -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(
     ("packing", "model_type"),
     slow_but(
@@ -54,11 +52,11 @@ from liger_patch.patch.packing import (
         list(itertools.product(PACKINGS, MODEL_TYPES)),
     ),
 )
-def test_packed_trains_as_unpacked(packing: Callable, average: str, model_type: str) -> None:
+def test_packed_trains_as_unpacked(packing: Callable, model_type: str) -> None:
     """Rotary embeddings take each token's own position."""
     model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
-    with patched(model, loss_average=average):
+    truth = truth_of(model, samples, "token")
+    with patched(model):
         packed, unpacked = (step(model, how(samples)) for how in (packing, padded))
         assert patch_status(model).fused
     torch.testing.assert_close(unpacked, truth)
@@ -67,15 +65,14 @@ def test_packed_trains_as_unpacked(packing: Callable, average: str, model_type: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.parametrize("average", AVERAGES)
-def test_packed_trains_as_unpacked_on_a_gpu(average: str, model_type: str) -> None:
+def test_packed_trains_as_unpacked_on_a_gpu(model_type: str) -> None:
     model: Any = make_model(model_type)
     samples = make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
+    truth = truth_of(model, samples, "token")
     model.to("cuda", torch.float32)
-    eager = packed_eagerly(model, samples, average)
+    eager = packed_eagerly(model, samples, "token")
     batch = {name: value.cuda() for name, value in positions_only(samples).items()}
-    with patched(model, loss_average=average, layers=True):
+    with patched(model, layers=True):
         ours = step(model, batch)
     eager, ours = ({n: None if v is None else v.cpu() for n, v in x.items()} for x in (eager, ours))
     truth, eager, ours = joined(truth, eager, ours)
@@ -94,7 +91,6 @@ def ignored_by_another_number(samples: Any) -> dict[str, Any]:
     return batch | {"ignore_index": -7}
 
 
-@pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(
     ("make", "flag"),
     [
@@ -105,30 +101,27 @@ def ignored_by_another_number(samples: Any) -> dict[str, Any]:
     ],
 )
 def test_packed_rows_of_other_calls_train_as_unpacked(
-    make: Callable, flag: str, average: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, average)
+    truth = truth_of(model, samples, "token")
     if flag:
         monkeypatch.setenv(flag, "1")
-    with patched(model, loss_average=average):
+    with patched(model):
         torch.testing.assert_close(step(model, make(samples)), truth)
         assert patch_status(model).fused is (flag != "LIGER_PATCH_RETURN_LOGITS")
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-def test_a_mask_of_ones_hides_no_boundary(average: str) -> None:
+def test_a_mask_of_ones_hides_no_boundary() -> None:
     """Transformers' attention looks across them then, which is said; no token predicts across."""
     model, samples = make_model(), make_samples(9, 4, 13, 6, prompts=False)
     batch = positions_only(samples)
     masked = batch | {"attention_mask": torch.ones_like(batch["labels"])}
-    with patched(model, loss_average=average):
+    with patched(model):
         with pytest.warns(UserWarning, match="see one another: .* leave it out"):
             left_in = call(model, masked).loss
         masked["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
         torch.testing.assert_close(call(model, masked).loss, left_in)
-    with patched(model), pytest.warns(UserWarning, match="see one another"):
-        assert (call(model, masked).loss == left_in) == (average == "token")
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
@@ -146,32 +139,21 @@ def test_a_separator_is_the_users_own_label(model_type: str) -> None:
         torch.testing.assert_close(call(model, batch).loss, truth)
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-def test_sequences_without_a_supervised_token_do_not_count(average: str) -> None:
+def test_sequences_without_a_supervised_token_do_not_count() -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6, 1)
     samples[1]["labels"] = [IGNORED] * 4
-    truth = truth_of(model, samples, average)
-    with patched(model, loss_average=average):
+    truth = truth_of(model, samples, "token")
+    with patched(model):
         torch.testing.assert_close(step(model, positions_only(samples)), truth)
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-def test_no_supervised_token_at_all_gives_zero(average: str) -> None:
+def test_no_supervised_token_at_all_gives_zero() -> None:
     model, samples = make_model(), make_samples(9, 4)
     for sample in samples:
         sample["labels"] = [IGNORED] * len(sample["labels"])
-    with patched(model, loss_average=average):
+    with patched(model):
         results = step(model, positions_only(samples))
     assert all(value is None or not value.any() for value in results.values())
-
-
-def test_a_sum_of_sequences_means() -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "sequence")
-    assert truth["loss"] is not None
-    with patched(model, loss_average="sequence", reduction="sum"):
-        loss = step(model, positions_only(samples))["loss"]
-    torch.testing.assert_close(loss, truth["loss"] * len(samples))
 
 
 @pytest.mark.parametrize("row", every_row(), ids=model_type)
@@ -221,7 +203,7 @@ def test_positional_arguments_are_packed_too_and_surplus_ones_are_the_models_err
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_a_compiled_model_packs_too() -> None:
     model, samples = make_model().float(), make_samples(9, 4, 13, 6)
-    with patched(model, loss_average="sequence", layers=False):
+    with patched(model, layers=False):
         expected = model(**positions_only(samples)).loss
         compiled: Any = torch.compile(model, backend="eager", dynamic=False)
         loss = compiled(**positions_only(samples)).loss
@@ -331,12 +313,6 @@ def test_an_argument_by_its_place_is_seen() -> None:
     with patched(model), Float64():
         loss = model(batch["input_ids"], None, batch["position_ids"], labels=batch["labels"]).loss
     torch.testing.assert_close(loss.detach(), truth["loss"])
-
-
-@pytest.mark.parametrize("average", ["tokens", None, 1])
-def test_an_unknown_average_is_an_error(average: Any) -> None:
-    with pytest.raises(ValueError, match=r'loss_average must be "token" or "sequence", got'):
-        apply_patch(make_model(), loss_average=average)
 
 
 def test_counted_labels_that_are_left_out_are_said_once() -> None:

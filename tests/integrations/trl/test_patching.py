@@ -190,7 +190,6 @@ def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
         {"label_smoothing": 0.1},
         {"z_loss": 1e-3},
         {"reduction": "sum"},
-        {"loss_average": "sequence"},
     ],
     ids=str,
 )
