@@ -303,7 +303,7 @@ def _deferred_forward(
                 stack.enter_context(used)
                 forward_pass.used = used if torch.is_grad_enabled() else None
             outputs = inner(*args, **kwargs)
-        lacks_option = forward_pass.unreached is not None and not forward_pass.is_causal
+        lacks_option = forward_pass.unreached and not forward_pass.is_causal
         if not forward_pass.done or lacks_option:
             _note_own_loss(model, record, forward_pass)
     return outputs
@@ -405,11 +405,10 @@ def _note_own_loss(model: PreTrainedModel, record: PatchRecord, forward_pass: Fo
     """
     name = type(model).__name__
     if forward_pass.changed:
-        options = forward_pass.unreached or forward_pass.changed
         why = why_loss_is_other() or "it is not Transformers' ForCausalLMLoss"
         raise ValueError(
-            f"{options} cannot reach the loss that {name} computes: {why}. Use the options of "
-            f"apply_patch with their defaults, and no {LOSS_WEIGHTS}"
+            f"{forward_pass.changed} cannot reach the loss that {name} computes: {why}. Use the "
+            f"options of apply_patch with their defaults, and no {LOSS_WEIGHTS}"
         )
     why = forward_pass.unfused
     record.note(why or f"{name} computes a loss of its own: {forward_pass.why_not_recorded}")

@@ -119,12 +119,8 @@ class LabelWeights(NamedTuple):
     shifted: bool
 
     def of_targets(self, given: Tensor, ignore_index: int, *, shifted: bool) -> Tensor:
-        """Return (B, T), the weight of what each token predicts.
-
-        Args:
-            given: (B, T) labels that the model gives to its loss, or its ``shift_labels``.
-            ignore_index: that of the loss.
-            shifted: whether they are ``shift_labels``. A model may make them of labels.
+        """Return (B, T), the weight of what each token predicts, of labels that the model gives to
+        its loss (B, T), or of ``shift_labels`` (``shifted``), which it may make of labels.
 
         Raises:
             ValueError: weights of another shape than the labels, or labels that the model has moved
@@ -136,19 +132,16 @@ class LabelWeights(NamedTuple):
                 f"{LOSS_WEIGHTS} must have the shape of the labels {tuple(labels.shape)}, "
                 f"got {tuple(weights.shape)}"
             )
-        ways = [(weights, labels)]
-        if not self.shifted:  # first: labels in their own places are never taken for the next ones
-            ways.insert(0, (pad(weights[..., 1:], (0, 1)), next_labels(labels, ignore_index)))
-        if given is labels and shifted == self.shifted:  # the host need not read them
-            return ways[0][0]
-        targets = given if shifted else next_labels(given, ignore_index)
-        for weights_there, labels_there in ways:
-            is_there = targets == labels_there.to(targets.device)
-            if (is_there | (targets == ignore_index)).all():  # a model may leave out some
-                return weights_there
-        raise ValueError(
-            f"{LOSS_WEIGHTS} cannot follow labels that the model's own code moves to other places"
-        )
+        if given is not labels or shifted != self.shifted:  # else the host need not read them
+            targets = given if shifted else next_labels(given, ignore_index)
+            expected = labels if self.shifted else next_labels(labels, ignore_index)
+            is_there = targets == expected.to(targets.device)
+            if not (is_there | (targets == ignore_index)).all():  # a model may leave out some
+                raise ValueError(
+                    f"{LOSS_WEIGHTS} cannot follow labels that the model's own code moves to other "
+                    "places"
+                )
+        return weights if self.shifted else pad(weights[..., 1:], (0, 1))
 
 
 def used_tokens(

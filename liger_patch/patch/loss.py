@@ -44,7 +44,7 @@ class ForwardPass:
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
         read_by: the first operation that needed the values of the logits; None if none did.
-        unreached: the option that the model's own loss could not be given, None if none.
+        unreached: whether a loss of the model's own could not be given an option of ``changed``.
         head_defers: whether the head's last call returned deferred logits; None before the first.
         expected: the labels of the call, counted before the model ran; None where they were not.
         used: the tokens whose results model and loss use; None in a call without gradients.
@@ -60,7 +60,7 @@ class ForwardPass:
     is_causal: bool = False
     running: bool = True
     read_by: str | None = None
-    unreached: str | None = None
+    unreached: bool = False
     head_defers: bool | None = None
     expected: ExpectedLabels | None = None
     used: UsedTokens | None = None
@@ -79,7 +79,7 @@ class ForwardPass:
     def changed(self) -> str:
         """What the loss is asked to differ in from Transformers', for messages; "" for nothing."""
         weights = "" if self.loss_weights is None else LOSS_WEIGHTS
-        return self.record.settings.changed or weights
+        return ", ".join(filter(None, (self.record.settings.changed, weights)))
 
     @property
     def why_not_recorded(self) -> str:
@@ -234,9 +234,13 @@ class ForwardPass:
         if self.running:
             # the model computes its own loss: the options of apply_patch are meant for this one
             settings = self.record.settings
-            unreached = self._unreached_by(label_smoothing, reduction)
-            if unreached is not None:
-                self.unreached = unreached
+            if (
+                self.loss_weights is not None  # the places of the labels are not known here
+                or (label_smoothing and settings.label_smoothing not in (0.0, label_smoothing))
+                # what follows a loss that is not a mean is the model's own
+                or (reduction != "mean" and settings.reduction != "mean")
+            ):
+                self.unreached = True
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
@@ -248,19 +252,6 @@ class ForwardPass:
         loss = self._fused_loss(input, product, target, reduction=reduction, **options)
         # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
-
-    def _unreached_by(self, label_smoothing: float, reduction: str) -> str | None:
-        """Return which option of ``apply_patch`` cannot be given to a loss of the model's own with
-        these options of its own; None if all can.
-        """
-        settings = self.record.settings
-        if self.loss_weights is not None:  # the places of the labels are not known there
-            return LOSS_WEIGHTS
-        if label_smoothing and settings.label_smoothing not in (0.0, label_smoothing):
-            return f"label_smoothing={settings.label_smoothing:g}"
-        if settings.reduction != "mean" and reduction != "mean":  # what follows is the model's own
-            return f"reduction={settings.reduction!r}"
-        return None
 
     def _fused_loss(
         self, logits: DeferredLogits, product: HeadProduct, labels: Tensor, **options: Any

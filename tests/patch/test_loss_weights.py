@@ -156,20 +156,10 @@ class SkipsToken(Tomorrow):
         return super().loss_of(logits, pad(labels[:, 1:], (0, 1), value=IGNORED))
 
 
-@pytest.mark.parametrize("cls", [ShiftsLabels, TakesLabelsAsTheyAre])
-@pytest.mark.parametrize("same", [False, True], ids=["", "one label"])
-def test_weights_follow_labels_of_which_a_model_makes_shift_labels(cls: Any, same: bool) -> None:
-    model, batch = make_own_model(cls).double(), padded(weighted_samples(9, 4, 13))
+def test_weights_follow_labels_of_which_a_model_makes_shift_labels() -> None:
+    model, samples = make_own_model(ShiftsLabels).double(), weighted_samples(9, 4, 13)
+    truth, batch = truth_of(model, samples), padded(samples)
     weights = weights_beside(batch)
-    if same:
-        batch["labels"][batch["labels"] != IGNORED] = 5
-    labels, there = batch["labels"], weights
-    if cls is ShiftsLabels:
-        labels, there = (pad(x[:, 1:], (0, 1), value=IGNORED) for x in (labels, weights))
-    logits = call(model, {k: v for k, v in batch.items() if k != "labels"}).logits
-    losses = cross_entropy(logits.mT, labels, reduction="none")  # 0 where they are ignored
-    expected = (there * losses).sum() / there[labels != IGNORED].sum()
-    truth = {"loss": expected.detach(), **gradients(model, expected)}
     apply_patch(model, layers=False)
     with pytest.warns(UserWarning, match=NOTICE):
         loss = call(model, batch, loss_weights=weights).loss
@@ -177,8 +167,12 @@ def test_weights_follow_labels_of_which_a_model_makes_shift_labels(cls: Any, sam
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
-def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error() -> None:
-    model, batch = apply_patch(make_own_model(SkipsToken)), padded(weighted_samples(9, 4))
+@pytest.mark.parametrize("cls", [SkipsToken, TakesLabelsAsTheyAre])
+@pytest.mark.parametrize("same", [False, True], ids=["", "one label"])
+def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error(cls: Any, same: bool) -> None:
+    model, batch = apply_patch(make_own_model(cls)), padded(weighted_samples(9, 4))
+    if same:
+        batch["labels"][batch["labels"] != IGNORED] = 5
     with pytest.raises(ValueError, match="loss_weights cannot follow labels that the model's own"):
         call(model, batch, loss_weights=weights_beside(batch))
 
