@@ -16,7 +16,6 @@ from training_step import Float64, call, gradients, patched, step, widened
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.kernels import reference
 from liger_patch.kernels.options import LossOptions
-from liger_patch.patch import forward
 
 LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
@@ -196,18 +195,6 @@ def test_the_status_in_a_notebook_is_a_table(model: Any) -> None:
     status = replace(patch_status(model), rows=(("head", "<Linear> & more"), ("patched", "no")))
     first, second = "<td>head</td><td>&lt;Linear&gt; &amp; more</td>", "<td>patched</td><td>no</td>"
     assert status._repr_html_() == f"<table><tr>{first}</tr><tr>{second}</tr></table>"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_first_call_says_that_kernels_are_compiled(
-    device: str, model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(forward, "COMPILES_ON", (device,))
-    caplog.set_level("INFO", "liger_patch")
-    apply_patch(model)
-    for _ in range(2):
-        call(model, tiny_batch(model))
-    assert ["Triton compiles" in each for each in caplog.messages] == [True] * (device == "cpu")
 
 
 def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +23,6 @@ from liger_patch.deferred.capture import defer_head, replace_attribute
 from liger_patch.deferred.engines import in_process_group
 from liger_patch.deferred.kept_weight import keeping_units
 from liger_patch.deferred.record import real
-from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.graphs import between_graphs, is_exporting, is_traced
 from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
@@ -59,8 +57,6 @@ from liger_patch.patch.verify import compare_losses
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
-COMPILES_ON = ("cuda",) if HAS_TRITON else ()
-LOG = logging.getLogger(__name__)
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 WHY_REAL = "_liger_patch_why"  # attribute of real logits of a call in deferred_logits(): why
 _defers: ContextVar[bool] = ContextVar("defers", default=False)  # in deferred_logits()
@@ -230,9 +226,6 @@ def _forward_with_loss(
     """
     return_logits = flags.return_logits()
     labels = named["labels"]
-    is_first = record.fused is None and isinstance(labels, Tensor) and not is_traced()
-    if is_first and labels.device.type in COMPILES_ON:
-        LOG.info("first call with labels: Triton compiles its kernels, or reads those of its cache")
     if not record.tested and _is_to_be_compared(model, record, labels, return_logits):
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
