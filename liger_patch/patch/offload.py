@@ -166,7 +166,6 @@ class _Checkpoints:
         sent: the number of inputs that were sent to the host.
         kept: for each input that the host had no memory for, the bytes that it needed there.
         last: the input that was saved last, on each device.
-        elsewhere: the type of a layer input's device, if nothing is offloaded from there.
     """
 
     def __init__(self, offload: CheckpointOffload) -> None:
@@ -176,7 +175,6 @@ class _Checkpoints:
         self.sent = 0
         self.kept: list[int] = []
         self.last: dict[torch.device, weakref.ref[LayerInput]] = {}
-        self.elsewhere: str | None = None
         self._bound: float | None = None
 
     def __str__(self) -> str:
@@ -213,14 +211,7 @@ class _Checkpoints:
         if not self.calls:
             return "no layer was checkpointed (see model.gradient_checkpointing_enable())"
         types, mib = " or ".join(self.offload.device_types), self.offload.min_bytes / 2**20
-        if self.elsewhere is not None:
-            return f"the model is on the {self.elsewhere}, and not on {types}"
         return f"no layer saved a {types} tensor of at least {mib:g} MiB"
-
-    def note_device(self, tensor: Tensor) -> None:
-        """Note the device of a layer's input, if nothing is offloaded from there."""
-        if tensor.device.type not in self.offload.device_types:
-            self.elsewhere = tensor.device.type
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be rebuilt from its bytes, and is large enough to offload."""
@@ -291,16 +282,13 @@ class _OffloadingCheckpoint:
             return self.function(*args, **kwargs)
         checkpoints = self.checkpoints
         checkpoints.calls += 1
-        is_first = is_hidden_states = True
+        is_first = True
 
         def pack(tensor: Tensor) -> Kept | LayerInput:
-            nonlocal is_first, is_hidden_states
+            nonlocal is_first
             if is_first and checkpoints.takes(tensor):
                 is_first = False
                 return checkpoints.save(tensor.detach())
-            if is_hidden_states and tensor.is_floating_point():  # the first among the arguments
-                is_hidden_states = False
-                checkpoints.note_device(tensor)
             return Kept(tensor)
 
         def unpack(packed: Kept | LayerInput) -> Tensor:

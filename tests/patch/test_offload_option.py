@@ -135,7 +135,7 @@ def test_calls_without_gradients_offload_nothing() -> None:
     ("reentrant", "reason"),
     [
         (None, "no layer was checkpointed (see model.gradient_checkpointing_enable())"),
-        (False, "the model is on the cpu, and not on cuda"),
+        (False, "no layer saved a cuda tensor of at least 1 MiB"),
     ],
 )
 def test_a_step_that_offloads_nothing_warns_once(reentrant: bool | None, reason: str) -> None:
