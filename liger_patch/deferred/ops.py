@@ -21,33 +21,8 @@ from torch import Tensor, nn
 from liger_patch.deferred.record import Recordable, Step
 
 
-def _times(number: float, tensor: Tensor) -> Tensor:
-    return tensor * number
-
-
-def _divided_by(number: float, tensor: Tensor) -> Tensor:
-    return tensor / number
-
-
-def _to_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype)
-
-
-def _to_device(device: torch.device, how: dict[str, Any], tensor: Tensor) -> Tensor:
-    return tensor.to(device, **how)
-
-
-def chosen(index: tuple[Any, ...], tensor: Tensor) -> Tensor:
-    """Return the rows that slices and tensors choose: tensors copy them."""
-    return tensor[index]
-
-
-def _with_leading(sizes: tuple[int, ...], tensor: Tensor) -> Tensor:
+def _with_leading(tensor: Tensor, *sizes: int) -> Tensor:
     return tensor.reshape(*sizes, tensor.shape[-1])
-
-
-def _flattened(start: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor.flatten(start, end)
 
 
 def _scale(a: Any, b: Any) -> Tensor:
@@ -55,14 +30,14 @@ def _scale(a: Any, b: Any) -> Tensor:
     number = _number(factor)
     if number is None or not isinstance(deferred, Recordable):
         return NotImplemented
-    return deferred.then(Step("scale", _times, (number,), float(number)))
+    return deferred.then(Step("scale", torch.mul, (number,), float(number)))
 
 
 def _divide(a: Any, b: Any) -> Tensor:
     number = _number(b)
     if not isinstance(a, Recordable) or not number:
         return NotImplemented
-    return a.then(Step("scale", _divided_by, (number,), 1.0 / number))
+    return a.then(Step("scale", torch.div, (number,), 1.0 / number))
 
 
 def _add(*summands: Any) -> Tensor:
@@ -97,7 +72,7 @@ def _cast(logits: Recordable, dtype: torch.dtype) -> Tensor:
         return logits
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return NotImplemented
-    return logits.then(Step("cast", _to_dtype, (dtype,)), dtype=dtype)
+    return logits.then(Step("cast", Tensor.to, (dtype,)), dtype=dtype)
 
 
 def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -107,7 +82,7 @@ def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(target, torch.dtype):
         return _cast(logits, target)
     if isinstance(target, (int, str, torch.device)) and not isinstance(target, bool):
-        return _move(logits, torch.device(target), **kwargs)
+        return _move(logits, torch.device(target), *kwargs.values())
     return NotImplemented
 
 
@@ -117,12 +92,12 @@ def _type(logits: Any, *args: Any) -> Tensor:
     return _cast(logits, args[0])
 
 
-def _move(logits: Recordable, target: torch.device, **how: Any) -> Tensor:
+def _move(logits: Recordable, target: torch.device, non_blocking: bool = False) -> Tensor:
     """Record a move to a device, as accelerate moves the outputs of a model on several."""
     device = torch.empty(0, device=target).device  # with its index
     if device == logits.device:
         return logits
-    return logits.then(Step("move", _to_device, (device, how)), device=device)
+    return logits.then(Step("move", Tensor.to, (device, None, non_blocking)), device=device)
 
 
 def _rows(logits: Recordable, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -147,7 +122,7 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     is_left = used < logits.dim() and (last is Ellipsis or len(rows) == len(items))
     if not (is_left or (last == slice(None) and used <= logits.dim())):
         return NotImplemented
-    return _rows(logits, chosen, tuple(_kept(item) for item in items))
+    return _rows(logits, operator.getitem, tuple(_kept(item) for item in items))
 
 
 def _kept(item: Any) -> Any:
@@ -171,8 +146,7 @@ def _reshape(logits: Any, *shape: Any) -> Tensor:
         return NotImplemented
     if sizes[-1] != logits.shape[-1]:
         return NotImplemented
-    leading = tuple(sizes[:-1])
-    return _rows(logits, _with_leading, leading)
+    return _rows(logits, _with_leading, *sizes[:-1])
 
 
 def _view(logits: Any, *shape: Any) -> Tensor:
@@ -189,7 +163,7 @@ def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1, **others: Any) -
     start, end = (dim + input.dim() if dim < 0 else dim for dim in (start_dim, end_dim))
     if not 0 <= start <= end < input.dim() - 1:
         return NotImplemented
-    return input if start == end else _rows(input, _flattened, start, end)
+    return input if start == end else _rows(input, Tensor.flatten, start, end)
 
 
 def _contiguous(logits: Recordable) -> Tensor:

@@ -79,7 +79,7 @@ class HeadCall(NamedTuple):
         shape: (V, H) of the weight, noted here because engines may free the weight.
         product: computes the real logits from hidden states, weight and bias.
         stored: the parameters behind weight and bias that the optimizer changes.
-        states: the states of hidden states, weight and bias when the product was made.
+        states: ``_state_of`` hidden states, weight and bias when the product was made.
         steps: what optimizers have changed of ``stored`` since.
         merged: ``Head.merged`` at that time.
         owner: the forward pass.
@@ -93,7 +93,7 @@ class HeadCall(NamedTuple):
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     stored: tuple[Tensor, Tensor | None]
-    states: tuple[State | None, ...]
+    states: tuple[Any, ...]
     steps: _Steps
     merged: tuple[tuple[list[str], tuple[str, ...]], ...]
     owner: Owner
@@ -189,22 +189,11 @@ class HeadCall(NamedTuple):
             )
 
 
-class State(NamedTuple):
-    """The state of a tensor at some time. If the state differs later, the tensor has changed.
-
-    Attributes:
-        version: PyTorch's count of writes in place; None for inference tensors.
-        address, dtype: those of the data: they change when ``tensor.data`` is set. A ``FakeTensor``
-            has no address.
+def _state_of(tensor: Tensor | None) -> tuple[int | None, int, torch.dtype] | None:
+    """Return what differs later if a tensor has changed: PyTorch's count of writes in place, and
+    address and dtype of its data, which differ if ``tensor.data`` was set. A write through
+    ``tensor.data`` alone is not seen.
     """
-
-    version: int | None
-    address: int
-    dtype: torch.dtype
-
-
-def _state_of(tensor: Tensor | None) -> State | None:
-    """Return the state of a tensor now; a write through ``tensor.data`` alone is not seen."""
     if tensor is None:
         return None
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
@@ -212,7 +201,7 @@ def _state_of(tensor: Tensor | None) -> State | None:
     # ZeRO-3 sets the data of a parameter at each gathering
     has_address = not (is_partitioned(tensor) or isinstance(local, FakeTensor))
     address = local.data_ptr() if has_address else 0
-    return State(version, address, tensor.dtype)
+    return version, address, tensor.dtype
 
 
 class _Steps:
@@ -268,9 +257,9 @@ class Step(NamedTuple):
     Attributes:
         kind: "scale", "add", "tanh", "cast", "move", "rows", "detach", "clone" or "layout" (on
             the ranks of a group).
-        function: the operation. It takes ``arguments``, then real logits, and for "add" the real
-            values of ``other``. That of "rows" leaves the last dimension whole, so it applies to
-            hidden states as well.
+        function: the operation. It takes real logits, for "add" the real values of ``other``, then
+            ``arguments``. That of "rows" leaves the last dimension whole, so it applies to hidden
+            states as well.
         arguments: kept apart from the function, as torch.compile cannot rebuild a closure.
         factor: what "scale" multiplies by.
         other: what "add" adds.
@@ -287,7 +276,7 @@ class Step(NamedTuple):
     dtype: torch.dtype | None = None
 
     def apply(self, *tensors: Tensor) -> Tensor:
-        return self.function(*self.arguments, *tensors)
+        return self.function(*tensors, *self.arguments)
 
 
 class Recordable(Tensor):
