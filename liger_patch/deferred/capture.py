@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_patch.deferred.engines import in_process_group, is_partitioned
-from liger_patch.deferred.kept_weight import Hold, Inputs, keeping_weight
+from liger_patch.deferred.kept_weight import Hold, keeping_weight
 from liger_patch.deferred.record import Head, HeadCall, Owner
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import (
@@ -47,23 +47,29 @@ class _DeferLinear(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is LINEAR:
-            hidden_states, weight, bias = _linear_arguments(*args, **kwargs)
-            if self._gives_logits(weight):
-                inputs = distributed_inputs(hidden_states, weight, bias, self.whole)
-                if inputs is not None and _can_defer(*map(local_tensor, inputs)):
-                    held = inputs if self.hold is None else self.hold(*inputs)
-                    call = HeadCall.of(*held, self.head, product=distributed_product)
-                    return DistributedLogits.of_head(call)
-                if inputs is None and len(weight) and _can_defer(hidden_states, weight, bias):
-                    inputs = hidden_states, weight, bias
-                    return self._deferred(inputs if self.hold is None else self.hold(*inputs))
-        return func(*args, **kwargs)
+        logits = self._deferred(*args, **kwargs) if func is LINEAR else None
+        return func(*args, **kwargs) if logits is None else logits
 
-    def _deferred(self, inputs: Inputs) -> DeferredLogits:
+    def _deferred(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> DeferredLogits | None:
+        """Return the deferred product; None for a product that gives no logits, or is not plain."""
+        if not self._gives_logits(weight):
+            return None
+        inputs = input, weight, bias
+        distributed = distributed_inputs(*inputs, self.whole)
+        if distributed is None and (len(weight) == 0 or not _can_defer(*inputs)):
+            return None
+        if distributed is not None and not _can_defer(*map(local_tensor, distributed)):
+            return None
+        x, weight, bias = distributed or inputs
+        if self.hold is not None:
+            x, weight, bias = self.hold(x, weight, bias)
+        if distributed is not None:
+            call = HeadCall.of(x, weight, bias, self.head, product=distributed_product)
+            return DistributedLogits.of_head(call)
         if not self.head.owner.widens:
-            return DeferredLogits.of_head(HeadCall.of(*inputs, self.head))
-        x, weight, bias = inputs
+            return DeferredLogits.of_head(HeadCall.of(x, weight, bias, self.head))
         wide = wider(autocast_dtype(x.device.type) or weight.dtype)
         bias = None if bias is None else bias.to(wide)
         with without_autocast(x.device.type):
@@ -78,12 +84,6 @@ class _DeferLinear(TorchFunctionMode):
         ):  # reading PEFT's ``module.weight`` would gather the base's weight
             return weight is module._parameters.get("weight")
         return weight is getattr(module, "weight", None)
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
 
 
 def _can_defer(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -142,19 +142,17 @@ def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[...,
     """Replace the forward of this one module for calls of this thread, until the stack is
     closed.
     """
-    forwards = {threading.get_ident(): forward}
-    of_thread = functools.partial(_forward_of_thread, forwards, module.forward)
+    of_thread = functools.partial(
+        _forward_of_thread, threading.get_ident(), forward, module.forward
+    )
     replace_attribute(stack, module, "forward", of_thread)
 
 
 @runs_eagerly  # with all that is within: torch.compile breaks the graph once
 def _forward_of_thread(
-    forwards: dict[int, Callable[..., Any]],
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    thread: int, forward: Callable, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    return forwards.get(threading.get_ident(), original)(*args, **kwargs)
+    return (forward if threading.get_ident() == thread else original)(*args, **kwargs)
 
 
 def replace_attribute(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:

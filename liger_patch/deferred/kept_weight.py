@@ -83,7 +83,7 @@ def keeping_units(model: nn.Module, head: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_weight(model: nn.Module, head: nn.Module) -> Iterator[Hold]:
+def keeping_weight(model: nn.Module, head: nn.Module) -> Iterator[Hold | None]:
     """Give deferred logits a weight that stays until the backward pass, for a head that is called
     within this context and within ``keeping_units``.
 
@@ -92,14 +92,14 @@ def keeping_weight(model: nn.Module, head: nn.Module) -> Iterator[Hold]:
     again for the backward pass.
 
     Yields:
-        A function from the inputs of a product to inputs that stay.
+        A function from the inputs of a product to inputs that stay; None where nothing frees them.
     """
     if any(is_partitioned(parameter) for parameter in head.parameters()):
         with calling_hooks_later(head):
             yield _held
     else:
         modules = _modules_that_end_before_loss(model, head)
-        yield _copied if has_flat_units(modules) or resharding_units(modules) else _as_they_are
+        yield _copied if has_flat_units(modules) or resharding_units(modules) else None
 
 
 def _modules_that_end_before_loss(model: nn.Module, head: nn.Module) -> list[nn.Module]:
@@ -128,10 +128,6 @@ def _modules_to(name: str, model: nn.Module) -> list[nn.Module]:
             return []
         found.append(module)
     return found
-
-
-def _as_they_are(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
-    return hidden_states, weight, bias
 
 
 def _copied(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Inputs:
