@@ -39,10 +39,10 @@ from liger_patch.patch.fallback import (
 from liger_patch.patch.labels import (
     LOSS_WEIGHTS,
     ExpectedLabels,
-    LabelWeights,
     expected_labels,
     take_weights,
     used_tokens,
+    weights_of_targets,
 )
 from liger_patch.patch.loss import ForwardPass
 from liger_patch.patch.packing import (
@@ -279,7 +279,9 @@ def _deferred_forward(
             if weights is not None:
                 shifted = named.get("shift_labels") is not None
                 labels = named["shift_labels" if shifted else "labels"]
-                forward_pass.loss_weights = LabelWeights(weights, labels, shifted)
+                forward_pass.loss_weights = functools.partial(
+                    weights_of_targets, weights, labels, shifted
+                )
             if runs_own and forward_pass.head is not None:
                 _read_logits(stack, forward_pass.head)
             elif is_transformers_loss:

@@ -105,43 +105,36 @@ def take_weights(arguments: dict[str, Any]) -> Tensor | None:
     return weights
 
 
-class LabelWeights(NamedTuple):
-    """The weights of a call.
+def weights_of_targets(
+    weights: Tensor,  # (B, T)
+    labels: Tensor,  # (B, T) of the call, or its shift_labels
+    labels_shifted: bool,  # whether they are these
+    given: Tensor,  # (B, T) labels that the model gives to its loss, or shift_labels
+    ignore_index: int,
+    *,
+    shifted: bool,  # whether they are these: a model may make them of labels
+) -> Tensor:
+    """Return (B, T), the weight of what each token predicts.
 
-    Attributes:
-        weights: (B, T).
-        labels: (B, T) ``labels`` of the call, or its ``shift_labels``.
-        shifted: whether they are ``shift_labels``.
+    Raises:
+        ValueError: weights of another shape than the labels, or labels that the model has moved to
+            other places.
     """
-
-    weights: Tensor
-    labels: Tensor
-    shifted: bool
-
-    def of_targets(self, given: Tensor, ignore_index: int, *, shifted: bool) -> Tensor:
-        """Return (B, T), the weight of what each token predicts, of labels that the model gives to
-        its loss (B, T), or of ``shift_labels`` (``shifted``), which it may make of labels.
-
-        Raises:
-            ValueError: weights of another shape than the labels, or labels that the model has moved
-                to other places.
-        """
-        weights, labels, _ = self
-        if weights.shape != labels.shape:
+    if weights.shape != labels.shape:
+        raise ValueError(
+            f"{LOSS_WEIGHTS} must have the shape of the labels {tuple(labels.shape)}, "
+            f"got {tuple(weights.shape)}"
+        )
+    if given is not labels or shifted != labels_shifted:  # else the host need not read them
+        targets = given if shifted else next_labels(given, ignore_index)
+        expected = labels if labels_shifted else next_labels(labels, ignore_index)
+        is_there = targets == expected.to(targets.device)
+        if not (is_there | (targets == ignore_index)).all():  # a model may leave out some
             raise ValueError(
-                f"{LOSS_WEIGHTS} must have the shape of the labels {tuple(labels.shape)}, "
-                f"got {tuple(weights.shape)}"
+                f"{LOSS_WEIGHTS} cannot follow labels that the model's own code moves to other "
+                "places"
             )
-        if given is not labels or shifted != self.shifted:  # else the host need not read them
-            targets = given if shifted else next_labels(given, ignore_index)
-            expected = labels if self.shifted else next_labels(labels, ignore_index)
-            is_there = targets == expected.to(targets.device)
-            if not (is_there | (targets == ignore_index)).all():  # a model may leave out some
-                raise ValueError(
-                    f"{LOSS_WEIGHTS} cannot follow labels that the model's own code moves to other "
-                    "places"
-                )
-        return weights if self.shifted else pad(weights[..., 1:], (0, 1))
+    return weights if labels_shifted else pad(weights[..., 1:], (0, 1))
 
 
 def used_tokens(

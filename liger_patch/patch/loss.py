@@ -7,6 +7,7 @@ Replaces Transformers' ``ForCausalLMLoss`` during a patched forward pass, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.fallback import description
-from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, LabelWeights, flat_targets
+from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, flat_targets
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 from liger_patch.patch.verify import why_distrusted
 
@@ -39,7 +40,7 @@ class ForwardPass:
         unfused: why the logits of this forward pass are not deferred, None where they are.
         widens: whether the head computes in a wider dtype.
         leaks: (B, T) bool, True for labels that another sequence would predict; None for none.
-        loss_weights: those of the labels; None where all tokens weigh the same.
+        loss_weights: ``weights_of_targets`` of the call; None where all tokens weigh the same.
         done: whether a method of this class has computed the loss.
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
@@ -55,7 +56,7 @@ class ForwardPass:
     unfused: str | None = None
     widens: bool = False
     leaks: Tensor | None = None
-    loss_weights: LabelWeights | None = None
+    loss_weights: Callable[..., Tensor] | None = None
     done: bool = False
     is_causal: bool = False
     running: bool = True
@@ -157,7 +158,7 @@ class ForwardPass:
             )
         token_weight = None
         if self.loss_weights is not None:
-            token_weight = self.loss_weights.of_targets(given, ignore_index, shifted=shifted)
+            token_weight = self.loss_weights(given, ignore_index, shifted=shifted)
             token_weight = token_weight.to(logits.device).reshape(-1)
         reduction = "mean" if num_items_in_batch is not None else settings.reduction
         return self._loss(

@@ -103,19 +103,18 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
     return targets
 
 
-def why_sequences_are_split() -> str | None:
-    """Return which parallelism of accelerate gives each process a part of each sequence, or None.
+def sequences_are_split() -> bool:
+    """Return whether a parallelism of accelerate gives each process a part of each sequence.
 
     The parts' position ids do not say where sequences begin: a process may hold the middle of one,
     and context parallelism joins two distant parts.
     """
     if "accelerate" not in sys.modules:
-        return None
+        return False
     from accelerate.state import AcceleratorState
 
     config = getattr(AcceleratorState, "_shared_state", {}).get("parallelism_config")
-    sizes = ((name, getattr(config, name, None) or 1) for name in ("cp_size", "sp_size"))
-    return next((f"{name}={size}" for name, size in sizes if size > 1), None)
+    return any((getattr(config, name, None) or 1) > 1 for name in ("cp_size", "sp_size"))
 
 
 def restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | None:
@@ -195,7 +194,7 @@ def rows_of_call(arguments: Mapping[str, Any]) -> PackedRows | None:
         return None
     if not isinstance(given, Tensor) or given.dim() < 2 or given.shape[1] == 1:
         return None
-    if given.device.type == "meta" or is_traced() or why_sequences_are_split() is not None:
+    if given.device.type == "meta" or is_traced() or sequences_are_split():
         return None
     shape = given.shape[:2]
     is_plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == shape[1]
