@@ -193,7 +193,7 @@ def _chosen(products: list[_Product], step: Step) -> list[_Product]:
 def _main_and_low_rank(
     products: list[_Product],
 ) -> tuple[_Product, tuple[Tensor, Tensor] | None] | None:
-    """Return the main product with all biases, and all others as one pair (..., R) and (V, R).
+    """Return the main product, and all others, without biases, as one pair (..., R) and (V, R).
 
     The main product is the one with most features. The states of the others are multiplied by their
     scale over that of the main one. None where this is not possible.
@@ -205,23 +205,18 @@ def _main_and_low_rank(
     widths = [each.weight.shape[1] for each in products]
     main = products[widths.index(max(widths))]  # Dynamo traces no key of max
     others = [each for each in products if each is not main]
-    if main.scale == 0:
+    if main.scale == 0 or any(each.bias is not None for each in others):
         return None
     if any(
         (each.differentiable, each.autocast_dtype) != (main.differentiable, main.autocast_dtype)
         for each in others
     ):
         return None
-    states, weights, bias = [], [], main.bias
+    states, weights = [], []
     for each in others:
         relative = each.scale / main.scale
         states.append(each.states if relative == 1 else relative * each.states)
         weights.append(each.weight)
-        if each.bias is not None:
-            scaled = relative * each.bias
-            bias = scaled if bias is None else bias + scaled
-    if bias is not None and bias is not main.bias:
-        bias = bias.to(main.states.dtype)
     if len(others) == 1:
-        return main._replace(bias=bias), (states[0], weights[0])
-    return main._replace(bias=bias), (torch.cat(states, -1), torch.cat(weights, -1))
+        return main, (states[0], weights[0])
+    return main, (torch.cat(states, -1), torch.cat(weights, -1))
