@@ -122,22 +122,17 @@ def _getitem(logits: Any, index: Any) -> Tensor:
     is_left = used < logits.dim() and (last is Ellipsis or len(rows) == len(items))
     if not (is_left or (last == slice(None) and used <= logits.dim())):
         return NotImplemented
-    return _rows(logits, operator.getitem, tuple(_kept(item) for item in items))
-
-
-def _kept(item: Any) -> Any:
-    if isinstance(item, Tensor):
-        return item.clone()
-    if isinstance(item, slice):
-        ends = item.start, item.stop, item.step
-        return slice(*(None if end is None else operator.index(end) for end in ends))
-    return item
+    return _rows(
+        logits, operator.getitem, tuple(i.clone() if isinstance(i, Tensor) else i for i in items)
+    )
 
 
 def _is_row_index(item: Any) -> bool:
     if isinstance(item, Tensor):
         return type(item) is Tensor and item.dtype in (torch.bool, torch.int64)
-    return isinstance(item, (int, slice)) and not isinstance(item, bool)
+    if isinstance(item, slice):  # other ends may be changed by their owner
+        return all(end is None or type(end) is int for end in (item.start, item.stop, item.step))
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def _reshape(logits: Any, *shape: Any) -> Tensor:
