@@ -103,8 +103,7 @@ class LayerInput:
         self.lane = lane
         self.before = before
         self.compute = lane.module.current_stream(tensor.device)
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.size = tensor.numel() * tensor.element_size()
         self.version = tensor._version
         self.is_modified = False
@@ -154,9 +153,7 @@ class LayerInput:
         lane = self.lane
         with torch.no_grad():
             with lane.module.stream(self.compute):
-                tensor = torch.empty_strided(
-                    self.shape, self.stride, dtype=self.dtype, device=self.device
-                )
+                tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             # this memory may be in use until here
             lane.event(self.compute).wait(lane.stream)
             with lane.module.stream(lane.stream):
@@ -185,6 +182,5 @@ class LayerInput:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the bytes of a tensor without gaps, a piece of host memory each."""
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return flat.split(PIECE_BYTES)
+    """Return views of the bytes of a contiguous tensor, a piece of host memory each."""
+    return tensor.view(-1).view(torch.uint8).split(PIECE_BYTES)

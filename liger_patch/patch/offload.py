@@ -221,11 +221,7 @@ class _Checkpoints:
             and tensor.is_floating_point()
             and tensor.numel() * tensor.element_size() >= max(self.offload.min_bytes, 1)
             and tensor.layout == torch.strided
-            and (
-                tensor.is_contiguous()
-                # preserves the strides of those without gaps or overlaps
-                or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-            )
+            and tensor.is_contiguous()
         )
 
     def save(self, tensor: Tensor) -> LayerInput:

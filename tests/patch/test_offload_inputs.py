@@ -23,39 +23,32 @@ def plain_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 class Checkpointed(GradientCheckpointingLayer):
-    """A layer whose forward notes what it is given, and can modify it."""
+    """A layer whose forward can modify what it is given."""
 
     gradient_checkpointing = True
 
-    def __init__(self, *, modifies: bool = False, fails: bool = False) -> None:
+    def __init__(self, *, modifies: bool = False) -> None:
         super().__init__()
-        self.seen: list[Tensor] = []
         self.modifies = modifies
-        self.fails = fails
         setattr(self, FUNCTION, plain_checkpoint)
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        self.seen.append(x)
         y = x.sin()
         if self.modifies:
             x.mul_(2)
-        if self.fails:
-            raise ArithmeticError("the layer fails")
         return y
 
 
-def test_inputs_larger_than_a_piece_and_with_other_strides() -> None:
+def test_inputs_larger_than_a_piece() -> None:
     offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
     layer = Checkpointed()
     values = torch.randn(700, 3, 3001)
-    for made in (lambda x: x, lambda x: x.transpose(0, 2), lambda x: x[1:]):
-        x, layer.seen = made(values.clone().requires_grad_()), []
+    for made in (lambda x: x, lambda x: x[1:]):
+        x = made(values.clone().requires_grad_())
         with offload.forward_pass(layer):
             y, last = layer(x), layer(torch.ones(4, requires_grad=True))
-        seen, layer.seen = layer.seen[:1], []
         (found,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(found, torch.cos(x))
-        assert [t.stride() for t in layer.seen] == [t.stride() for t in seen]
         del last
     assert offload.host_bytes == 2 * PIECE_BYTES
 
@@ -65,10 +58,11 @@ def test_inputs_larger_than_a_piece_and_with_other_strides() -> None:
     [
         lambda: torch.randn(8, 9)[:, 5:],
         lambda: torch.randn(8, 1).expand(8, 9),
+        lambda: torch.randn(9, 8).mT,
         lambda: torch.randn(0, 9),
         lambda: nn.Parameter(torch.randn(8, 9)),
     ],
-    ids=["gaps", "expanded", "empty", "a parameter"],
+    ids=["gaps", "expanded", "transposed", "empty", "a parameter"],
 )
 def test_inputs_that_stay_on_the_device(make: Callable[[], Tensor]) -> None:
     offload = CheckpointOffload(device_types=("cpu",), min_bytes=1)
