@@ -88,6 +88,11 @@ def hook(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
     return hooked
 
 
+def written_to(logits: Tensor) -> Tensor:
+    logits[..., :5] = -3.0
+    return logits
+
+
 READ = "the logits of the head (torch.nn.modules.linear.Linear) were read by "
 FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]] = {
     "two layers": (two_layers, ()),
@@ -96,6 +101,7 @@ FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]]
     "packed": (packed, (") computes its logits itself",)),
     "relu": (rectified, ("reads its logits itself, by relu before the loss",)),
     "hook that reads": (hook(lambda logits: logits + logits.softmax(-1)), (READ,)),
+    "hook that writes": (hook(written_to), (READ,)),
 }
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, patched, step, widened
@@ -68,37 +66,8 @@ def test_hooks_of_engines_wait_for_the_gradient_of_a_loss_of_ones_own() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def read_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> None:
-    assert logits.shape[-1] == V
-    logits.detach().amax()
-
-
-def replaced_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
-    logits[..., :5] = -3.0
-    return logits
-
-
 def scaled_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
     return logits * 0.5
-
-
-@pytest.mark.parametrize("hook", [read_in_a_hook, replaced_in_a_hook])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_logits_read_before_the_loss_give_an_ordinary_loss_and_a_warning(
-    row: registry.Architecture, hook: Any
-) -> None:
-    model = widened(tiny_model(row))
-    model.lm_head.register_forward_hook(hook)
-    truth = step(model, tiny_batch(model))
-    with patched(model):
-        with pytest.warns(UserWarning, match="ordinary logits and an ordinary loss") as warned:
-            ours = step(model, tiny_batch(model))
-        assert len(warned) == 1
-        assert patch_status(model).fused is False
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(step(model, tiny_batch(model))["loss"], ours["loss"])
-    assert_no_worse(ours, truth, truth, torch.float32)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)

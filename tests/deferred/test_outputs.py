@@ -13,17 +13,12 @@ from eager_logits import assert_same, outputs_of
 from torch import Tensor
 
 OUTPUTS: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda outputs: outputs.logits,
     "key": lambda outputs: outputs["logits"],
     "position": lambda outputs: outputs[1],
-    "slice": lambda outputs: outputs[:2],
     "to_tuple": lambda outputs: outputs.to_tuple()[:2],
     "keys": lambda outputs: [name for name in outputs if name != "past_key_values"],
-    "values": lambda outputs: list(outputs.values())[:2],
     "dict": lambda outputs: dict(outputs)["logits"],
-    "items": lambda outputs: [value for name, value in outputs.items() if name == "logits"],
     "type": lambda outputs: type(outputs).__name__,
-    "get": lambda outputs: outputs.get("logits"),
 }
 
 
