@@ -51,7 +51,7 @@ def ancestry(logits: Recordable) -> list[Recordable]:
 def register_hook(logits: Recordable, hook: Callable) -> RemovableHandle:
     """Register the hook of an engine on the gradient of deferred logits."""
     if not _is_of(ENGINE_MODULES, hook):
-        _refuse("register_hook")
+        refuse("register_hook")
     hooks = logits.hooks
     if hooks is None:
         hooks = open_hooks(logits)
@@ -62,21 +62,17 @@ def register_hook(logits: Recordable, hook: Callable) -> RemovableHandle:
     return handle
 
 
-def retain_grad(logits: Recordable) -> None:
-    """Refuse to keep the gradient of deferred logits."""
-    _refuse("retain_grad")
-
-
 def autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **options: Any) -> Any:
     """Compute ``torch.autograd.grad`` of deferred logits: they are read."""
     if any(isinstance(each, Recordable) for each in inputs):
-        _refuse("autograd.grad")
+        refuse("autograd.grad")
     outputs = tree_map_only(Recordable, lambda logits: logits.read("autograd.grad"), outputs)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.grad(outputs, inputs, **options)
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse(name: str) -> NoReturn:
+    """Raise RuntimeError: the named operation asks for the gradient of deferred logits."""
     raise RuntimeError(
         f"{name} of outputs.logits: they are computed lazily, and a fused loss has no gradient "
         "with respect to them. Set LIGER_PATCH_RETURN_LOGITS=1 for real logits and an ordinary "

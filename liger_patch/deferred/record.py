@@ -7,6 +7,7 @@ the logits is an error.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 from collections import OrderedDict
@@ -151,42 +152,39 @@ class HeadCall(NamedTuple):
             return self.compute(*self.tensors)
 
     @runs_eagerly
-    def changed(self) -> str | None:
-        """Say what has changed since, so that other logits would be computed; None for nothing."""
-        for adapters, before in self.merged:
-            if tuple(adapters) != before:
-                return "an adapter was merged into the head's weight, or unmerged,"
-        names = "the hidden states", "the head's weight", "the head's bias"
-        tensors = self.hidden_states, *self.stored
-        for name, tensor, state in zip(names, tensors, self.states, strict=True):
-            if _state_of(tensor) != state or id(tensor) in self.steps.changed:
-                return f"{name} changed"
-        return None
-
-    def freed(self) -> bool:
-        """Return whether an engine that shards the head has freed its weight since."""
-        weight: Any = self.weight
-        if hasattr(weight, "_local_tensor"):  # a DTensor has no memory of its own
-            weight = weight._local_tensor
-            return weight.untyped_storage().size() == 0 < weight.numel()
-        return weight.untyped_storage().size() == 0 < self.shape[0] * self.shape[1]
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if the logits of this call can no longer be computed."""
+    def why_outdated(self) -> str | None:
+        """Say why the logits of this call can no longer be computed; None where they can."""
         late = "outputs.logits are computed lazily, but"
         advice = "or set LIGER_PATCH_RETURN_LOGITS=1 to compute them in every forward pass"
-        if self.freed():
-            raise RuntimeError(
+        # a DTensor has no memory of its own
+        local: Tensor | None = getattr(self.weight, "_local_tensor", None)
+        numbers = math.prod(self.shape) if local is None else local.numel()
+        if (self.weight if local is None else local).untyped_storage().size() == 0 < numbers:
+            return (
                 f"{late} the head's weight was freed since the forward pass (by FSDP). Read them "
                 "before that, or call unshard() on every rank first, of the module that "
                 f"fully_shard was given, {advice}"
             )
-        change = self.changed()
-        if change is not None:
-            raise RuntimeError(
-                f"{late} {change} since the forward pass. Read them before that (before the "
-                f"optimizer's step), {advice}"
-            )
+        changes = []
+        if any(tuple(adapters) != before for adapters, before in self.merged):
+            changes.append("an adapter was merged into the head's weight, or unmerged,")
+        names = "the hidden states", "the head's weight", "the head's bias"
+        tensors = self.hidden_states, *self.stored
+        for name, tensor, state in zip(names, tensors, self.states, strict=True):
+            if _state_of(tensor) != state or id(tensor) in self.steps.changed:
+                changes.append(f"{name} changed")
+        if not changes:
+            return None
+        return (
+            f"{late} {changes[0]} since the forward pass. Read them before that (before the "
+            f"optimizer's step), {advice}"
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the logits of this call can no longer be computed."""
+        why = self.why_outdated()
+        if why is not None:
+            raise RuntimeError(why)
 
 
 def _state_of(tensor: Tensor | None) -> tuple[int | None, int, torch.dtype] | None:

@@ -32,8 +32,8 @@ from liger_patch.deferred.gradients import (
     autograd_grad,
     is_foreign,
     open_hooks,
+    refuse,
     register_hook,
-    retain_grad,
 )
 from liger_patch.deferred.ops import METADATA, RECORDED, TAKE_KEYWORDS
 from liger_patch.deferred.record import HeadCall, Recordable, Step, real, strides
@@ -42,7 +42,7 @@ from liger_patch.kernels.graphs import runs_eagerly
 
 ASKS_FOR_GRADIENT: dict[Any, Callable] = {
     Tensor.register_hook: register_hook,
-    Tensor.retain_grad: retain_grad,
+    Tensor.retain_grad: lambda _: refuse("retain_grad"),
     torch.autograd.grad: autograd_grad,
 }
 
@@ -122,7 +122,7 @@ class DeferredLogits(Recordable):
             parent is not None
             and step is not None
             and step.kind in ("rows", "detach")
-            and _share_memory(rows, parent.rows)
+            and rows.untyped_storage()._cdata == parent.rows.untyped_storage()._cdata
         )
         return deferred
 
@@ -156,7 +156,7 @@ class DeferredLogits(Recordable):
         if self.value is not None:
             return False
         calls = [each.head_call for each in ancestry(self) if each.parent is None]
-        return any(call.changed() is not None or call.freed() for call in calls)
+        return any(call.why_outdated() is not None for call in calls)
 
     def recorded_steps(self) -> list[Step] | None:
         """Return the steps since the head; None where something else has happened to the logits."""
@@ -257,10 +257,6 @@ def no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def materialize(logits: Recordable) -> Tensor:

@@ -310,12 +310,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     DeepSpeed: LOCAL_SIZE).
     """
     left = [left - whole // RESERVED for whole, left in (*_machine(root), *_groups(root))]
-    return max(0, min(left)) // _processes() if left else None
-
-
-def _processes() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
-    return max(1, int(text)) if text.isdecimal() else 1
+    processes = max(1, int(text)) if text.isdecimal() else 1
+    return max(0, min(left)) // processes if left else None
 
 
 def _machine(root: Path) -> Iterator[tuple[int, int]]:

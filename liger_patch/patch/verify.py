@@ -49,22 +49,15 @@ class NotComparable(Exception):
 
 def why_distrusted(
     record: PatchRecord,
-    logits: DeferredLogits,
-    product: HeadProduct,
-    labels: Tensor,
-    **options: Any,
+    logits: DeferredLogits,  # (N, V)
+    product: HeadProduct,  # what they are made of
+    labels: Tensor,  # (N,)
+    **options: Any,  # of the loss, as ``disagreement`` takes them
 ) -> str | None:
     """Return what is wrong with a model's fused loss, None for nothing; the record keeps it.
 
     With LIGER_PATCH_VERIFY=1, the first training step with supervised tokens and finite values
     compares it with the ordinary path.
-
-    Args:
-        record: that of the model.
-        logits: (N, V).
-        product: what they are made of.
-        labels: (N,).
-        options: of the loss, as ``disagreement`` takes them.
     """
     if isinstance(record, TrialRecord):
         record.rounding = max(record.rounding, _loss_rounding(logits, product, labels, **options))
