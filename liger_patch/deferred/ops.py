@@ -86,12 +86,6 @@ def _to(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
     return NotImplemented
 
 
-def _type(logits: Any, *args: Any) -> Tensor:
-    if not isinstance(logits, Recordable) or len(args) != 1 or not isinstance(args[0], torch.dtype):
-        return NotImplemented
-    return _cast(logits, args[0])
-
-
 def _move(logits: Recordable, target: torch.device, non_blocking: bool = False) -> Tensor:
     """Record a move to a device, as accelerate moves the outputs of a model on several."""
     device = torch.empty(0, device=target).device  # with its index
@@ -210,7 +204,6 @@ RECORDED: dict[Callable, Callable] = {
     Tensor.bfloat16: lambda logits: _cast(logits, torch.bfloat16),
     Tensor.half: lambda logits: _cast(logits, torch.float16),
     Tensor.double: lambda logits: _cast(logits, torch.float64),
-    Tensor.type: _type,
     Tensor.to: _to,
     Tensor.__getitem__: _getitem,
     **dict.fromkeys((Tensor.reshape, torch.reshape), _reshape),

@@ -44,7 +44,6 @@ METADATA: dict[str, Callable[[Tensor], Any]] = {
     "of a slice of a slice": lambda x: (x[:, 1:][..., ::2, :].stride(), x[:, 0].is_contiguous()),
     "of a view": lambda x: (x.view(-1, V).shape, x.float().dtype, x.bfloat16().dtype),
     "flattened": lambda x: (x.flatten(0, 1).shape, torch.flatten(x, end_dim=-2).stride()),
-    "of a type": lambda x: (x.type(torch.bfloat16).dtype, x.type(x.dtype).shape),
     "of a detached": lambda x: (x.detach().requires_grad, x.detach().shape),
     "moved": lambda x: (x.to("meta").device, x.to("meta", non_blocking=True)[:, 1:].shape),
     "of a product": lambda x: ((x * 2).shape, (x / 3).dtype, x.tanh().requires_grad),

@@ -47,7 +47,7 @@ USER_LOSSES: dict[str, Loss] = {
     "cut": lambda x, y: cross_entropy(x[2:14], y[2:14]),
     "supervised only": lambda x, y: cross_entropy(x[y >= 0], y[y >= 0]),
     "float": lambda x, y: cross_entropy(x.float(), y),
-    "double": lambda x, y: cross_entropy(x.double().type(torch.float64), y),
+    "double": lambda x, y: cross_entropy(x.double(), y),
     "flattened": lambda x, y: cross_entropy(x.view(2, 8, V).flatten(end_dim=-2), y),
 }
 UNFUSED: dict[str, Loss] = {
