@@ -128,8 +128,19 @@ class DeferredLogits(Recordable):
 
     @runs_eagerly
     def real_logits(self) -> Tensor:
-        """Return the real logits, computed at the first call."""
-        return materialize(self)
+        """Return the real logits, computed with autograd at the first call."""
+        value = self.value
+        if value is None:
+            with torch.inference_mode(self.head_call.hidden_states.is_inference()):
+                value = _compute(self, lambda parent: parent.real_logits())
+        if is_foreign(self):  # also after the first call: of a checkpoint where they were read
+            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+                value = cast(Tensor, _Graft.apply(self, value))
+                self.recorded_by = self.grad_fn
+            if self.hooks is None:
+                open_hooks(self)  # of the node, which the gradient of these values reaches
+        self.value = value
+        return value
 
     def result(self, value: Tensor) -> Tensor:
         """Return what a fused operator has computed of these logits, as eager would."""
@@ -252,27 +263,7 @@ def no_hooks_of_saved_tensors() -> AbstractContextManager[None]:
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():  # and none may be set
         return nullcontext()
-    return saved_tensors_hooks(_same, _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def materialize(logits: Recordable) -> Tensor:
-    """Return the values of these logits, computed with autograd at the first call."""
-    value = logits.value
-    if value is None:
-        with torch.inference_mode(logits.head_call.hidden_states.is_inference()):
-            value = _compute(logits, lambda parent: parent.real_logits())
-    if is_foreign(logits):  # also after the first call: of a checkpoint within which they were read
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            value = cast(Tensor, _Graft.apply(logits, value))
-            logits.recorded_by = logits.grad_fn
-        if logits.hooks is None:
-            open_hooks(logits)  # of the node, which the gradient of these values reaches
-    logits.value = value
-    return value
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Graft(torch.autograd.Function):

@@ -289,7 +289,12 @@ def _deferred_forward(
                 if not (traced or forward_pass.unfused):
                     forward_pass.expected = expected_labels(forward_pass.head, named)
             elif PACKED in kwargs:  # keywords of the forward reach the loss
-                _replace_loss_function(stack, model, _without_rows(model.loss_function))
+                own = model.loss_function
+
+                def without_rows(*args: Any, **how: Any) -> Any:
+                    return own(*args, **{n: v for n, v in how.items() if n != PACKED})
+
+                _replace_loss_function(stack, model, without_rows)
             if not traced:
                 used = UsedTokens(
                     functools.partial(_used_by_loss, model, record, forward_pass.expected, named),
@@ -373,17 +378,6 @@ def defer_logits(
     if head is not None and unfused is None:
         defer_head(stack, model, head, forward_pass)
     return forward_pass
-
-
-def _without_rows(loss_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a user's loss function without the keyword that is for recurrent layers."""
-
-    @functools.wraps(loss_function)
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(PACKED, None)
-        return loss_function(*args, **kwargs)
-
-    return loss
 
 
 def _read_logits(stack: ExitStack, head: nn.Module) -> None:
