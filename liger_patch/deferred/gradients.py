@@ -123,8 +123,4 @@ def prepare_backward(result: Tensor, logits: Recordable) -> None:
     for each in ancestry(logits):
         for hook in (each.hooks or {}).values():
             if _is_of(PREPARING_MODULES, hook):
-                node.register_prehook(partial(_run_without_gradient, hook))
-
-
-def _run_without_gradient(hook: Callable, *_: Any) -> None:
-    hook(None)
+                node.register_prehook(lambda *_, hook=hook: hook(None))

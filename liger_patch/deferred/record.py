@@ -239,14 +239,11 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for steps in watching:
-        steps.changed.update(
-            id(each) for each in steps.parameters if id(each) in held or _has_copies(each)
-        )
-
-
-def _has_copies(tensor: Tensor) -> bool:
-    """Return whether a DeepSpeed optimizer holds copies, from which it writes this weight."""
-    return hasattr(tensor, "_hp_mapping") or is_partitioned(tensor)
+        for each in steps.parameters:
+            # DeepSpeed's optimizers hold copies, from which they write weights
+            has_copies = hasattr(each, "_hp_mapping") or is_partitioned(each)
+            if id(each) in held or has_copies:
+                steps.changed.add(id(each))
 
 
 class Step(NamedTuple):
