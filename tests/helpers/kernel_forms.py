@@ -1,5 +1,6 @@
 """Forms of the kernels: PyTorch operations, Triton's interpreter on the CPU, Triton on a GPU."""
 
+import dataclasses
 import importlib.util
 import os
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ def form(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def patch_triton_once() -> None:
-    """Spare the interpreter up to half of its time: it patches triton.language for each launch, and
-    again for each function that a kernel calls.
+def speed_up_interpreter() -> None:
+    """Do once what the interpreter does anew for each launch, function, value or type of a kernel:
+    patch triton.language (up to half of its time), look up dtypes, and check the shapes of blocks
+    (a third of the rest, with the check of 32-bit sums for overflow, which small tests never have).
     """
     if not INTERPRETED or importlib.util.find_spec("triton") is None:
         return
@@ -41,3 +43,25 @@ def patch_triton_once() -> None:
         return never_restored
 
     interpreter._patch_lang = patch_once
+    numpy_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def numpy_dtype_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(dtype)
+        return dtypes[name]
+
+    interpreter._get_np_dtype = numpy_dtype_once
+    block_type = interpreter.tl.block_type
+    describe, described = block_type.__init__, {}
+
+    def describe_once(self: Any, element: Any, shape: Any) -> None:
+        key = (element.name, *(getattr(size, "value", size) for size in shape))
+        if key not in described:
+            describe(self, element, shape)
+            described[key] = vars(self)
+        vars(self).update(described[key])
+
+    block_type.__init__ = describe_once
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

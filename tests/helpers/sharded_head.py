@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_group import join, leave, record_collectives
-from kernel_forms import INTERPRETED, patch_triton_once
+from kernel_forms import INTERPRETED, speed_up_interpreter
 from log_probs_ways import FIELDS, check_log_probs
 from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 from torch import Tensor
@@ -31,7 +31,7 @@ device = torch.device("cpu")
 def main(file: str, device_type: str, *checks: str) -> None:
     global device
     device = torch.device(device_type, 0) if device_type == "cuda" else device
-    patch_triton_once()
+    speed_up_interpreter()
     join(file, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))  # gloo: one GPU serves all
     for name in checks:
         print(f"check {name}", flush=True)

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from kernel_forms import FORMS, INTERPRETED, patch_triton_once
+from kernel_forms import FORMS, INTERPRETED, speed_up_interpreter
 
-patch_triton_once()
+speed_up_interpreter()
 
 
 @pytest.fixture(autouse=True)
