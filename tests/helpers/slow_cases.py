@@ -5,10 +5,17 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+from kernel_forms import INTERPRETED
 
 
-def slow_but(quick: Collection[Any], values: Sequence[Any]) -> list[Any]:
-    """All values for ``parametrize``, those marked slow that are not among the quick ones."""
+def slow_but(
+    quick: Collection[Any], values: Sequence[Any], interpreted: Collection[Any] | None = None
+) -> list[Any]:
+    """All values for ``parametrize``, those marked slow that are not among the quick ones.
+    ``interpreted``: the quick ones under Triton's interpreter, if they are others.
+    """
+    if INTERPRETED and interpreted is not None:
+        quick = interpreted
     assert all(each in values for each in quick)
     return [each if each in quick else _slow(each) for each in values]
 
