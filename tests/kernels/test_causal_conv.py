@@ -70,25 +70,3 @@ def test_a_gate_beside_it_in_memory_is_not_copied_to_be_kept(quick_device):
         causal_conv(both[..., 8:32], weight)
     memory = {t.untyped_storage().data_ptr() for t in kept}
     assert memory == {t.untyped_storage().data_ptr() for t in (both, weight)}
-
-
-X, WEIGHT = torch.zeros(2, 3, 8), torch.zeros(8, 4)
-WRONG = {
-    "activation": ((X, WEIGHT), {"activation": "relu"}, "activation must be one of .* got 'relu'"),
-    "x": ((X.int(), WEIGHT), {}, r"x must be floating point \(B, T, C\), got torch.int32"),
-    "weight": ((X, WEIGHT[:4]), {}, r"weight must be floating point \(8, 4\), got .* \(4, 4\)"),
-    "bias": ((X, WEIGHT, WEIGHT), {}, r"bias must be floating point \(8,\), got .* \(8, 4\)"),
-    "device": ((X, WEIGHT.to("meta")), {}, "weight must be on cpu as x is, got meta"),
-    "ids": (
-        (X, WEIGHT),
-        {"sequence_ids": torch.zeros(2, 4, dtype=torch.int)},
-        r"sequence_ids must be integers \(2, 3\), got torch.int32 \(2, 4\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(case):
-    arguments, options, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        causal_conv(*arguments, **options)

@@ -4,7 +4,6 @@ experts whose weights hold the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from slow_cases import slow_but
 from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels import grouped
-from liger_patch.kernels.experts import Activation, ExpertProjection, experts
+from liger_patch.kernels.experts import Activation
 
 ADAPTERS = {"both": (4, 3), "first": (16, 0), "last": (0, 24), "none": (0, 0)}
 TOKENS = 50  # of fewer numbers, the largest error is luck
@@ -251,61 +250,6 @@ def test_large_gates_are_finite() -> None:
 def test_the_cpu_launches_no_kernel(dtype: torch.dtype, launches: list[str]) -> None:
     results_and_gradients(calls()[0], cast(inputs(TOKENS), dtype), {"index"})
     assert not launches
-
-
-X, INDEX, WEIGHTS = torch.zeros(2, 8), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
-FIRST = ExpertProjection(torch.zeros(4, 8, 12), None, torch.zeros(4, 2, 8), torch.zeros(4, 12, 2))
-LAST = ExpertProjection(torch.zeros(4, 6, 8), torch.zeros(4, 8))
-WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "activation": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST, activation=Activation("relu")),
-        r"^activation\.name must be one of .*'clamped'.* got 'relu'",
-    ),
-    "integers": (
-        lambda: experts(X.long(), INDEX, WEIGHTS, FIRST, LAST),
-        r"^x must be floating point \(N, H\), got torch.int64 \(2, 8\)",
-    ),
-    "tokens of index": (
-        lambda: experts(X, INDEX[:1], WEIGHTS, FIRST, LAST),
-        r"^index must be \(2, K\) integers, got torch.int64 \(1, 3\)",
-    ),
-    "weights": (
-        lambda: experts(X, INDEX, WEIGHTS[:, :2], FIRST, LAST),
-        r"^weights must be \(2, 3\), got \(2, 2\)",
-    ),
-    "features of first": (
-        lambda: experts(X[:, :7], INDEX, WEIGHTS, FIRST, LAST),
-        r"^first\.weight must be \(4, 7, 12\), got \(4, 8, 12\)",
-    ),
-    "2-D": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(weight=torch.zeros(8))),
-        r"^last\.weight must be \(E, in, out\), got \(8,\)",
-    ),
-    "1-D A": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=torch.zeros(8)), LAST),
-        r"^first\.a must be \(4, 0, 8\), got \(8,\)",
-    ),
-    "B without A": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(a=None), LAST),
-        r"^first\.a and first\.b must both be given, or none of them",
-    ),
-    "B": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST._replace(b=torch.zeros(4, 12, 3)), LAST),
-        r"^first\.b must be \(4, 12, 2\), got \(4, 12, 3\)",
-    ),
-    "bias": (
-        lambda: experts(X, INDEX, WEIGHTS, FIRST, LAST._replace(bias=torch.zeros(8))),
-        r"^last\.bias must be \(4, 8\), got \(8,\)",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(
-    call: Callable[[], object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:

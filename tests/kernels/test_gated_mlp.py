@@ -4,7 +4,6 @@ than three linear layers, and what it keeps for the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from three_ways import LOW_DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.kernels.lora.projection import LoraProjection
 
 HIDDEN, SIZE = 24, 40
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 3, HIDDEN), "none": (0, HIDDEN)}
@@ -117,24 +115,3 @@ def test_under_autocast_products_run_in_its_dtype(where, dtype, device):
         torch.testing.assert_close(ours, truth)
     else:
         assert_no_worse(ours, plain, truth, torch.bfloat16)
-
-
-X, G, D = torch.zeros(2, 8), torch.zeros(6, 8), torch.zeros(8, 6)
-ADAPTED = LoraProjection(G, None, torch.zeros(3, 8), torch.zeros(6, 3), 1.0)
-DOWN = LoraProjection(D[:, :3], None, torch.zeros(3, 3), torch.zeros(8, 3), 1.0)
-WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "activation": (lambda: gated_mlp(X, G, G, D, activation="relu"), "activation must be one of"),
-    "x": (lambda: gated_mlp(X[:, :7], G, G, D), r"gate.weight must have shape \(O, 7\)"),
-    "halves": (lambda: gated_mlp(X, G[:5], None, D[:, :2]), r"must be \(2 I, H\), got 5 rows"),
-    "up": (lambda: gated_mlp(X, G, G[:5], D), "up.weight must have 6 rows .* got 5"),
-    "down": (lambda: gated_mlp(X, G, G, D[:, :3]), r"down.weight must have shape \(O, 6\), got"),
-    "half": (lambda: gated_mlp(X, G, None, D), r"down.weight must have shape \(O, 3\), got"),
-    "adapters": (lambda: gated_mlp(X, ADAPTED, G, D), "must all have adapters, or none of them"),
-    "one adapter": (lambda: gated_mlp(X, ADAPTED, None, DOWN), "must all have adapters, or none"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -106,25 +106,3 @@ def test_groups_too_long_for_registers_are_computed_by_pytorch(device):
         lambda x, gate, weight: gate_behind(x, gate, weight, 20000, "silu"),
         inputs,
     )
-
-
-X = torch.randn(2, 8)
-WRONG = {
-    "activation": ((X, X, X[0]), {"activation": "relu"}, "activation must be one of"),
-    "x": ((X.int(), X, X[0]), {}, "x must be floating point"),
-    "gate": ((X, X[:1], X[0]), {}, r"gate must be floating point \(2, 8\), got .* \(1, 8\)"),
-    "weight": ((X, X, X[0, :4]), {}, r"weight must be floating point \(8,\), got .* \(4,\)"),
-    "device": ((X, X.to("meta"), X[0]), {}, "gate must be on cpu as x is, got meta"),
-    "group": ((X, X, X[0]), {"group_size": 3}, "group_size must be a divisor of H = 8, got 3"),
-    "no group": ((X, X, X[0]), {"group_size": 0}, "group_size must be a divisor of H = 8, got 0"),
-    "dtype": ((X, X, X[0]), {"dtype": torch.int8}, "dtype must be floating point or None"),
-    "eps": ((X, X, X[0], -1.0), {}, "eps must be a number >= 0, got -1.0"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(case):
-    arguments, options, message = WRONG[case]
-    arguments = arguments if len(arguments) == 4 else (*arguments, EPS)
-    with pytest.raises(ValueError, match=message):
-        gated_norm(*arguments, **options)

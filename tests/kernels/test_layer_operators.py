@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,51 +30,6 @@ def test_nothing_of_triton_is_needed_where_it_serves_nothing(monkeypatch):
     y = rms_norm(x, None, EPS) + gated(x, x) + turned + gated_norm(x, x, x[0, 0, 0], EPS)
     y.sum().backward()
     assert x.grad is not None
-
-
-X = torch.zeros(2, 8)
-Q = torch.zeros(2, 3, 5, 8)
-C = torch.zeros(1, 5, 8)
-WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "grouped": (
-        lambda: rotary(Q, Q, C, C, grouped=True),
-        "grouped must be False where interleaved is, got True",
-    ),
-    "x of integers": (lambda: rms_norm(X.long(), None, EPS), r"x must be floating point"),
-    "dtype": (lambda: rms_norm(X, None, EPS, dtype=torch.int32), r"dtype .* got torch.int32"),
-    "weight": (lambda: rms_norm(X, X[0, :3], EPS), r"weight must have shape \(8,\), got \(3,\)"),
-    "device": (lambda: rms_norm(X, X[0].to("meta"), EPS), "weight must be on cpu"),
-    "eps": (lambda: rms_norm(X, None, -1.0), "eps must be a number >= 0, got -1.0"),
-    "offset": (
-        lambda: rms_norm(X, None, EPS, offset=None),
-        "offset must be a number, got None",
-    ),
-    "activation": (lambda: gated(X, X, activation="relu"), "activation must be one of"),
-    "gate": (lambda: gated(X.long(), X), "gate must be floating point"),
-    "halves": (lambda: gated(X[:, :7]), r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
-    "up": (lambda: gated(X, X[:1]), r"up must have the shape of gate, \(2, 8\), got \(1, 8\)"),
-    "q": (lambda: rotary(X, Q, C, C), "q must be floating point"),
-    "k": (lambda: rotary(Q, Q[:, :, :2], C, C), "k must be"),
-    "cos": (lambda: rotary(Q, Q, C[:, :2], C), "cos must have shape"),
-    "odd": (lambda: rotary(Q, Q, C[..., :3], C[..., :3]), "cos must have an even R"),
-    "pairs": (
-        lambda: rotary(Q, Q, C, C, interleaved=True),
-        r"cos must have an even R of at most 8 features, got \(1, 5, 8\), 16 features",
-    ),
-    "sin": (
-        lambda: rotary(Q, Q, C, C[..., :4]),
-        r"sin must have shape \(1, 5, 8\) as cos has, got \(1, 5, 4\)",
-    ),
-    "sin of bool": (lambda: rotary(Q, Q, C, C > 0), "sin must be floating point, got torch.bool"),
-    "a gradient": (lambda: rotary(Q, Q, C.clone().requires_grad_(), C), "cos must not require"),
-    "sin's device": (lambda: rotary(Q, Q, C, C.to("meta")), "sin must be on cpu"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ worse than PEFT's arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from slow_cases import pairwise
 from torch import Tensor
 
 from liger_patch.kernels.lora.linears import lora_linears
-from liger_patch.kernels.lora.projection import LoraProjection
 
 
 @pytest.mark.parametrize(
@@ -123,44 +121,3 @@ def test_a_cast_adapter_may_change_before_the_backward_pass(device: torch.device
             leaves[f"{i}.b"].mul_(2)
     found = torch.autograd.grad(total, asked)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-X = torch.zeros(2, 8)
-PART = LoraProjection(torch.zeros(6, 8), torch.zeros(6), torch.zeros(4, 8), torch.zeros(6, 4), 1.0)
-
-
-def called(x: Tensor = X, **fields: Any) -> Callable[[], object]:
-    return lambda: lora_linears(x, (PART, PART._replace(**fields)))
-
-
-WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "integers": (
-        called(X.long()),
-        r"x must be floating point \(..., H\), got torch.int64 \(2, 8\)",
-    ),
-    "number": (called(X[0, 0]), r"x must be floating point \(..., H\), got torch.float32 \(\)"),
-    "x": (called(X[:, :7]), r"projections\[0\].weight must have shape \(O, 7\), got \(6, 8\)"),
-    "weight": (
-        called(weight=torch.zeros(6, 9)),
-        r"projections\[1\].weight must have shape \(O, 8\), got \(6, 9\)",
-    ),
-    "bias": (called(bias=torch.zeros(5)), r"\[1\].bias must have shape \(6,\), got \(5,\)"),
-    "a": (called(a=torch.zeros(4, 7)), r"\[1\].a must have shape \(4, 8\), got \(4, 7\)"),
-    "b": (called(b=torch.zeros(6, 3)), r"\[1\].b must have shape \(6, 4\), got \(6, 3\)"),
-    "device": (called(b=PART.b.to("meta")), r"\[1\].b must be on cpu as x is, got meta"),
-    "dtype": (
-        called(a=PART.a.half()),
-        r"\[1\].a must be torch.float32 as x is, outside autocast, got torch.float16",
-    ),
-    "dropout": (called(dropout=1.0), r"\[1\].dropout must be in \[0, 1\), got 1.0"),
-    "negative dropout": (called(dropout=-0.1), r"\[1\].dropout must be in \[0, 1\), got -0.1"),
-    "nan": (called(dropout=float("nan")), r"\[1\].dropout must be in \[0, 1\), got nan"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(
-    call: Callable[[], object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
