@@ -94,29 +94,46 @@ LOGITS = [
     ("logits", torch.ones(N, V, dtype=torch.int64), "torch.int64"),
 ]
 
+LOG_PROBS = [
+    ("temperature", 0, "0"),
+    ("temperature", 0.0, "0.0"),
+    ("temperature", -0.5, "-0.5"),
+    ("temperature", math.inf, "inf"),
+    ("temperature", math.nan, "nan"),
+    ("temperature", "1", "'1'"),
+    ("temperature", None, "None"),
+    ("temperature", torch.tensor(1.0), "tensor(1.)"),
+    ("outputs", "entropies", "'entropies'"),
+    ("outputs", ("entropy", "loss"), "'loss'"),
+    ("outputs", [1], "[1]"),
+    ("outputs", None, "None"),
+    ("outputs", 5, "5"),
+    ("row_weights", torch.ones(N - 1), "(3,)"),
+    ("row_weights", torch.ones(N, 1), "(4, 1)"),
+    ("row_weights", torch.ones(N, device=META), "meta"),
+    ("row_weights", torch.ones(N, dtype=torch.complex64), "torch.complex64"),
+    ("row_weights", torch.ones(N, requires_grad=True), "gradient"),
+    ("row_weights", 1.0, "float"),
+    ("softcap", 0.0, "0.0"),
+    ("weight", torch.ones(V, H + 1), "(8, 4)"),
+    ("labels", torch.tensor([0, V, 1, 2]), "got 8 (1 outside)"),
+]
 
-def call_linear(**changes):
-    fitting = {
-        "hidden_states": torch.ones(N, H),
-        "weight": torch.ones(V, H),
-        "labels": torch.zeros(N, dtype=torch.int64),
-    }
-    return linear_cross_entropy(**(fitting | changes))
+
+LABELS = torch.zeros(N, dtype=torch.int64)
+
+
+def call_linear(operator=linear_cross_entropy, **changes):
+    fitting = {"hidden_states": torch.ones(N, H), "weight": torch.ones(V, H), "labels": LABELS}
+    return operator(**(fitting | changes))
 
 
 def call_logits(**changes):
-    fitting = {"logits": torch.ones(N, V), "labels": torch.zeros(N, dtype=torch.int64)}
-    return cross_entropy(**(fitting | changes))
+    return cross_entropy(**({"logits": torch.ones(N, V), "labels": LABELS} | changes))
 
 
-def named(rows):
-    return [pytest.param(*row, id=f"{row[0]}-{row[2]}") for row in rows]
-
-
-def check_error(call, argument, value, shown):
-    with pytest.raises(ValueError, match=argument) as error:
-        call(**{argument: value})
-    assert shown in str(error.value)
+def call_log_probs(**changes):
+    return call_linear(linear_log_probs, **changes)
 
 
 @pytest.mark.parametrize("call", [call_linear, call_logits])
@@ -126,14 +143,22 @@ def test_numbers_of_numpy_are_numbers(call):
     assert torch.equal(ours, call(**numbers))
 
 
-@pytest.mark.parametrize(("argument", "value", "shown"), named(BOTH + LINEAR))
-def test_linear_cross_entropy_names_what_does_not_fit(argument, value, shown):
-    check_error(call_linear, argument, value, shown)
-
-
-@pytest.mark.parametrize(("argument", "value", "shown"), named(BOTH + LOGITS))
-def test_cross_entropy_names_what_does_not_fit(argument, value, shown):
-    check_error(call_logits, argument, value, shown)
+@pytest.mark.parametrize(
+    ("call", "argument", "value", "shown"),
+    [
+        pytest.param(call, *row, id=f"{call.__name__}-{row[0]}-{row[2]}")
+        for call, rows in {
+            call_linear: BOTH + LINEAR,
+            call_logits: BOTH + LOGITS,
+            call_log_probs: LOG_PROBS,
+        }.items()
+        for row in rows
+    ],
+)
+def test_what_does_not_fit_is_named(call, argument, value, shown):
+    with pytest.raises(ValueError, match=argument) as error:
+        call(**{argument: value})
+    assert shown in str(error.value)
 
 
 @pytest.mark.parametrize("call", [call_linear, call_logits])
@@ -178,19 +203,6 @@ def test_a_tensor_of_tensors_is_an_error_that_names_it(name):
         given[name] = TwoTensor(given[name], given[name])
     with pytest.raises(ValueError, match=f"{name} must be a plain tensor, got TwoTensor"):
         linear_cross_entropy(**given, labels=torch.zeros(3, dtype=torch.int64))
-
-
-def test_tensors_without_values_give_shapes():
-    x, weight = (torch.empty(*shape, device="meta") for shape in ((3, 8), (11, 8)))
-    labels = torch.empty(3, dtype=torch.int64, device="meta")
-    x.requires_grad_()
-    weight.requires_grad_()
-    loss = linear_cross_entropy(x, weight, labels)
-    loss.backward()
-    log_probs = linear_log_probs(x, weight, labels, outputs=["entropy"])
-    log_probs.log_probs.sum().backward()
-    assert (loss.shape, log_probs.entropy.shape) == ((), (3,))
-    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
 
 
 def test_a_batch_of_upstream_gradients_is_an_error_that_says_so():

@@ -223,3 +223,27 @@ def test_autocast_is_that_of_linear(dtype, kind):
     assert {our[name].dtype for name in FIELDS} == {torch.float32, torch.bool}
     ways = [{n: v for n, v in way.items() if n != "is_top1"} for way in (our, eager, exact)]
     assert_no_worse(*ways, dtype)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "given"),
+    [
+        ("entropy", ["entropy"]),
+        (["lse", "is_top1"], ["lse", "is_top1"]),
+        (("mean_logits",), ["mean_logits"]),
+        ({"log_probs"}, []),
+        ("log_sum_sq_probs", ["log_sum_sq_probs"]),
+        ((), []),
+        (FIELDS, FIELDS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_outputs_are_those_asked_for(outputs, given, softcap, quick_device):
+    inputs, labels = linear_inputs(torch.float32, quick_device, 5)
+    results = linear_log_probs(**inputs, labels=labels, outputs=outputs, softcap=softcap)
+    computed = {name for name, value in results._asdict().items() if value is not None}
+    assert computed == {"log_probs", *given}
+    everything = linear_log_probs(**inputs, labels=labels, outputs=FIELDS, softcap=softcap)
+    for value, expected in zip(results, everything, strict=True):
+        assert value is None or torch.equal(value, expected)
