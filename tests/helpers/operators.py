@@ -15,6 +15,7 @@ import eager_layers
 import expert_cases
 import layer_checks
 import torch
+from distillation_ways import check_distillation, heads
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
 from lora_checks import FIELDS, eager_linears, eager_mlp
 from lora_inputs import linears_inputs, mlp_inputs
@@ -28,6 +29,7 @@ from liger_patch.kernels.gated import gated
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
@@ -154,6 +156,25 @@ def made_log_probs(tokens: int, **how: Any) -> Tensors:
     return {name: value for name, value in tensors.items() if name not in WIDE}
 
 
+TEACHER = ("teacher_hidden", "teacher_weight", "teacher_bias")
+
+
+def made_distillation(tokens: int) -> Tensors:
+    student, teacher, labels = heads(torch.float32, torch.device("cpu"), tokens, bias=True)
+    return {**student, **teacher, "labels": labels}
+
+
+def distillation_rule(
+    tensors: Tensors, frozen: Collection[str], view: Any = None, **options: Any
+) -> None:
+    """Its upstream gradient is one number, of which there is one view."""
+    student = {n: v for n, v in tensors.items() if n not in (*TEACHER, "labels")}
+    teacher = {name: tensors[name] for name in TEACHER}
+    upstream = torch.tensor(-1.7, device=tensors["labels"].device)
+    how = {"upstream": upstream, "frozen": tuple(n for n in frozen if n in student)}
+    check_distillation(student, teacher, tensors["labels"], **how, **options)
+
+
 def shaped(**shapes: tuple[int, ...]) -> Callable[[int], Tensors]:
     """Of random numbers; -1 stands for the number of tokens."""
     return lambda tokens: {
@@ -247,6 +268,13 @@ OPERATORS = {
         made=partial(made_log_probs, ignored=0.0),
         dtype=torch.float32,
         **LOG_PROBS,
+    ),
+    "linear_distillation": Operator(
+        "linear_distillation",
+        made=made_distillation,
+        call=partial(linear_distillation, ce_weight=0.4),
+        rule=partial(distillation_rule, ce_weight=0.4),
+        fixed=(*TEACHER, "labels"),
     ),
     "rms_norm": Operator(
         "rms_norm",
