@@ -6,12 +6,14 @@ import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
+from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.lora_step import save
@@ -35,8 +37,11 @@ GRPO = Update("tiny", CONFIG, 2 * GROUP, lora_rank=4, trainer="GRPO", prompt=4, 
 DPO = replace(GRPO, sequences=4, trainer="DPO")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("update", [DPO, GRPO], ids=lambda update: update.trainer)
+@pytest.mark.parametrize(
+    ("update", "checkpointing"),
+    slow_but([(DPO, False), (GRPO, True)], [*product([DPO, GRPO], [False, True])]),
+    ids=lambda value: getattr(value, "trainer", str(value)),
+)
 def test_updates_are_run_with_trls_head_and_with_ours(update: Update, checkpointing: bool):
     update = replace(update, checkpointing=checkpointing)
     rows = [*run_update(update, rounds=1, names=CONTENDERS, device="cpu")]
