@@ -14,11 +14,12 @@ from lora_checks import (
     WAYS,
     check,
     eager_linears,
+    our_mlp,
     projection,
     results,
     trainable,
 )
-from lora_inputs import PROJECTIONS, SHAPES, linears_inputs
+from lora_inputs import PROJECTIONS, SHAPES, linears_inputs, mlp_inputs
 from slow_cases import pairwise
 from torch import Tensor
 
@@ -108,11 +109,18 @@ def test_the_scaling_keeps_gradients_finite(adapters: torch.dtype, device: torch
     torch.testing.assert_close(db, torch.full_like(db, 4096 * 10 * 10 * 0.125), rtol=1e-3, atol=0)
 
 
-def test_a_cast_adapter_may_change_before_the_backward_pass(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [(lora_linears, linears_inputs), (our_mlp("silu"), mlp_inputs)],
+    ids=["linears", "mlp"],
+)
+def test_a_cast_adapter_may_change_before_the_backward_pass(
+    layer: Any, inputs: Any, device: torch.device
+) -> None:
     """As under autocast, gradients are those of the values that the forward pass had."""
-    leaves, parts = trainable(*linears_inputs(device, "autocast"))
+    leaves, parts = trainable(*inputs(device, "autocast"))
     with torch.autocast(device.type, torch.bfloat16):
-        total = sum(y.sum() for y in lora_linears(leaves["x"], parts))
+        total = sum(y.sum() for y in layer(leaves["x"], parts))
     asked = [each for each in leaves.values() if each.requires_grad]
     expected = torch.autograd.grad(total, asked, retain_graph=True)
     with torch.no_grad():

@@ -106,23 +106,6 @@ def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
     assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["0.a", "1.b", "2.a", "2.b"])
-def test_adapters_that_were_cast_may_change_in_place(name: str, device: torch.device) -> None:
-    """As PEFT's, under autocast: the backward pass reads the cast copies."""
-    inputs = mlp_inputs(device, "autocast")
-    found = []
-    for factor in (1.0, 2.0):
-        leaves, parts = trainable(*inputs)
-        with torch.autocast(device.type, torch.bfloat16):
-            y = gated_mlp(leaves["x"], *parts).sum()
-        with torch.no_grad():
-            leaves[name].mul_(factor)
-        y.backward()
-        found.append([leaf.grad for leaf in leaves.values() if leaf.grad is not None])
-    assert len(found[0]) == len(found[1]) > len(parts)
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.gpu
 def test_bytes_kept_per_token() -> None:
     """x, gate and up, the thin products, and y itself, in bf16."""
