@@ -7,7 +7,7 @@ Where PEFT is not installed, importing this skips the test file that imports it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from training_step import Step, call, gradients, tell_apart
 
 from liger_patch import apply_patch, registry
+from liger_patch.layers import experts
+from liger_patch.layers.checks import layers_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -25,6 +27,7 @@ ROWS = {row.model_type: row for row in registry.available()}
 QKV, OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 MLP = ("gate_proj", "up_proj", "down_proj")
 ALL = (*QKV, *OUT, *MLP)
+QWEN, BOTH = "qwen3_moe", ("gate_up_proj", "down_proj")  # a mixture, and the weights of its experts
 # dtype of the model, whether PEFT makes its adapters float32, whether autocast to bf16 is on
 WAYS = {
     "float32": (torch.float32, True, False),
@@ -42,6 +45,7 @@ MARKS = [
         # models made here are not on disk, where PEFT looks for their configuration
         "ignore:Could not find a config file in:UserWarning",
         "ignore:Model (has|with) .tie_word_embeddings:UserWarning",
+        "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18, of experts
     )
 ]
 
@@ -60,6 +64,29 @@ def adapted(
     options = {"r": 4, "target_modules": list(ALL), "init_lora_weights": False, **options}
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
     return peft.get_peft_model(model, config, autocast_adapter_dtype=wide_adapters)
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """The experts on kernels, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "experts" in layers_of(module) and not experts.is_wrapper(module)
+    }
+
+
+def with_adapters(base: Any, parameters: Collection[str] = BOTH, **options: Any) -> Any:
+    """A PEFT model of adapters on all experts, each of which has other numbers."""
+    names = experts_of(apply_patch(copy.deepcopy(base)))
+    targets = [f"{name}.{each}" for name in names for each in parameters]
+    options = {"target_modules": None, "target_parameters": targets, **options}
+    return adapted(base=base, **options)
+
+
+def pair(kind: str = QWEN, **options: Any) -> tuple[Any, Any, Any]:
+    """Two models in float64, the second of them patched, and a batch."""
+    eager = with_adapters(tiny_model(ROWS[kind]).double(), **options)
+    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
 
 
 def training_step(model: Any, batch: Any, *, autocast: bool = False) -> Step:

@@ -5,62 +5,46 @@ steps are eager's, in every architecture that has such experts.
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from exactness import assert_no_worse
-from lora_models import MARKS, WAYS, adapted, assert_same, batch_of, peft, training_step
+from lora_models import (
+    BOTH,
+    MARKS,
+    QWEN,
+    WAYS,
+    assert_same,
+    batch_of,
+    experts_of,
+    pair,
+    peft,
+    training_step,
+    with_adapters,
+)
 from rows import every_row, model_type
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, gradients, joined, router_arguments, step, tell_apart
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
+from liger_patch import apply_patch, patch_status, registry
 from liger_patch.kernels import chunk_sizes
 from liger_patch.layers import checks, experts
-from liger_patch.layers.checks import layers_of
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.replace import count_layers
 
 pytestmark = [
     *MARKS,
     pytest.mark.filterwarnings(
-        "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
         "ignore:The following .*_pattern keys did not match:RuntimeWarning",  # but they did
     ),
 ]
 
-BOTH = ("gate_up_proj", "down_proj")
-QWEN, GPT = "qwen3_moe", "gpt_oss"
+GPT = "gpt_oss"
 OTHERS = ("nemotron_h", "llama4_text")  # whose experts have no gate, or another form
 MIXTURES = [row for row in registry.available() if "experts" in row.kinds.split()]
-
-
-def experts_of(model: nn.Module) -> dict[str, Any]:
-    """The experts on kernels, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if "experts" in layers_of(module) and not experts.is_wrapper(module)
-    }
-
-
-def with_adapters(base: Any, parameters: Collection[str] = BOTH, **options: Any) -> Any:
-    """A PEFT model of adapters on all experts, each of which has other numbers."""
-    names = experts_of(apply_patch(copy.deepcopy(base)))
-    targets = [f"{name}.{each}" for name in names for each in parameters]
-    options = {"target_modules": None, "target_parameters": targets, **options}
-    return adapted(base=base, **options)
-
-
-def pair(kind: str = QWEN, **options: Any) -> tuple[Any, Any, Any]:
-    """Two models in float64, the second of them patched, and a batch."""
-    eager = with_adapters(tiny_model(ROWS[kind]).double(), **options)
-    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
 
 
 class Runs:
@@ -380,42 +364,6 @@ def test_experts_that_train_themselves(autocast: bool, kind: str, runs: Runs) ->
         eager, ours = (step(each, batch) for each in (eager_model, model))
     truth, eager, ours = joined(step(wide, batch), eager, ours)
     assert_no_worse(ours, eager, truth, torch.bfloat16 if autocast else torch.float32)
-
-
-def test_reverting_gives_every_class_back() -> None:
-    eager, model, batch = pair()
-    training_step(model, batch)
-    revert_patch(model)
-    classes = [{name: type(m) for name, m in each.named_modules()} for each in (eager, model)]
-    assert classes[0] == classes[1]
-    truth, ours = training_step(eager, batch), training_step(model, batch)
-    assert all(torch.equal(value, ours[name]) for name, value in truth.items())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
-def test_copies_are_on_kernels(how: str, runs: Runs) -> None:
-    eager, model, batch = pair()
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        other = torch.load(buffer, weights_only=False)
-    revert_patch(model)
-    assert_same(other, eager, batch)
-    assert runs.of_step(other, batch) == [(True, True)] * 2
-
-
-def test_saved_adapters_are_eagers(tmp_path: Path) -> None:
-    eager, model, batch = pair()
-    training_step(model, batch)
-    assert list(model.state_dict()) == list(eager.state_dict())
-    model.save_pretrained(tmp_path)
-    base = tiny_model(ROWS[QWEN]).double()
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).double()
-    assert_same(loaded, eager, batch)
-    assert_same(apply_patch(loaded), eager, batch)
 
 
 def test_twenty_steps_have_eagers_losses() -> None:
