@@ -54,24 +54,16 @@ def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-def test_gradient_checkpointing(reentrant: bool) -> None:
+def test_reentrant_gradient_checkpointing() -> None:
+    """Of the other kind is test_architectures."""
     model = make_model("qwen3").double()
     batch = tiny_batch(model)
     truth = step(model, batch)
     apply_patch(model, layers=True)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     truth, ours = tell_apart(truth, step(model.train(), batch))
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-def test_generation_is_the_same() -> None:
-    model = make_model().eval()
-    prompt = tiny_batch(model)["input_ids"][:1, :4]
-    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(prompt, **how)
-    assert torch.equal(apply_patch(model, layers=True).generate(prompt, **how), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
