@@ -4,7 +4,6 @@ the backbone sees each prefix once.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from attention_models import SIZES, WARNINGS, Calls, make_model, rows_of
 from exactness import assert_no_worse
 from rows import every_row
 from rows import model_type as row_name
-from slow_cases import slow_but
+from slow_cases import pairwise
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, gradients, in_float64, joined, step, widened
@@ -71,14 +70,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "all_used"),
-    slow_but(
-        [(None, False), (True, True), (False, False)],
-        list(itertools.product([None, True, False], [False, True])),
-    ),
+    ("kind", "checkpointing", "all_used", "left"),
+    pairwise(BATCHES, [None, True, False], [False, True], [False, True]),
 )
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("kind", BATCHES)
 def test_a_step_is_exact_in_float64(
     kind: str, left: bool, all_used: bool, checkpointing: bool | None, calls: Calls
 ) -> None:
