@@ -149,11 +149,16 @@ def packed_rows(starts: Tensor, kept: Tensor) -> PackedRows:
 @functools.cache
 def gives_masks_positions(cls: Any) -> bool:
     """Return whether a backbone gives positions to all functions that make its masks, by which
-    these keep sequences apart: the names of arguments are constants of its code.
+    these keep sequences apart: the names of arguments are constants of the code of its forward, or
+    of its other methods (BERT). Masks of another model's states are none of these.
     """
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    names = [{*each} for each in getattr(code, "co_consts", ()) if isinstance(each, tuple)]
-    return all("position_ids" in each for each in names if {"config", "attention_mask"} <= each)
+    own = (each for each in cls.__mro__ if each.__module__.startswith("transformers.models."))
+    methods = [f for each in own for f in vars(each).values() if inspect.isfunction(f)]
+    codes = [getattr(inspect.unwrap(each), "__code__", None) for each in methods]
+    constants = [each for code in codes if code is not None for each in code.co_consts]
+    names = [{*each} for each in constants if isinstance(each, tuple)]
+    masks = [each for each in names if {"config", "attention_mask"} <= each]
+    return all("position_ids" in each for each in masks if "encoder_hidden_states" not in each)
 
 
 def carries_state(module: nn.Module) -> bool:
