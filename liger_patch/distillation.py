@@ -93,10 +93,14 @@ def distillation_loss(
             f"got {tuple(teacher.shape[:2])}"
         )
     for name, each in (("labels", labels), ("token_weight", token_weight)):
+        if each is not None and not isinstance(each, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {each!r}")
         if each is not None and each.shape != student.shape[:2]:
             raise ValueError(
                 f"{name} must have shape {tuple(student.shape[:2])}, got {tuple(each.shape)}"
             )
+    if type(ignore_index) is not int:
+        raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
     if labels is not None:
         labels = next_labels(labels, ignore_index).reshape(-1).to(student.device)
     if token_weight is not None:

@@ -343,6 +343,8 @@ def test_distributed_vocabulary_is_an_error() -> None:
         ),
         ({"labels": torch.ones(2, 8).long()}, r"labels must have shape \(2, 9\), got \(2, 8\)"),
         ({"token_weight": torch.ones(9)}, r"token_weight must have shape \(2, 9\), got \(9,\)"),
+        ({"token_weight": "x"}, "token_weight must be a tensor, got 'x'"),
+        ({"ignore_index": None}, "ignore_index must be an integer, got None"),
         ({"divergence": "jsd", "beta": 2.0}, r"beta must be in \[0, 1\], got 2.0"),
         ({"beta": 0.3}, "beta must be None, or divergence \"jsd\", got 0.3 for 'forward_kl'"),
         ({"divergence": "kl"}, "divergence must be one of .* got 'kl'"),

@@ -106,10 +106,13 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
         with explained(config, what):
             trace, sizes = trace_step(config, step, contender)
-        try:
-            rows = {} if is_slow else longest_rows(config, step, contender, sizes, reserve)
-        except Exception:  # BERT's table of positions ends before the lengths that are traced
-            rows = {}
+        with explained(config, "takes steps of several lengths"):
+            try:
+                rows = {} if is_slow else longest_rows(config, step, contender, sizes, reserve)
+            except RuntimeError:
+                if (most_positions(config) or LONGEST) > LEAST_PROBED:
+                    raise
+                rows = {}  # BERT slices its table of positions, beyond which rows are traced
         found.append(
             Estimate(
                 contender.name,

@@ -48,6 +48,8 @@ def why_not_deferred(model: PreTrainedModel, head: nn.Module | None) -> str | No
     """
     if head is None:
         return "get_output_embeddings() returns None"
+    if isinstance(head, torch.jit.ScriptModule):
+        return "torch.jit has compiled the head"
     if is_in_compiled_call() and is_dtensor(getattr(head, "weight", None)):
         return "torch.compile traces a head whose weight is a DTensor"
     if in_process_group():

@@ -211,7 +211,7 @@ class _Checkpoints:
         if not self.calls:
             return "no layer was checkpointed (see model.gradient_checkpointing_enable())"
         types, mib = " or ".join(self.offload.device_types), self.offload.min_bytes / 2**20
-        return f"no layer saved a {types} tensor of at least {mib:g} MiB"
+        return f"no layer saved a contiguous {types} tensor of at least {mib:g} MiB"
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be rebuilt from its bytes, and is large enough to offload."""

@@ -111,6 +111,17 @@ def test_a_head_that_computes_in_its_own_way_falls_back(name: str) -> None:
     assert_falls_back(model_with(change), *reasons)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_a_head_that_torch_jit_has_compiled_falls_back() -> None:
+    model = model_with(lambda _: None)
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    apply_patch(model)
+    model.lm_head = torch.jit.script(model.lm_head)
+    with pytest.warns(UserWarning, match="torch.jit has compiled the head"):
+        assert_no_worse(step(model, batch), truth, truth, torch.float32)
+
+
 class RoundsInput(nn.Linear):
     """As in quantisation-aware training."""
 

@@ -129,24 +129,28 @@ PACKINGS: list[Callable[[list[Sample]], dict[str, Any]]] = [
 ]
 
 
-def truth_of(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
+def truth_of(model: PreTrainedModel, samples: list[Sample]) -> Step:
     """Loss and gradients of the eager model, one sequence at a time."""
     logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
-    return averaged(model, logits, samples, average)
+    return averaged(model, logits, samples)
 
 
-def packed_eagerly(model: PreTrainedModel, samples: list[Sample], average: str) -> Step:
+def packed_eagerly(model: PreTrainedModel, samples: list[Sample]) -> Step:
     """Loss and gradients of the eager model, of one packed row."""
     batch = {name: value.to(model.device) for name, value in positions_only(samples).items()}
     del batch["labels"]
     (row,) = call(model, batch).logits
-    return averaged(model, row.split([len(s["input_ids"]) for s in samples]), samples, average)
+    return averaged(model, row.split([len(s["input_ids"]) for s in samples]), samples)
 
 
 def averaged(
-    model: PreTrainedModel, logits: Iterable[Tensor], samples: list[Sample], average: str
+    model: PreTrainedModel,
+    logits: Iterable[Tensor],
+    samples: list[Sample],
+    *,
+    by_sequence: bool = False,
 ) -> Step:
-    """Of the logits (T, V) of each sequence."""
+    """Of the logits (T, V) of each sequence: the mean over all tokens, or of each one's mean."""
     sums, counts = [], []
     for rows, sample in zip(logits, samples, strict=True):
         labels = torch.tensor(sample["labels"][1:], device=rows.device)
@@ -154,5 +158,5 @@ def averaged(
             sums.append(cross_entropy(rows[:-1], labels, reduction="sum"))
             counts.append((labels != IGNORED).sum())
     total, count = torch.stack(sums), torch.stack(counts)
-    loss = total.sum() / count.sum() if average == "token" else (total / count).mean()
+    loss = (total / count).mean() if by_sequence else total.sum() / count.sum()
     return {"loss": loss.detach(), **gradients(model, loss)}

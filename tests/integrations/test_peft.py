@@ -26,6 +26,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (has|with) .tie_word_embeddings:UserWarning",
     "ignore:You have requested .ensure_weight_tying.:UserWarning",
+    "ignore:.lora_bias=True. was passed",  # of a base without one
 )
 
 FALLBACK = "liger_patch computes ordinary logits"
@@ -70,6 +71,10 @@ CASES = {
     "dora on the head": Case(
         lambda: lora(target_modules=["q_proj", "lm_head"], use_dora=True),
         "the head (peft.tuners.lora.layer.Linear with DoraLinearVariant) reads its logits itself",
+    ),
+    "lora with biases on the head": Case(
+        lambda: lora(target_modules=["lm_head"], lora_bias=True),
+        "the head (peft.tuners.lora.layer.Linear) or the model does more to the logits",
     ),
     "trainable tokens": Case(lambda: lora(trainable_token_indices=[20, 21])),
     "prompt tuning": Case(

@@ -208,3 +208,20 @@ def test_other_dispatch_modes_see_the_products() -> None:
 def test_what_reads_values_is_no_part_of_a_cuda_graph(name: str, reads_values: bool) -> None:
     tags = getattr(torch.ops.liger_patch, name).default.tags
     assert (torch.Tag.cudagraph_unsafe in tags) is reads_values
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen: bool, compiled: bool) -> None:
+    def losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden_states, weight, labels, reduction="none")
+
+    hidden_states = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=not frozen)
+    labels = torch.tensor([1, -100, 3, -100, 5, 6])
+    function = torch.compile(losses, backend="aot_eager", fullgraph=True) if compiled else losses
+    found = function(hidden_states, weight, labels)
+    found.backward(torch.where(labels == -100, float("nan"), 1.0))
+    assert hidden_states.grad is not None
+    assert hidden_states.grad.isfinite().all()
+    assert frozen or (weight.grad is not None and weight.grad.isfinite().all())

@@ -215,7 +215,7 @@ def test_200_steps_of_packed_rows_have_the_losses_of_their_sequences(
 
 
 def apart(model: Any, samples: list[Sample]) -> Step:
-    return truth_of(model, samples, "token")
+    return truth_of(model, samples)
 
 
 def losses(model: Any, take_step: Callable[[Any, list[Sample]], Step]) -> Tensor:

@@ -98,7 +98,7 @@ def test_packed_rows_train_as_their_sequences(row: registry.Architecture, packin
     model, samples = make_model(row.model_type), make_samples(*LENGTHS)
     if not has_recurrent(row.model_type):
         pytest.skip(f"its layers take no keywords in Transformers {transformers.__version__}")
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     each = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
     with patched(model), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -119,7 +119,7 @@ def test_packed_rows_train_as_their_sequences(row: registry.Architecture, packin
 def test_left_padding_equals_none(row: registry.Architecture) -> None:
     """By the layers' own code, which leaves padding out of the state."""
     model, samples = make_model(row.model_type), make_samples(*LENGTHS)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     batch = padded(samples, "left")
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert rows_of_call(batch) is None
@@ -156,9 +156,9 @@ def test_padding_between_sequences_is_left_out(name: str, lengths: list[list[int
 def test_checkpoints_are_computed_again_with_the_same_sequences(name: str, reentrant: bool) -> None:
     """Also where another call has come in between. What is computed again is float32."""
     model, samples = make_model(name).train(), make_samples(*LENGTHS)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     low: Any = copy.deepcopy(model).float()
-    eager = truth_of(low, samples, "token")
+    eager = truth_of(low, samples)
     low.gradient_checkpointing_enable({"use_reentrant": reentrant})
     low.enable_input_require_grads()
     with patched(low):
@@ -172,9 +172,9 @@ def test_checkpoints_are_computed_again_with_the_same_sequences(name: str, reent
 @pytest.mark.parametrize("name", [DELTA, MAMBA])
 def test_half_precision_is_no_worse_than_separate_sequences(name: str) -> None:
     model, samples = make_model(name), make_samples(*LENGTHS)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     low: Any = copy.deepcopy(model).bfloat16()
-    eager = truth_of(low, samples, "token")
+    eager = truth_of(low, samples)
     with patched(low):
         ours = step(low, positions_only(samples))
     truth, eager, ours = joined(truth, eager, ours)
@@ -186,7 +186,7 @@ def test_what_kernels_ask_for_is_taken_without_them(name: str) -> None:
     """Transformers' own code raises there."""
     model = make_model(name)
     for samples in (make_samples(*LENGTHS), make_samples(9)):
-        truth = truth_of(model, samples, "token")
+        truth = truth_of(model, samples)
         with patched(model):
             torch.testing.assert_close(step(model, flattened_for_kernels(samples)), truth)
 
@@ -299,7 +299,7 @@ def test_layers_that_get_no_keyword_are_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_sequences_that_are_not_kept_apart_are_said(name: str, layers: bool, says: str) -> None:
     """And only where they are not."""
     model, samples = make_model(name), make_samples(9, 4)
-    batch, truth = positions_only(samples), truth_of(model, samples, "token")
+    batch, truth = positions_only(samples), truth_of(model, samples)
     with (
         patched(model, layers=layers),
         pytest.warns(UserWarning, match=f"see one another: .*{says}"),
@@ -312,7 +312,7 @@ def test_revert_and_copies() -> None:
     model = make_model()
     before = {name: type(module) for name, module in model.named_modules()}
     samples = make_samples(*LENGTHS)
-    batch, truth = positions_only(samples), truth_of(model, samples, "token")
+    batch, truth = positions_only(samples), truth_of(model, samples)
     apply_patch(model, layers=["recurrent"])
     assert "1 recurrent: own code over unpacked sequences" in str(patch_status(model))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
@@ -370,7 +370,7 @@ def test_kernels_that_keep_sequences_apart_get_one_row(
         parts = hidden_states.split(seq_idx[0].bincount().tolist(), -1)
         return torch.cat([own_convolution(each, weight, bias, activation) for each in parts], -1)
 
-    truth = truth_of(model, make_samples(*LENGTHS), "token")
+    truth = truth_of(model, make_samples(*LENGTHS))
     if "chunk" in kernels:
         wrapped = wrapped_kernel("chunk_gated_delta_rule", rule, own_rule)
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", wrapped)

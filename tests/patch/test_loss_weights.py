@@ -113,14 +113,22 @@ def test_gradient_accumulation_divides_by_the_sum_of_all_weights(model_type: str
     torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
 
 
-def test_weights_of_one_over_their_number_give_the_mean_of_each_sequences_own_mean() -> None:
-    model, samples = make_model(), make_samples(9, 4, 13)
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("prompts", [True, False])
+def test_weights_give_the_mean_of_each_sequences_own_mean(prompts: bool, calls: int) -> None:
+    """As docs/integrations.md has it: of packed rows, in one call or in several of a step."""
+    model, samples = make_model(), make_samples(9, 4, 13, prompts=prompts)
     logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
-    truth = averaged(model, logits, samples, "sequence")
-    counts = [sum(label != IGNORED for label in sample["labels"][1:]) for sample in samples]
-    weights = [1 / n for n, s in zip(counts, samples, strict=True) for _ in s["labels"]]
+    truth = averaged(model, logits, samples, by_sequence=True)
+    losses = []
     with patched(model):
-        loss = call(model, flattened(samples), loss_weights=torch.tensor([weights]).double()).loss
+        for part in (samples,) if calls == 1 else (samples[:1], samples[1:]):
+            counts = [sum(label != IGNORED for label in each["labels"][1:]) for each in part]
+            weights = [1 / n for n, s in zip(counts, part, strict=True) for _ in s["labels"]]
+            how = {"loss_weights": torch.tensor([weights]).double()}
+            how |= {} if calls == 1 else {"num_items_in_batch": len(samples)}
+            losses.append(call(model, flattened(part), **how).loss)
+    loss = torch.stack(losses).sum()
     torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
 
 

@@ -135,7 +135,7 @@ def test_calls_without_gradients_offload_nothing() -> None:
     ("reentrant", "reason"),
     [
         (None, "no layer was checkpointed (see model.gradient_checkpointing_enable())"),
-        (False, "no layer saved a cuda tensor of at least 1 MiB"),
+        (False, "no layer saved a contiguous cuda tensor of at least 1 MiB"),
     ],
 )
 def test_a_step_that_offloads_nothing_warns_once(reentrant: bool | None, reason: str) -> None:
@@ -151,7 +151,7 @@ def test_a_step_that_offloads_nothing_warns_once(reentrant: bool | None, reason:
 
 def test_rows_that_are_all_too_short_are_a_warning() -> None:
     """But not behind longer ones."""
-    said = "no layer saved a cpu tensor of at least 1 MiB"
+    said = "no layer saved a contiguous cpu tensor of at least 1 MiB"
     offload = offloaded(model := model_of())
     step(model)
     offload.min_bytes = 2**20

@@ -55,7 +55,7 @@ from liger_patch.patch.packing import (
 def test_packed_trains_as_unpacked(packing: Callable, model_type: str) -> None:
     """Rotary embeddings take each token's own position."""
     model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     with patched(model):
         packed, unpacked = (step(model, how(samples)) for how in (packing, padded))
         assert patch_status(model).fused
@@ -68,9 +68,9 @@ def test_packed_trains_as_unpacked(packing: Callable, model_type: str) -> None:
 def test_packed_trains_as_unpacked_on_a_gpu(model_type: str) -> None:
     model: Any = make_model(model_type)
     samples = make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     model.to("cuda", torch.float32)
-    eager = packed_eagerly(model, samples, "token")
+    eager = packed_eagerly(model, samples)
     batch = {name: value.cuda() for name, value in positions_only(samples).items()}
     with patched(model, layers=True):
         ours = step(model, batch)
@@ -104,7 +104,7 @@ def test_packed_rows_of_other_calls_train_as_unpacked(
     make: Callable, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     if flag:
         monkeypatch.setenv(flag, "1")
     with patched(model):
@@ -142,7 +142,7 @@ def test_a_separator_is_the_users_own_label(model_type: str) -> None:
 def test_sequences_without_a_supervised_token_do_not_count() -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6, 1)
     samples[1]["labels"] = [IGNORED] * 4
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     with patched(model):
         torch.testing.assert_close(step(model, positions_only(samples)), truth)
 
@@ -308,7 +308,7 @@ def test_padding_is_no_boundary(side: str) -> None:
 
 def test_an_argument_by_its_place_is_seen() -> None:
     model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples, "token")
+    truth = truth_of(model, samples)
     batch = positions_only(samples)
     with patched(model), Float64():
         loss = model(batch["input_ids"], None, batch["position_ids"], labels=batch["labels"]).loss
@@ -341,6 +341,8 @@ def moves_the_last(model: Any, batch: dict[str, Any], length: int, **options: An
         ("llama", {}, "pass use_cache=False"),
         ("llama", {"use_cache": False, "attention_mask": torch.ones(1, 13)}, "leave it out"),
         ("qwen3_next", {"use_cache": False}, "recurrent layers"),
+        ("gpt2", {"use_cache": False}, ""),
+        ("bert", {"use_cache": False}, "masks of attention"),  # made in a method of its own
     ],
 )
 def test_packed_rows_that_see_one_another_are_said_once(
