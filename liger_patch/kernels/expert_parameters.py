@@ -110,7 +110,7 @@ class Given(NamedTuple):
     def like(cls, parameter: Tensor | None) -> "Given | None":
         if parameter is None:
             return None
-        turns = parameter.dim() == 3 and parameter.stride(0) == 1 != parameter.shape[0]
+        turns = parameter.dim() == 3 and parameter.stride(0) == 1 != len(parameter)
         return cls(parameter.shape, parameter.dtype, turns)
 
     def cut(self, gradient: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _serves(x: Tensor) -> bool:
     """Return whether Triton's kernels serve grouped rows: they multiply by the tensor cores."""
     # Triton's interpreter multiplies the bits of bf16 as whole numbers
     served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
-    return x.dtype in served and serves_triton(x) and x.shape[0] > 0
+    return x.dtype in served and serves_triton(x) and len(x) > 0
 
 
 def gathered(x: Tensor, order: Order, a: Tensor | None) -> tuple[Tensor, Any]:
@@ -83,8 +83,8 @@ def gathered(x: Tensor, order: Order, a: Tensor | None) -> tuple[Tensor, Any]:
         return rows, thin
     from liger_patch.kernels.triton import expert_rows
 
-    rows = x.new_empty(order.slots.shape[0], x.shape[1])
-    thin = None if a is None else x.new_empty(rows.shape[0], a.shape[1])
+    rows = x.new_empty(len(order.slots), x.shape[1])
+    thin = None if a is None else x.new_empty(len(rows), a.shape[1])
     expert_rows.gather(x.contiguous(), order.slots, rows, a, thin, order.offsets)
     return rows, thin
 
@@ -124,11 +124,11 @@ def gated(
     how: Activation,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Return h (S, I), and D of the second product's adapter (S, R)."""
-    h = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    h = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     if _serves(gate_up):
         from liger_patch.kernels.triton import experts as experts_triton
 
-        down_thin = None if last.a is None else h.new_empty(h.shape[0], last.a.shape[1])
+        down_thin = None if last.a is None else h.new_empty(len(h), last.a.shape[1])
         tensors = gate_up, first.bias, thin, first.b, last.a, down_thin, h
         experts_triton.gated(*tensors, order.offsets, *how)
         return h, down_thin

@@ -317,7 +317,7 @@ def run_experts(
     count, y_dtype = first.weight.shape[0], x.dtype
     with without_autocast(x.device.type):
         x, weights = x.to(dtype), weights.contiguous()
-        if slice_tokens is not None and x.shape[0] > slice_tokens:
+        if slice_tokens is not None and len(x) > slice_tokens:
             slices = slices_of(x, slice_tokens)
             link = _InSlices.apply(x, weights, index, layer, slices, *parameters)
 

@@ -46,7 +46,7 @@ class Order(NamedTuple):
 def order_from(numbers: Tensor, shape: Sequence[int], index: Tensor | None) -> Order:
     """Return the order that ``numbers`` hold, of slots (N, K)."""
     count = math.prod(shape)
-    offsets, slots, places = numbers.split((numbers.shape[0] - 2 * count, count, count))
+    offsets, slots, places = numbers.split((len(numbers) - 2 * count, count, count))
     return Order(index, offsets, slots, places.view(shape), numbers)
 
 
@@ -81,7 +81,7 @@ def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     if _is_grouped(x, weight):
         return GROUPED_MM(x, weight, offs=offsets)
-    y = x.new_empty(x.shape[0], weight.shape[2])
+    y = x.new_empty(len(x), weight.shape[2])
     for expert, (start, stop) in _groups(offsets):
         torch.mm(x[start:stop], weight[expert], out=y[start:stop])
     return y
@@ -93,7 +93,7 @@ def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """
     if _is_grouped(x, y):
         return GROUPED_MM(x.t(), y, offs=offsets)
-    sums = x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
+    sums = x.new_zeros(len(offsets), x.shape[1], y.shape[1])
     for expert, (start, stop) in _groups(offsets):
         torch.mm(x[start:stop].t(), y[start:stop], out=sums[expert])
     return sums

@@ -111,7 +111,7 @@ class ExpertAdapter(NamedTuple):
         """Return A (E, R, in), B (E, out, R) and the scaling. In B, experts take turns."""
         a, b = self.a.weight, self.b.weight
         a = a.view(self.experts, -1, a.shape[1])
-        b = b.view(b.shape[0], -1, self.experts).permute(2, 0, 1)
+        b = b.view(len(b), -1, self.experts).permute(2, 0, 1)
         if self.is_swapped:
             a, b = b.transpose(1, 2), a.transpose(1, 2)
         return a, b, self.scaling

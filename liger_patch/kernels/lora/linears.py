@@ -93,7 +93,7 @@ class _LoraLinears(torch.autograd.Function):
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
         upstream = tuple(
-            [None if dy is None else dy.reshape(s.shape[0], dy.shape[-1]) for dy in upstream]
+            [None if dy is None else dy.reshape(len(s), dy.shape[-1]) for dy in upstream]
         )
         kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
         gradients: list[Tensor | None] = []

@@ -67,7 +67,7 @@ def activate(
         adapters = _adapters(parts, down_a)
         return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
     a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
-    s_down = a.new_empty(a.shape[0], down_a.shape[0])
+    s_down = a.new_empty(len(a), len(down_a))
     return a, s_down, thin_product_(s_down, a, down_a, dropout, seed)
 
 
@@ -123,7 +123,7 @@ def _with_adapters(
 
 
 def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
-    ranks = (*(part.a.shape[0] for part in parts), down_a.shape[0])
+    ranks = (*(len(part.a) for part in parts), len(down_a))
     return serves_lora(gate, max(ranks))
 
 
@@ -342,7 +342,7 @@ class GatedLayer(NamedTuple):
         del da
         gates.gate = gates.up = None  # under checkpoints, nothing else holds them
         if isinstance(dx, torch.dtype):  # not made before da is freed
-            dx = dy.new_empty(dy.shape[0], parts.first[0].weight.shape[1], dtype=dx)
+            dx = dy.new_empty(len(dy), parts.first[0].weight.shape[1], dtype=dx)
         dtypes = [sums.dtypes[FIELDS * j + 2] for j in range(len(dys))]
         das = gradients_of_input_(dx, x, parts.a, dys, parts.first, ds, gates.kept[:-1], dtypes)
         for j, each in enumerate(dys):

@@ -33,7 +33,7 @@ def thin_products(
     """
     if not any([part.dropout for part in parts]):
         return x @ a.t(), [None] * len(parts)
-    s = x.new_empty(x.shape[0], a.shape[0])
+    s = x.new_empty(len(x), len(a))
     columns = zip(parts, columns_of(s, parts), seeds or [None] * len(parts), strict=True)
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
 
@@ -43,7 +43,7 @@ def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | N
     if not dropout:
         torch.mm(x, a.t(), out=s)
         return None
-    if serves_lora(x, a.shape[0]):
+    if serves_lora(x, len(a)):
         from liger_patch.kernels.triton.dropout import dropped_product_
 
         seed = new_seed() if seed is None else seed
@@ -88,7 +88,7 @@ def products(
         if isinstance(weight, Fp8Weight) and weight.multiplies(x.dtype):
             x8 = fp8.quantized((x,)) if x8 is None else x8
             y = x.new_empty(*leading, weight.shape[0])
-            rows = y.view(x.shape[0], weight.shape[0])
+            rows = y.view(len(x), weight.shape[0])
             fp8.scaled_product(x8, weight.numbers, weight.scales, bias, rows)
             if thin is not None:  # a product in FP8 cannot add
                 rows.addmm_(thin, part.b.t(), alpha=part.scaling)
@@ -99,7 +99,7 @@ def products(
             # over y is needed for the sum
             b = part.b.t()
             y = x.new_empty(*leading, b.shape[1])
-            rows = y.view(x.shape[0], b.shape[1])
+            rows = y.view(len(x), b.shape[1])
             first, beta = (rows, 0.0) if bias is None else (bias, 1.0)
             torch.addmm(first, thin, b, beta=beta, alpha=part.scaling, out=rows)
             torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
@@ -123,9 +123,9 @@ def upstream_thin_products(
     rank = 0
     given: Tensor | None = None
     for dy, part in zip(dys, parts, strict=True):
-        rank, given = rank + part.a.shape[0], dy if given is None else given
+        rank, given = rank + len(part.a), dy if given is None else given
     assert given is not None
-    ds = given.new_empty(given.shape[0], rank)
+    ds = given.new_empty(len(given), rank)
     for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
         if dy is None:
             columns.zero_()
@@ -180,7 +180,7 @@ def gradients_of_input_(
     if not wanted:
         return [None] * len(parts)
     da = product_(x.new_empty(ds.shape[1], x.shape[1], dtype=wanted.pop()), ds.t(), x)
-    rows = da.split([part.a.shape[0] for part in parts])
+    rows = da.split([len(part.a) for part in parts])
     return [None if dtype is None else each for each, dtype in zip(rows, dtypes, strict=True)]
 
 

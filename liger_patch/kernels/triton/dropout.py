@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.launch import cdiv, launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK_N, BLOCK_H = 64, 64
 WARPS = 4
@@ -127,7 +127,7 @@ def dropped_product_(
     rows, columns = x.shape
     launch(
         _dropped_product_kernel,
-        (cdiv(rows, BLOCK_N),),
+        (triton.cdiv(rows, BLOCK_N),),
         x,
         a,
         s,
@@ -158,7 +158,7 @@ def dropped_gradients(
     sums = x.new_empty(parts, columns, rank, dtype=torch.float32)
     launch(
         _dropped_gradients_kernel,
-        (parts, cdiv(columns, BLOCK_H)),
+        (parts, triton.cdiv(columns, BLOCK_H)),
         x,
         a,
         ds,
@@ -181,5 +181,5 @@ def dropped_gradients(
 
 def padded_rank(*ranks: int) -> int:
     """Return the power of two, from 16 on, that tiles of these ranks have."""
-    powers: list[Any] = [next_power_of_2(rank) for rank in ranks]
+    powers: list[Any] = [triton.next_power_of_2(rank) for rank in ranks]
     return max(16, *powers)

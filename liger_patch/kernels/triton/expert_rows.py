@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.launch import cdiv, launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 
 PROGRAMS = 128  # that order slots, at most: each reads the counts of all
 STEP = 32  # slots at a time, each compared with all experts
@@ -191,10 +191,10 @@ def order_slots(
     """Write where the slots of each expert end, the slots sorted by expert, and the place of each
     slot among the sorted ones; all contiguous, S > 0.
     """
-    count, experts = slots.shape[0], offsets.shape[0]
-    steps = cdiv(count, STEP * PROGRAMS)
-    blocks = cdiv(count, STEP * steps)
-    sizes = {"EXPERTS": next_power_of_2(experts), "STEP": STEP, "num_warps": ORDER_WARPS}
+    count, experts = len(slots), len(offsets)
+    steps = triton.cdiv(count, STEP * PROGRAMS)
+    blocks = triton.cdiv(count, STEP * steps)
+    sizes = {"EXPERTS": triton.next_power_of_2(experts), "STEP": STEP, "num_warps": ORDER_WARPS}
     counts = torch.empty(blocks * sizes["EXPERTS"], dtype=torch.int32, device=index.device)
     launch(_count_slots_kernel, (blocks,), index, counts, count, steps, **sizes)
     tensors = index, counts, offsets, slots, places
@@ -212,10 +212,10 @@ def gather(
     """Write the rows of the slots' tokens, and their products with their experts' matrices; all but
     a contiguous, S > 0.
     """
-    experts = offsets.shape[0]
+    experts = len(offsets)
     launch(
         _gather_kernel,
-        (tiles_of(rows.shape[0], experts),),
+        (tiles_of(len(rows), experts),),
         x,
         slots,
         rows,
@@ -225,9 +225,9 @@ def gather(
         experts,
         x.shape[1],
         *((0, 0, 0) if a is None else a.stride()),
-        SLOTS=rows.shape[0] // x.shape[0],
+        SLOTS=len(rows) // len(x),
         RANK=16 if a is None else a.shape[1],
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_H=GATHER_BLOCK,
         num_warps=WARPS,
@@ -244,10 +244,10 @@ def sum_slots(
 ) -> None:
     """Write the weighted sum of each token's slots; all contiguous, N > 0."""
     tokens, slots = place.shape
-    block = min(SUM_BLOCK, next_power_of_2(y.shape[1]))
+    block = min(SUM_BLOCK, triton.next_power_of_2(y.shape[1]))
     launch(
         _sum_slots_kernel,
-        (tokens, cdiv(y.shape[1], block)),
+        (tokens, triton.cdiv(y.shape[1], block)),
         y,
         place,
         weights,

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_patch.kernels.triton.expert_rows import BLOCK_H, BLOCK_S, WARPS, rows_of_tile, tiles_of
 from liger_patch.kernels.triton.gated import KINDS as GATED_KINDS
 from liger_patch.kernels.triton.gated import activation_slope, apply_activation, sigmoid
-from liger_patch.kernels.triton.launch import cdiv, launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 
 KINDS = (*GATED_KINDS, "clamped")  # a kernel's ACTIVATION is a place in this tuple
 CLAMPED = tl.constexpr(KINDS.index("clamped"))
@@ -275,7 +275,7 @@ def gated(
 ) -> None:
     """Write h and down_thin; all contiguous, S > 0."""
     rows, columns = h.shape
-    experts = offsets.shape[0]
+    experts = len(offsets)
     launch(
         _experts_gated_kernel,
         (tiles_of(rows, experts),),
@@ -297,7 +297,7 @@ def gated(
         ACTIVATION=KINDS.index(activation),
         RANK=16 if b is None else b.shape[2],
         DOWN_RANK=16 if a is None else a.shape[1],
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_I=BLOCK_I,
         num_warps=WARPS,
@@ -330,7 +330,7 @@ def gated_backward_(
     contiguous, S > 0.
     """
     rows, columns = dh.shape
-    experts = offsets.shape[0]
+    experts = len(offsets)
     launch(
         _experts_gated_backward_kernel,
         (tiles_of(rows, experts),),
@@ -359,7 +359,7 @@ def gated_backward_(
         ACTIVATION=KINDS.index(activation),
         RANK=16 if b is None else b.shape[2],
         DOWN_RANK=16 if a is None else a.shape[1],
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_I=BLOCK_I,
         num_warps=WARPS,
@@ -373,8 +373,8 @@ def add_thin_(
     offsets: Tensor,  # (E,) int32
 ) -> None:
     """Add ``thin b'`` to y, each row with its expert's matrix; y and thin contiguous."""
-    experts = offsets.shape[0]
-    grid = tiles_of(y.shape[0], experts), cdiv(y.shape[1], BLOCK_H)
+    experts = len(offsets)
+    grid = tiles_of(len(y), experts), triton.cdiv(y.shape[1], BLOCK_H)
     launch(
         _add_thin_kernel,
         grid,
@@ -386,7 +386,7 @@ def add_thin_(
         y.shape[1],
         *b.stride(),
         RANK=b.shape[2],
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=triton.next_power_of_2(experts),
         BLOCK_S=BLOCK_S,
         BLOCK_H=BLOCK_H,
         num_warps=WARPS,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.launch import cdiv, launch
+from liger_patch.kernels.triton.launch import launch
 
 LARGEST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
 LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-100)  # so that its inverse is finite
@@ -188,7 +188,7 @@ def transpose_(
 ) -> None:
     """Write the numbers transposed. O, H and the stride of out are multiples of 4."""
     given, written = numbers.view(torch.int32), out.view(torch.int32)
-    grid = cdiv(len(numbers), TILE), cdiv(numbers.shape[1], TILE)
+    grid = triton.cdiv(len(numbers), TILE), triton.cdiv(numbers.shape[1], TILE)
     launch(
         _transpose_kernel,
         grid,

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_patch.kernels.backend import TensorDescriptor, takes_descriptors
 from liger_patch.kernels.triton.dropout import keeps, padded_rank
 from liger_patch.kernels.triton.gated import KINDS, activation_slope, apply_activation
-from liger_patch.kernels.triton.launch import cdiv, launch
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK_N = 64
 BLOCK_I, BLOCK_I_OF_LARGE_RANK, LARGE_RANK = 64, 32, 64  # sums over rows are in registers
@@ -225,7 +225,7 @@ def gated_lora(
     matrices, constants = _matrices(rank, gate, up, a)
     launch(
         _gated_lora_kernel,
-        (cdiv(rows, BLOCK_N), parts),
+        (triton.cdiv(rows, BLOCK_N), parts),
         *matrices,
         s,
         gate_b,
@@ -277,7 +277,7 @@ def gated_lora_backward_(
     matrices, constants = _matrices(rank, da, gate, up, dup)
     launch(
         _gated_lora_backward_kernel,
-        (parts, cdiv(columns, constants["BLOCK_I"])),
+        (parts, triton.cdiv(columns, constants["BLOCK_I"])),
         *matrices,
         s,
         ds_down,

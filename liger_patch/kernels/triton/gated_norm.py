@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import processors
 from liger_patch.kernels.triton.gated import sigmoid
-from liger_patch.kernels.triton.launch import launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 from liger_patch.kernels.triton.rms_norm import sum_parts
 
 TILE, MAX_ROWS = 2048, 32  # elements of a program at a time, at least, and its rows, at most
@@ -222,7 +222,7 @@ def gated_norm_backward(
 @functools.cache
 def tile(group_size: int) -> tuple[dict[str, Any], int]:
     """Return constants of the kernels for groups of this size, and a program's warps."""
-    block_g: Any = next_power_of_2(group_size)
-    block_rows: Any = min(MAX_ROWS, next_power_of_2(-(-TILE // block_g)))
+    block_g: Any = triton.next_power_of_2(group_size)
+    block_rows: Any = min(MAX_ROWS, triton.next_power_of_2(-(-TILE // block_g)))
     num_warps = 4 if block_g <= 2048 else 8 if block_g <= 4096 else 16
     return {"BLOCK_ROWS": block_rows, "BLOCK_G": block_g}, num_warps

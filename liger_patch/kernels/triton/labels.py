@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.launch import cdiv, launch
+from liger_patch.kernels.triton.launch import launch
 
 ORDER_BLOCK = 2048  # tokens at a time, for one program: 8192 take it 22 us on an H200
 ORDER_WARPS = 8
@@ -154,7 +154,7 @@ def add_label_rows_(
     hidden_size = x.shape[1]
     launch(
         _add_label_rows_kernel,
-        (len(labels), cdiv(hidden_size, BLOCKS["BLOCK_H"])),
+        (len(labels), triton.cdiv(hidden_size, BLOCKS["BLOCK_H"])),
         ordered,
         order,
         label_gradients,

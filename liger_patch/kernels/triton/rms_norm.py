@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.backend import processors, shared_bytes
-from liger_patch.kernels.triton.launch import launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 
 TILE, MAX_ROWS = 4096, 32  # elements of a program at a time, at least, and its rows, at most
 PROGRAMS = 2  # on a processor, in the backward pass: each sums its rows' part of dweight
@@ -236,7 +236,7 @@ def sum_parts(
 @functools.cache
 def tile(hidden_size: int) -> tuple[dict[str, Any], int]:
     """Return constants of the forward kernel for rows of this size, and a program's warps."""
-    block_h: Any = next_power_of_2(hidden_size)
+    block_h: Any = triton.next_power_of_2(hidden_size)
     return {"BLOCK_ROWS": _block_rows(block_h), "BLOCK_H": block_h}, _warps(block_h)
 
 
@@ -254,10 +254,10 @@ def backward_tile(
         element_bytes: of an element of dy and of x together.
         most_bytes: of the shared memory that a program can have.
     """
-    block_h: Any = next_power_of_2(hidden_size)
+    block_h: Any = triton.next_power_of_2(hidden_size)
     block_rest: Any = 0
     half = block_h // 2
-    rest: Any = next_power_of_2(hidden_size - half)
+    rest: Any = triton.next_power_of_2(hidden_size - half)
     if hidden_size >= TWO_BLOCKS and rest <= half // 4:
         block_h, block_rest = half, rest
     width = block_h + block_rest
@@ -276,7 +276,7 @@ def backward_tile(
 
 
 def _block_rows(width: int) -> int:
-    rows: Any = next_power_of_2(-(-TILE // width))
+    rows: Any = triton.next_power_of_2(-(-TILE // width))
     return min(MAX_ROWS, rows)
 
 

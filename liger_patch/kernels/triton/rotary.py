@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.backend import contiguous_features
-from liger_patch.kernels.triton.launch import launch, next_power_of_2
+from liger_patch.kernels.triton.launch import launch
 
 # The best of those tried on an H200, for attention heads of 64 to 256 features, of which all, a
 # half or a quarter are turned
@@ -211,11 +211,11 @@ def rotary(
         outputs[0],
         outputs[1],
         cos,
-        cos.stride(0) if cos.shape[0] > 1 else 0,
+        cos.stride(0) if len(cos) > 1 else 0,
         cos.stride(1),
         cos.stride(2),
         sin,
-        sin.stride(0) if sin.shape[0] > 1 else 0,
+        sin.stride(0) if len(sin) > 1 else 0,
         sin.stride(1),
         sin.stride(2),
         tokens,
@@ -236,16 +236,16 @@ def tile(q_num_heads: int, k_num_heads: int, size: int, turned: int) -> tuple[di
     """Return constants of the kernel for attention heads of this number and size, and a program's
     warps.
     """
-    pairs: Any = next_power_of_2(max(1, turned // 2))
-    q_block: Any = min(MAX_BLOCK_HEADS, next_power_of_2(max(1, q_num_heads)))
-    k_block: Any = min(MAX_BLOCK_HEADS, next_power_of_2(k_num_heads))
+    pairs: Any = triton.next_power_of_2(max(1, turned // 2))
+    q_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(max(1, q_num_heads)))
+    k_block: Any = min(MAX_BLOCK_HEADS, triton.next_power_of_2(k_num_heads))
     tokens: Any = 1
     if turned == size:
-        tokens = next_power_of_2(-(-PAIRS // (max(q_block, k_block) * pairs)))
+        tokens = triton.next_power_of_2(-(-PAIRS // (max(q_block, k_block) * pairs)))
     return {
         "BLOCK_TOKENS": tokens,
         "BLOCK_Q_HEADS": q_block,
         "BLOCK_K_HEADS": k_block,
         "BLOCK_PAIRS": pairs,
-        "BLOCK_REST": next_power_of_2(size - turned) if turned < size else 0,
+        "BLOCK_REST": triton.next_power_of_2(size - turned) if turned < size else 0,
     }, WARPS if turned == size else PARTLY_WARPS

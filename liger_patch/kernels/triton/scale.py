@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.launch import cdiv, launch
+from liger_patch.kernels.triton.launch import launch
 
 BLOCK = 8192  # elements of a program's step
 ROW_BLOCK = 1024  # elements
@@ -113,7 +113,7 @@ def scale_rows(
     """
     labels, label_gradients, weight = label_part or (None, None, None)
     count, columns = values.shape
-    grid = (count, cdiv(columns, ROW_BLOCK))
+    grid = (count, triton.cdiv(columns, ROW_BLOCK))
     launch(
         _scale_rows_kernel,
         grid,
