@@ -149,13 +149,14 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     warnings.simplefilter("ignore")  # Transformers' own, of names that it will change
     import torch
 
-    from liger_patch.estimate.estimate import GIB, estimate, report
+    from liger_patch.estimate.estimate import GIB, estimate
     from liger_patch.estimate.model import (
         EXPERTS_IN_4_BITS,
         TrainingStep,
         load_config,
         of_checkpoint,
     )
+    from liger_patch.estimate.report import report
 
     dtype = getattr(torch, options.dtype)
     products = torch.bfloat16 if dtype == torch.float32 else dtype

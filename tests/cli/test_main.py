@@ -17,7 +17,6 @@ from transformers import (
 import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.estimate import estimate as estimates
-from liger_patch.estimate.estimate import Estimate
 from liger_patch.estimate.model import described
 from liger_patch.estimate.step import EAGER, trace_step
 
@@ -199,13 +198,6 @@ def test_a_loop_over_tokens_is_traced_at_its_length_alone(
     assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
     assert "The longest sequences are not estimated" in capsys.readouterr().out
     assert lengths == [8, 16, 64]
-
-
-def test_notes_name_the_contenders_without_longest_rows() -> None:
-    found = [Estimate("eager", {}, {16: 1}), Estimate("liger_patch", {})]
-    (note,) = estimates.notes("Model", True, found)
-    assert note.startswith("The longest sequences of liger_patch are not estimated: ")
-    assert estimates.notes("Model", True, found[:1]) == []
 
 
 def test_the_class_that_is_estimated_is_named(
