@@ -80,7 +80,8 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     ),
     "fp8_steps": (lora_steps_table, "lora_step_fp8", LOWER_BOUND),
     "moe_steps": (lora_steps_table, "moe_step", ""),
-    "rl_steps": (rl_steps_table, "rl_step", "generation"),
+    "rl_steps": (rl_steps_table, "rl_step", ""),
+    "grpo_steps": (rl_steps_table, "rl_step_grpo", "generation"),
     "distillation": (distillation_table, "distillation", "Qwen3-0.6B"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
