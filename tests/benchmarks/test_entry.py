@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from slow_cases import slow_but
 
 from benchmarks.__main__ import BENCHMARKS, main, run
-from benchmarks.benchmark import Benchmark, command_line, in_json
+from benchmarks.benchmark import Benchmark
 from benchmarks.markdown import measured
 from benchmarks.report import RESULTS, TABLES, read, tables
 
@@ -93,39 +93,9 @@ def test_the_report_is_written_after_every_case(a_gpu, tmp_path: Path):
     assert list(report["versions"]) == ["python", "torch", "triton", "pytest"]
 
 
-def test_rows_that_come_before_an_error_are_written(a_gpu, tmp_path: Path):
-    options = argparse.Namespace(output=tmp_path)
-
-    def one_by_one() -> Iterator[dict]:
-        yield from ROWS
-        raise SystemExit("ended")
-
-    with pytest.raises(SystemExit, match="ended"):
-        run("tiny", benchmark_of(one_by_one), options)
-    report = json.loads((tmp_path / "tiny.json").read_text(encoding="utf-8"))
-    assert report["rows"] == ROWS
-
-
 def test_no_case_of_a_name_is_said(a_gpu, tmp_path: Path):
     with pytest.raises(SystemExit, match="no case has such a name"):
         main(["training_step", "--model", "GPT-5", "--output", str(tmp_path)])
-
-
-def test_the_command_says_what_was_measured_but_not_where_it_went():
-    options = argparse.Namespace(
-        part=None, model=["Gemma-3 270M", "Llama"], rounds=3, no_compile=True, output=Path("place")
-    )
-    assert command_line("linear_cross_entropy", options) == (
-        "python -m benchmarks linear_cross_entropy --model 'Gemma-3 270M' --model Llama "
-        "--rounds 3 --no-compile"
-    )
-
-
-def test_lists_of_numbers_are_lines_of_the_json():
-    report = {"text": "a [b]", "rows": [{"training": [1.5, 2.5, 3.5], "name": "x"}]}
-    written = in_json(report)
-    assert json.loads(written) == report
-    assert "[ 1.5, 2.5, 3.5 ]" in written
 
 
 REPORTS = sorted(path.stem for path in RESULTS.glob("*.json"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.longest_row import Limits, run_case, summary
+from benchmarks.longest_row import summary
 from benchmarks.lora_step import CHECKPOINTED
 from benchmarks.models import Model
 from benchmarks.row_search import Search, rows
@@ -49,13 +49,3 @@ def test_a_contender_searches_up_to_the_most(search_of: Callable[..., Search], c
     assert small["at_least"]
     assert large["at_least"]
     assert not any("failure" in row for row in steps)
-
-
-@pytest.mark.slow
-def test_each_contender_has_a_process(capfd):
-    limits = Limits(gib=(1.0,), step=16, most=32, timed=(16,), whole=16, rounds=1, seconds=300.0)
-    found = list(run_case(TINY, [LORA], ("eager", "liger_patch"), limits, device="cpu"))
-    assert [row["contender"] for row in found] == ["eager"] * 2 + ["liger_patch"] * 2
-    assert [row["tokens"] for row in found if "gib" in row] == [32, 32]
-    assert all(row["ms"] > 0 for row in found if "timed" in row)
-    assert "tiny, LoRA + checkpointing: liger_patch ..." in capfd.readouterr().out

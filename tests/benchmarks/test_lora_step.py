@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.lora_contenders import Request, Setting, is_measured, rows
-from benchmarks.lora_step import SETTINGS, Case, run_case
+from benchmarks.lora_step import SETTINGS
 from benchmarks.models import Model
 from benchmarks.names import FP8, LOWER_BOUND
 from benchmarks.sft_step import tiny_tokenizer
@@ -71,23 +70,3 @@ def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
     assert ours["loss"] == pytest.approx(eager["loss"], rel=0.02)
     assert ours["loss"] != eager["loss"]
     assert not is_measured(FP8, TINY.config, SETTINGS[1])  # QLoRA
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("unsloth") is not None, reason="it needs a GPU")
-def test_each_contender_has_a_process_and_one_that_is_missing_is_reported(capfd):
-    names = ("eager", "Unsloth", "liger_patch")
-    found = list(run_case(Case(TINY, SETTINGS[:1]), names, rounds=1, device="cpu"))
-    by_name = {row["contender"]: row for row in found}
-    assert list(by_name) == [LOWER_BOUND, *names]
-    assert by_name["liger_patch"]["loss"] == pytest.approx(by_name["eager"]["loss"], rel=1e-3)
-    assert not any("wrong" in row for row in found)
-    missing = "does not run: exit status 1: ModuleNotFoundError: No module named 'unsloth'"
-    assert by_name["Unsloth"] == {
-        "model": "tiny, LoRA",
-        "contender": "Unsloth",
-        "failure": missing,
-    }
-    out, err = capfd.readouterr()
-    assert "tiny: liger_patch ..." in out
-    assert "Traceback" in err

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 from slow_cases import slow_but
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from benchmarks.lora_step import save
-from benchmarks.names import UNSLOTH
+from transformers import LlamaConfig
 
 pytest.importorskip("trl", reason="the updates are TRL's")
 
-from benchmarks import rl_unsloth
 from benchmarks.rl_step import CONTENDERS, GENERATION, run_update
 from benchmarks.rl_updates import GROUP, Update
 
@@ -49,49 +39,6 @@ def test_updates_are_run_with_trls_head_and_with_ours(update: Update, checkpoint
     assert not any("wrong" in row for row in rows)
     assert all(row["ms"] > 0 < row["gradient_norm"] for row in rows)
     assert all(row["tokens"] == rows[0]["tokens"] > 0 for row in rows)  # no flash attention here
-
-
-class StandIn:
-    """What Unsloth offers, without its patches."""
-
-    @staticmethod
-    def from_pretrained(folder: str, *, dtype: Any, **_: Any) -> tuple[Any, None]:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), None
-
-    @staticmethod
-    def get_peft_model(
-        model: Any, *, max_seq_length: int, use_gradient_checkpointing: Any, **lora: Any
-    ) -> Any:
-        model = peft.get_peft_model(model, peft.LoraConfig(**lora))
-        model.for_training = lambda use_gradient_checkpointing: model.train()
-        return model
-
-
-def test_unsloths_process_computes_trls_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=StandIn))
-    (trls,) = run_update(GRPO, rounds=1, names=["TRL"], device="cpu")
-    save(replace(GRPO, lora_rank=None), str(tmp_path), "cpu")
-    request, results = tmp_path / "request", tmp_path / "results"
-    request.write_text(rl_unsloth.request_of(GRPO, str(tmp_path), 1, "cpu"))
-    rl_unsloth.main(request, results)
-    row = json.loads(results.read_text())
-    assert row["loss"] == pytest.approx(trls["loss"], rel=0.02)
-    assert row["gradient_norm"] == pytest.approx(trls["gradient_norm"], rel=0.05)
-    assert row["tokens"] == trls["tokens"]
-    assert row["ms"] > 0
-    monkeypatch.delattr(StandIn, "from_pretrained")
-    rl_unsloth.main(request, results)
-    (failure,) = json.loads(results.read_text()).values()
-    assert failure.startswith("does not run: AttributeError")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("unsloth") is not None, reason="it needs a GPU")
-def test_unsloth_has_a_process_and_is_reported_where_it_is_missing(capfd):
-    (row,) = run_update(GRPO, rounds=1, names=[UNSLOTH], device="cpu")
-    missing = "does not run: exit status 1: ModuleNotFoundError: No module named 'unsloth'"
-    assert row == {"model": "tiny", "contender": UNSLOTH, "failure": missing}
-    assert "Traceback" in capfd.readouterr().err
 
 
 def test_generation_is_measured_beside_updates(capsys):

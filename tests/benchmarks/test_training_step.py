@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.model_contenders import (
-    NAMES,
-)
-from benchmarks.model_contenders import contenders as model_contenders
 from benchmarks.models import MODELS, Model
 from benchmarks.names import LOWER_BOUND
 from benchmarks.training_step import run_model
@@ -51,13 +46,3 @@ def test_steps_of_trl_are_run_with_its_head_and_with_ours():
     assert list(rows) == ["TRL", "liger_patch", "liger_patch, layers"]
     assert rows["liger_patch"]["loss"] == pytest.approx(rows["TRL"]["loss"], rel=1e-3)
     assert all(row["ms"] > 0 for row in rows.values())
-
-
-def test_every_contender_has_a_name_that_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
-    module = sys.modules[model_contenders.__module__]
-    monkeypatch.setattr(module, "find_spec", lambda name: True)  # Liger-Kernel is not installed
-    found = set()
-    for model in (each for each in MODELS if not each.quantized):  # these need bitsandbytes
-        found |= model_contenders(tiny(model).build("cpu"), compiled=True).keys()
-        found |= model_contenders(tiny(model).build("cpu"), masked=True).keys()
-    assert found == set(NAMES)
