@@ -131,15 +131,6 @@ def test_a_page_says_when_to_use_it_and_what_does_not_work(page: Path) -> None:
     assert any(block.place.startswith(f"{page.name}:") for block in blocks())
 
 
-def test_wrong_names_are_found() -> None:
-    code = "from liger_patch import apply_patch, nothing\napply_patch(model, chunk=1, layers=False)"
-    names: dict[str, Any] = {}
-    missing, argument = wrong_names(ast.parse(code), names)
-    assert missing == "nothing"
-    assert argument.startswith("apply_patch: ")
-    assert "'chunk'" in argument
-
-
 def test_every_configuration_is_given_to_what_reads_it() -> None:
     """By tests of test_other_trainers and trl/test_patching, which find it by its first key."""
     first = [next(iter(yaml.safe_load(block.code))) for block in blocks("yaml")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,29 +68,6 @@ def test_train_compares_patched_with_unpatched(
     assert patched["peak_memory_mib"] < unpatched["peak_memory_mib"] - logits_mib
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--model-type", "gemma3", "must be a text model of liger_patch.registry (cohere, "),
-        ("--hidden-size", "100", "must be a positive multiple of 64"),
-        ("--vocab-size", "256", "must be 257 or more"),
-        ("--steps", "2", "must be 3 or more"),
-    ],
-)
-def test_train_names_the_argument_that_does_not_fit(
-    option: str, value: str, expected: str, monkeypatch, capsys
-):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import train
-
-    monkeypatch.setattr(sys, "argv", ["train.py", option, value])
-    with pytest.raises(SystemExit):
-        train.parse_arguments()
-    error = capsys.readouterr().err
-    assert f"{option} {expected}" in error
-    assert value in error.splitlines()[-1]
-
-
 @pytest.mark.parametrize("wrong", [5.0001, math.nan])
 @pytest.mark.parametrize("figure", ["loss", "grad_norm", "evaluation_loss"])
 def test_a_wrong_figure_is_a_disagreement(figure: str, wrong: float, monkeypatch):
@@ -117,18 +93,6 @@ def test_a_wrong_figure_is_a_disagreement(figure: str, wrong: float, monkeypatch
     loss, gradient_norm = differences(runs)
     assert loss.agrees == (figure == "grad_norm")
     assert gradient_norm.agrees == (figure != "grad_norm")
-
-
-def test_speed_is_compared_step_by_step_with_its_spread(monkeypatch):
-    """A machine that slows down slows both."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from comparison import speed_lines
-
-    seconds = [1.0, 1.0, 4.0, 4.0, 4.0]
-    median, low, high = speed_lines(100, seconds, [each / 1.1 for each in seconds])
-    assert median.split() == ["tokens", "per", "second", "25", "28", "+10%"]
-    assert low.split()[-3:] == ["25", "28", "+10%"]
-    assert high.split()[-3:] == ["100", "110", "+10%"]
 
 
 def test_apply_patch_trains_fused(tmp_path: Path):
@@ -188,17 +152,6 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
     losses = logged["true"][:, 0]
     assert losses[0] == pytest.approx(math.log(1024), rel=0.05)  # uniform guessing
     assert losses[-1] < losses[0] - 0.1
-
-
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-def test_qlora_names_a_length_that_does_not_fit(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import qlora
-
-    monkeypatch.setattr(sys, "argv", ["qlora.py", "--length", "0"])
-    with pytest.raises(SystemExit):
-        qlora.parse_arguments()
-    assert "--length must be 2 or more, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -121,18 +121,6 @@ def test_every_section_of_the_documents_is_generated() -> None:
     assert found == SECTIONS.keys() | of_others
 
 
-def test_the_list_names_every_row_in_its_family() -> None:
-    lines = models(ARCHITECTURES).splitlines()
-    assert len(lines) == len(FAMILIES)
-    for row in ARCHITECTURES:
-        line = lines[FAMILIES.index(row.family)]
-        assert (f"`{row.model_type}`" in line, f"`{row.model_type}`¹" in line) == (
-            True,
-            not row.kinds,
-        )
-    assert sum(line.count("`") for line in lines) == 2 * len(ARCHITECTURES)
-
-
 @pytest.mark.parametrize(
     ("document", "begins"),
     [("options", "| `layers` |"), ("troubleshooting", "| `layers must be"), ("models", "| `")],
