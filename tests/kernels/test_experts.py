@@ -15,7 +15,6 @@ from expert_cases import FORMS, LIMIT, calls, check, inputs
 from kernel_forms import INTERPRETED
 from layer_checks import results_and_gradients
 from slow_cases import slow_but
-from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels import grouped
 from liger_patch.kernels.experts import Activation
@@ -136,23 +135,6 @@ def test_slices_keep_x_and_its_routing_alone(quick_device: torch.device) -> None
     assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in leaves.values()}
     y.sum().backward()
     assert all(v.grad is not None for n, v in leaves.items() if n != "index")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_slices_give_the_same_bits(
-    reentrant: bool, quick_device: torch.device
-) -> None:
-    tensors = cast(inputs(TOKENS), torch.float16, quick_device)
-    plain = calls(slice_tokens=7)[0]
-
-    def checkpointed(**given: torch.Tensor) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return plain(**given | {"x": x})
-
-        return checkpoint(run, given["x"], use_reentrant=reentrant)
-
-    once, again = (results_and_gradients(f, tensors, {"index"}) for f in (plain, checkpointed))
-    torch.testing.assert_close(once, again, rtol=0, atol=0)
 
 
 @pytest.mark.interpreter

@@ -12,7 +12,6 @@ import torch
 from kernel_forms import FORMS, INTERPRETED, form
 from lora_checks import (
     ADAPTERS,
-    FIELDS,
     WAYS,
     Layer,
     check,
@@ -232,17 +231,6 @@ def test_an_output_that_is_not_used(unused: Any, products: list) -> None:
 
 
 @EMULATED
-def test_an_input_in_float32_under_autocast(products: list) -> None:
-    x, parts = inputs("autocast", QKV)
-    found = results(fp8_linears, x.float(), parts, autocast=True)
-    assert found["x"] is not None
-    assert found["x"].dtype == torch.float32
-    check(
-        fp8_linears, eager_linears, x.float(), parts, autocast=True, upstream_dtype=torch.bfloat16
-    )
-
-
-@EMULATED
 @pytest.mark.parametrize("tokens", [None, 8])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("way", BF16)
@@ -293,16 +281,6 @@ def test_other_dtypes_read_the_dequantized_weight(dtype: torch.dtype, products: 
     x, parts = inputs(way, QKV)
     check(fp8_linears, eager_linears, x, parts)
     assert products == []
-
-
-@EMULATED
-def test_no_rows_are_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "has_fp8", lambda _: True)
-    monkeypatch.delattr(fp8, "scaled_mm")
-    x, parts = inputs("bfloat16", QKV)
-    found = results(fp8_linears, x[:0], parts)
-    assert all(found[f"y {i}"].shape == (0, 7, o) for i, (o, _) in enumerate(QKV))  # type: ignore[union-attr]
-    assert all(not found[f"{i}.{name}"].any() for i in range(3) for name in FIELDS[2:])  # type: ignore[union-attr]
 
 
 def gaussian(device: torch.device, sizes: Sequence[tuple[int, int]], tokens: int) -> Any:

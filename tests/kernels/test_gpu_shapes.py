@@ -240,17 +240,3 @@ def test_autocast_over_float32_weights(dtype, chunk_mib):
     if hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8
         # written in float32 by the product itself, not rounded to 16 bits on the way
         assert not torch.equal(ours["weight"].to(dtype).float(), ours["weight"])
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_float64_on_the_gpu(reduction):
-    inputs, labels = linear_inputs(torch.float64, CUDA, bias=True)
-    on_cpu = {name: value.cpu() for name, value in inputs.items()}
-    ours, theirs = (
-        loss_and_gradients(
-            lambda labels=y, **x: linear_cross_entropy(**x, labels=labels, reduction=reduction),
-            values,
-        )
-        for values, y in ((inputs, labels), (on_cpu, labels.cpu()))
-    )
-    torch.testing.assert_close({k: v.cpu() for k, v in ours.items()}, theirs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 from trainers import LargestTensor
 
-from liger_patch.kernels import products, reference
+from liger_patch.kernels import reference
 from liger_patch.kernels.head import divergences
 from liger_patch.kernels.linear_distillation import linear_distillation
 
@@ -291,24 +291,6 @@ def test_rows_are_taken_a_few_at_a_time(monkeypatch):
     )
     check_distillation(student, teacher, labels)
     assert max(blocks) == 5
-
-
-def test_products_are_four_or_three_with_a_frozen_head(monkeypatch):
-    count = []
-    for name in ("mm", "addmm"):
-        product = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *a, product=product, **how: count.append(1) or product(*a, **how)
-        )
-    assert products.torch is torch
-    student, teacher, _ = heads(torch.float32, CPU)
-    for trained, expected in (((), 2), (("student_hidden",), 3), (tuple(student), 4)):
-        count.clear()
-        leaves = {n: v.detach().requires_grad_(n in trained) for n, v in student.items()}
-        loss = linear_distillation(**leaves, **teacher)
-        if trained:
-            loss.backward()
-        assert len(count) == expected
 
 
 def test_no_tensor_is_as_large_as_the_logits():

@@ -88,36 +88,11 @@ def test_any_upstream_gradient(kind, same_gradient, frozen, dtype, quick_device)
     )
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_token", "all"])
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        ("weight",),
-        ("hidden_states", "weight"),
-        ("weight", "low_rank"),
-        ("weight", "low_rank_weight"),
-        ("low_rank", "low_rank_weight"),
-    ],
-    ids=str,
-)
-def test_adapter_with_any_upstream_gradient(kind, frozen, quick_device):
-    inputs, labels = linear_inputs(torch.float32, quick_device, rank=3)
-    check_log_probs(inputs, labels, upstream=upstream_of(kind, labels), frozen=frozen)
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_any_shape(shape, dtype, cpu_form):
     inputs, labels = linear_inputs(dtype, cpu_form, *shape, bias=True, ignored=0.0)
     check_log_probs(inputs, labels, upstream=upstream_of("all", labels), softcap=5.0)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4, 7])
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
-def test_any_number_of_chunks(rows, ignored, cpu_form):
-    inputs, labels = linear_inputs(torch.float32, cpu_form, 7, ignored=ignored)
-    budget = chunk_mib(rows, 131, torch.float32)
-    check_log_probs(inputs, labels, upstream=upstream_of("all", labels), chunk_mib=budget)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

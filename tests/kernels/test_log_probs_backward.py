@@ -8,15 +8,12 @@ from itertools import product
 import pytest
 import torch
 from log_probs_ways import (
-    DIFFERENTIABLE,
-    FIELDS,
-    UPSTREAM,
     check_log_probs,
     leaves_of,
     results_and_gradients,
     upstream_of,
 )
-from slow_cases import pairwise, slow_but
+from slow_cases import slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs, paired
 
 from liger_patch.kernels.head import losses as operator
@@ -27,12 +24,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Whether each pass through the chunks has computed gradients."""
+    """The rows of each pass through the chunks that computes gradients, and 0 of each other."""
     seen = []
     run_chunks = operator.run_chunks
 
     def counted(config, inputs, row_scale, wanted, **how):
-        seen.append(any(wanted))
+        seen.append(len(row_scale) if any(wanted) else 0)
         return run_chunks(config, inputs, row_scale, wanted, **how)
 
     monkeypatch.setattr(operator, "run_chunks", counted)
@@ -71,7 +68,7 @@ def test_chunks_are_computed_again_only_where_they_must_be(
         frozen=frozen,
         same_gradient=same_gradient,
     )
-    assert passes == expected
+    assert [*map(bool, passes)] == expected
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["", "frozen head"])
@@ -82,7 +79,7 @@ def test_float16_waits_for_the_upstream_gradient(frozen, kind, passes):
     inputs["hidden_states"] /= 32  # every p is about 1 / 1021
     upstream = {name: u * 4096.0 for name, u in upstream_of(kind, labels).items()}
     ours = check_log_probs(inputs, labels, upstream=upstream, frozen=frozen)
-    assert passes == [False, True]
+    assert [*map(bool, passes)] == [False, True]
     assert ours["dhidden_states"].isfinite().all()
 
 
@@ -91,73 +88,7 @@ def test_gradients_of_ignored_tokens_may_differ_from_those_of_the_others(passes)
     inputs, labels = linear_inputs(torch.float32, CPU)
     upstream = {"log_probs": (labels != -100) / (labels != -100).sum()}
     check_log_probs(inputs, labels, upstream=upstream)
-    assert passes == [True]
-
-
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing wants gradients"])
-@pytest.mark.parametrize("same_gradient", [True, False])
-def test_results_without_gradients(mode, same_gradient, quick_device, passes):
-    inputs, labels = linear_inputs(torch.bfloat16, quick_device)
-    expected = check_log_probs(inputs, labels, same_gradient=same_gradient)
-    if mode == "nothing wants gradients":
-        leaves, context = inputs, torch.enable_grad()
-    else:
-        leaves, context = leaves_of(inputs), getattr(torch, mode)()
-    passes.clear()
-    with context:
-        results = linear_log_probs(
-            **leaves, labels=labels, outputs=FIELDS, same_gradient=same_gradient
-        )
-    assert passes == [False]
-    for name, value in results._asdict().items():
-        assert not value.requires_grad
-        assert torch.equal(value, expected[name])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind", "frozen"),
-    pairwise(LOW_DTYPES, ["per_token", "all"], [(), ("hidden_states",)]),
-)
-def test_a_wrong_guess_gives_the_same_bits(dtype, kind, frozen, quick_device):
-    inputs, labels = linear_inputs(dtype, quick_device, bias=True)
-    upstream, budget = upstream_of(kind, labels), chunk_mib(5, 131, dtype)
-    guessed, waited = (
-        results_and_gradients(
-            lambda guess=guess, **x: linear_log_probs(
-                **x, labels=labels, outputs=FIELDS, same_gradient=guess, chunk_mib=budget
-            ),
-            inputs,
-            upstream,
-            frozen,
-        )
-        for guess in (True, False)
-    )
-    torch.testing.assert_close(guessed, waited, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "frozen", "dtype"),
-    pairwise(UPSTREAM, [(), ("weight",)], LOW_DTYPES),
-)
-def test_second_backward_pass_gives_the_same_bits(kind, frozen, dtype, quick_device):
-    """The first scales gradients of the forward pass, or computes them as the second does; powers
-    of two round nothing.
-    """
-    inputs, labels = linear_inputs(dtype, quick_device, 8, ignored=0.0)
-    leaves = leaves_of(inputs, frozen)
-    results = linear_log_probs(**leaves, labels=labels, outputs=DIFFERENTIABLE)
-    upstream = {
-        name: torch.where(u == 0, u, torch.exp2(u.abs().log2().round()).copysign(u))
-        for name, u in upstream_of(kind, labels).items()
-    }
-    named = [getattr(results, name) for name in upstream]
-    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    first, second, third = (
-        torch.autograd.grad(named, trained, list(upstream.values()), retain_graph=True)
-        for _ in range(3)
-    )
-    assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, first, third))
+    assert [*map(bool, passes)] == [True]
 
 
 WEIGHTS = torch.tensor([2.0, -0.5, 0.75, 0, -3, 1, 1.25, -1, 0, 2.5, -2, 0.1])
@@ -179,21 +110,6 @@ UPSTREAMS = {  # of log-probabilities, and the rows that are computed again
 }
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """The rows of each pass through the chunks that has computed gradients."""
-    seen = []
-    run_chunks = operator.run_chunks
-
-    def counted(config, inputs, row_scale, wanted, **how):
-        if any(wanted):
-            seen.append(len(row_scale))
-        return run_chunks(config, inputs, row_scale, wanted, **how)
-
-    monkeypatch.setattr(operator, "run_chunks", counted)
-    return seen
-
-
 @pytest.mark.parametrize(("upstream", "again"), UPSTREAMS.values(), ids=UPSTREAMS)
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -204,7 +120,7 @@ def rows(monkeypatch):
     ids=str,
 )
 def test_rows_of_other_weights_are_computed_again(
-    upstream, again, options, dtype, quick_device, rows
+    upstream, again, options, dtype, quick_device, passes
 ):
     inputs, labels = linear_inputs(dtype, quick_device, 12, ignored=0.0, **options)
     upstream, weights = (each.to(quick_device) for each in (upstream, WEIGHTS))
@@ -221,11 +137,11 @@ def test_rows_of_other_weights_are_computed_again(
             for how in (how, {"same_gradient": False, "chunk_mib": how["chunk_mib"]})
         )
         torch.testing.assert_close(ours, waiting, rtol=0, atol=0, equal_nan=True)
-        rows.pop()
+        passes[-2:] = []
     if dtype == torch.float16:
-        assert rows == [12]
+        assert [n for n in passes if n] == [12]
     else:
-        assert rows == [12] + [again] * (again > 0)
+        assert [n for n in passes if n] == [12] + [again] * (again > 0)
 
 
 @pytest.mark.parametrize("frozen", [("hidden_states",), ("bias",), ("hidden_states", "weight")])
@@ -246,21 +162,12 @@ def test_weights_of_some_gradients_and_labels(frozen, kind, quick_device):
 
 @pytest.mark.parametrize("wrong", [0.0, math.nan, math.inf, -math.inf, 1e-40, 1e35])
 @pytest.mark.parametrize("some", [False, True])
-def test_weights_without_a_use_change_nothing(wrong, some, quick_device, rows):
+def test_weights_without_a_use_change_nothing(wrong, some, quick_device, passes):
     inputs, labels = linear_inputs(torch.bfloat16, quick_device, 12, ignored=0.0)
     weights = torch.where((WEIGHTS == 1) | (not some), wrong, WEIGHTS).to(quick_device)
     upstream = {"log_probs": WEIGHTS.to(quick_device)}
     check_log_probs(inputs, labels, upstream=upstream, outputs=(), row_weights=weights)
-    assert rows == [12, 1 if some else 10]  # two upstream gradients are 0
-
-
-def test_weights_of_a_frozen_head_change_no_bit(quick_device, rows):
-    inputs, labels = linear_inputs(torch.bfloat16, quick_device, 12)
-    upstream = {"log_probs": WEIGHTS.roll(1).to(quick_device)}
-    how = {"upstream": upstream, "frozen": ("weight",)}
-    ours = check_log_probs(inputs, labels, row_weights=WEIGHTS.to(quick_device), **how)
-    torch.testing.assert_close(ours, check_log_probs(inputs, labels, **how), rtol=0, atol=0)
-    assert rows == [12, 12]
+    assert passes == [12, 1 if some else 10]  # two upstream gradients are 0
 
 
 def test_weights_may_change_before_the_backward_pass(quick_device):

@@ -114,19 +114,6 @@ def test_the_first_of_several_largest_is_top1(cpu_form, small_blocks):
     assert ours["is_top1"].tolist() == [True, False, False, False, False]
 
 
-def test_a_zero_weight_knows_nothing(device):
-    """Every class is as likely as any other, and the first of them is the top."""
-    inputs = {
-        "hidden_states": torch.randn(3, 16, device=device),
-        "weight": torch.zeros(131, 16, device=device),
-    }
-    labels = torch.tensor([0, 1, 130], device=device)
-    ours = check_log_probs(inputs, labels, upstream=upstream_of("all", labels))
-    assert ours["is_top1"].tolist() == [True, False, False]
-    torch.testing.assert_close(ours["entropy"], ours["lse"])
-    torch.testing.assert_close(ours["lse"], torch.full_like(ours["lse"], math.log(131)))
-
-
 @pytest.mark.parametrize("kind", ["mean", "all"])
 def test_label_of_probability_one_has_no_gradient_left(kind, device):
     weight = torch.zeros(131, 16, device=device)

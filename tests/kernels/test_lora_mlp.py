@@ -31,13 +31,6 @@ def test_any_rank(way: str, ranks: str, device: torch.device) -> None:
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
 
 
-@pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
-def test_biases(way: str, device: torch.device) -> None:
-    x, parts = mlp_inputs(device, way, bias=True)
-    how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
-    check(our_mlp("gelu_tanh"), eager_mlp("gelu_tanh"), x, parts, **how)
-
-
 @pytest.mark.parametrize("scaling", [1.0, -0.25, 0.0, 16.0])
 @pytest.mark.parametrize("way", ["float64", "float16"])
 def test_scaling(way: str, scaling: float, device: torch.device) -> None:

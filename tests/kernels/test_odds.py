@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from exactness import assert_no_worse
-from odds_cases import IS_HOPPER, MARKS, SERVED
+from odds_cases import MARKS, SERVED
 from slow_cases import pairwise, slow_but
 from three_ways import (
     check_linear,
     chunk_mib,
-    eager_cross_entropy,
     filled,
     linear_inputs,
     loss_and_gradients,
 )
-from torch.nn.functional import linear
 
 from liger_patch.kernels.head import hopper
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -153,27 +150,3 @@ def test_inputs_in_padded_rows_and_strided_class_weights(both_odds):
     class_weight = torch.rand(262, device=device)[::2]
     check_linear(padded, labels, class_weight=class_weight)
     check_linear(inputs, labels, class_weight=class_weight)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-def test_autocast_over_float32_weights(both_odds):
-    device, _ = both_odds
-    inputs, labels = linear_inputs(torch.float32, device, 50)
-
-    def under_autocast(function):
-        with torch.autocast("cuda", torch.bfloat16):
-            return function()
-
-    ours = loss_and_gradients(
-        lambda **x: under_autocast(lambda: linear_cross_entropy(**x, labels=labels)), inputs
-    )
-    eager = loss_and_gradients(
-        lambda **x: eager_cross_entropy(under_autocast(lambda: linear(*x.values())), labels), inputs
-    )
-    truth = loss_and_gradients(
-        lambda **x: eager_cross_entropy(linear(*x.values()), labels),
-        {name: value.double() for name, value in inputs.items()},
-    )
-    assert_no_worse(ours, eager, truth, torch.bfloat16)
-    assert ours["weight"].dtype == torch.float32

@@ -8,54 +8,11 @@ import pytest
 import torch
 from eager_layers import rotated, rotated_beside, tables
 from layer_checks import check
-from slow_cases import slow_but
+from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.rotary import rotary
-
-
-@pytest.mark.parametrize("kind", ["packed", "any order", "shared", "of no pair"])
-@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
-def test_rotary(kind, turned, dtype, device):
-    # tokens in front of heads, as products give them; 9 heads are more than a program holds
-    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
-    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
-    cos, sin = tables((2, 5, turned), kind)
-    if kind == "of no pair":  # the halves of cos and sin differ
-        cos, sin = torch.randn(2, 2, 5, turned)
-    cos, sin = cos.to(device, dtype), sin.to(device, dtype)
-
-    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        c, s = cos.to(q.dtype), sin.to(q.dtype)
-        return rotated(q.transpose(1, 2), c, s), rotated(k.transpose(1, 2), c, s)
-
-    check(lambda q, k: rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin), eager, inputs)
-
-
-@pytest.mark.parametrize("kind", ["any order", "shared"])
-@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
-def test_rotary_of_interleaved_pairs(kind, turned, dtype, device):
-    inputs = {"q": torch.randn(2, 5, 9, 16), "k": torch.randn(2, 5, 3, 16)}
-    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
-    # one of two angles, in memory beside others
-    cos, sin = (t.to(device, dtype)[..., : turned // 2] for t in tables((2, 5, turned), kind))
-    sin = torch.stack((sin, sin), -1)[..., 0]
-
-    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        c, s = cos.to(q.dtype), sin.to(q.dtype)
-        return rotated_beside(q.transpose(1, 2), c, s), rotated_beside(k.transpose(1, 2), c, s)
-
-    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
-
-    check(ours, eager, inputs)
 
 
 def rotated_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,26 +22,46 @@ def rotated_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
-@pytest.mark.parametrize("kind", ["any order", "shared"])
-@pytest.mark.parametrize("turned", [16, 10], ids=["all", "partly"])
+FORMS = {  # what the models compute, and the operator's options
+    "halves": (rotated, {}),
+    "pairs": (rotated_beside, {"interleaved": True}),
+    "pairs that become halves": (rotated_to_halves, {"interleaved": True, "grouped": True}),
+}
+
+
 @pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
+    ("form", "kind", "turned", "dtype"),
+    pairwise(
+        FORMS,
+        ["packed", "any order", "shared", "of no pair"],
+        [16, 10],  # of 16 features
+        [*LOW_DTYPES, torch.float64],
+    ),
 )
-def test_rotary_of_pairs_that_become_halves(kind, turned, dtype, device):
-    inputs = {"q": torch.randn(2, 5, 9, 20), "k": torch.randn(2, 5, 1, 20)}
+def test_rotary(form, kind, turned, dtype, device):
+    eager, options = FORMS[form]
+    # tokens in front of heads, as products give them, behind features that others turn; 9 heads
+    # are more than a program holds
+    inputs = {"q": torch.randn(2, 5, 9, 20), "k": torch.randn(2, 5, 3, 20)}
     inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
-    cos, sin = (t.to(device, dtype)[..., : turned // 2] for t in tables((2, 5, turned), kind))
+    if kind == "of no pair":  # the halves of cos and sin differ
+        cos, sin = torch.randn(2, 2, 5, turned)
+    else:
+        cos, sin = tables((2, 5, turned), kind)
+    cos, sin = cos.to(device, dtype), sin.to(device, dtype)
+    if options:  # one of two angles, in memory beside others
+        cos, sin = cos[..., : turned // 2], torch.stack((sin, sin), -1)[..., : turned // 2, 0]
 
-    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        c, s = cos.to(q.dtype), sin.to(q.dtype)
-        q, k = (x.transpose(1, 2)[..., 4:] for x in (q, k))
-        return rotated_to_halves(q, c, s), rotated_to_halves(k, c, s)
+    def turn(function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return function(*(x.transpose(1, 2)[..., 4:] for x in (q, k)))
 
-    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = (x.transpose(1, 2)[..., 4:] for x in (q, k))
-        return rotary(q, k, cos, sin, interleaved=True, grouped=True)
-
-    check(ours, eager, inputs)
+    check(
+        lambda q, k: turn(lambda q, k: rotary(q, k, cos, sin, **options), q, k),
+        lambda q, k: turn(
+            lambda *both: tuple(eager(x, cos.to(x.dtype), sin.to(x.dtype)) for x in both), q, k
+        ),
+        inputs,
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
