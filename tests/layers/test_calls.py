@@ -11,11 +11,11 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import ROWS, tiny_batch, tiny_model
 from training_step import call, step, tell_apart
-from transformers import Gemma3ForCausalLM, PreTrainedModel
+from transformers import Gemma3ForCausalLM, MLCDVisionConfig, MLCDVisionModel, PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers import attention, checks, mlp, norm
-from liger_patch.layers.replace import count_layers
+from liger_patch.layers.replace import LAYERS, count_layers, replace_layers
 
 # what layers on kernels call, with an attention's context for its rotary embedding
 OPERATORS: list[tuple[Any, str]] = [
@@ -66,40 +66,6 @@ def test_reentrant_gradient_checkpointing() -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
-def test_an_attention_sees_what_its_module_has_now(
-    monkeypatch: pytest.MonkeyPatch, nothing_is_compiled: None
-) -> None:
-    """Whichever model of its class was patched first, and when."""
-    from transformers.models.llama import modeling_llama
-
-    calls = []
-    eager_attention = modeling_llama.eager_attention_forward
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return eager_attention(*arguments, **options)
-
-    def attending() -> PreTrainedModel:
-        model = make_model()
-        model.set_attn_implementation("eager")
-        return apply_patch(model, layers=True)
-
-    first = attending()
-    call(first, tiny_batch(first))
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", recorded)
-    for model in (first, attending()):
-        calls.clear()
-        call(model, tiny_batch(model))
-        assert len(calls) == model.config.num_hidden_layers
-    calls.clear()
-    compiled = attending()
-    del compiled.model.layers[1:]  # each takes the compiler seconds
-    with torch.no_grad():
-        torch.compile(compiled.model, backend="eager")(tiny_batch(first)["input_ids"])
-    assert calls
-
-
 def test_queries_and_keys_see_hooks_and_functions_that_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -119,37 +85,6 @@ def test_queries_and_keys_see_hooks_and_functions_that_come_later(
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", other)
     torch.testing.assert_close(step(model, batch), expected)
     assert seen == ["norm", *["rotary"] * model.config.num_hidden_layers]
-
-
-@pytest.mark.parametrize("kind", ["rms_norm", "rotary", "gated"])
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
-def test_a_layer_that_is_given_shards_runs_its_own_code(
-    model_type: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel would read memory that a tensor of tensors does not have."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    model = apply_patch(make_model(model_type), layers=True)
-    layer = model.model.layers[0]
-    for module, name in ((norm, "run_rms_norm"), (mlp, "run_gated")):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("on a kernel"))
-    monkeypatch.setattr(attention, "rotary", lambda *_, **__: pytest.fail("on a kernel"))
-    x = torch.randn(2, 9, model.config.hidden_size)
-    two = TwoTensor(x, x.clone())
-    module, arguments = {
-        "rms_norm": (layer.input_layernorm, (two,)),
-        "gated": (layer.mlp, (two,)),
-        "rotary": (layer.self_attn, (two, model.model.rotary_emb(x, torch.arange(9)[None]), None)),
-    }[kind]
-    with torch.no_grad():
-        result = module(*arguments)
-        plain = type(module)._liger_patch_original.forward(
-            module, *(x if each is two else each for each in arguments)
-        )
-    if kind == "rotary":
-        result, plain = result[0], plain[0]
-    assert type(result) is TwoTensor
-    torch.testing.assert_close(result.a, plain)
 
 
 @contextmanager
@@ -225,3 +160,22 @@ def test_reentrant_checkpoints_run_the_same_norms_again() -> None:
     norms = count_layers(model)["rms_norm"]
     assert in_forward == norms
     assert len([name for name in run if name == "run_rms_norm"]) == 2 * norms - 1  # but the last
+
+
+def test_tables_of_angles_that_train_stay_with_the_models_own_function() -> None:
+    """Of MLCD, a tower whose first angle is a parameter."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
+    config = MLCDVisionConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    tower, pixels = MLCDVisionModel(config).double(), torch.randn(1, 3, 16, 16).double()
+    results = []
+    for patch in (False, True):
+        if patch:
+            replace_layers(tower, frozenset(LAYERS))
+            assert any(checks.layers_of(module) for module in tower.modules())
+        tower.zero_grad()
+        y = tower(pixels).last_hidden_state
+        y.square().sum().backward()
+        gradients = {name: p.grad for name, p in tower.named_parameters()}
+        results.append({"": y.detach(), **gradients})
+    truth, ours = tell_apart(*results)
+    assert_no_worse(ours, truth, truth, torch.float32)

@@ -18,7 +18,6 @@ from training_step import joined, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch
-from liger_patch.layers.replace import DELTA_NET, LAYERS
 
 pytestmark = MARKS
 
@@ -86,28 +85,3 @@ def test_what_is_compiled_calls_the_operators() -> None:
     backward = ["rms_norm_backward", "gated_backward_"]
     for name in forward + backward:  # torch 2.6 breaks Transformers' own code into several graphs
         assert any(f"liger_patch.{name}.default" in graph for graph in called), name
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="torch 2.6 does not compile it")
-@pytest.mark.parametrize(
-    "layer",
-    slow_but(["rms_norm"], [name for name in LAYERS if name not in ("experts", *DELTA_NET)]),
-)
-def test_torch_func_within_torch_compile_takes_the_models_own_way(layer: str) -> None:
-    model = make_model(layers=1).double()
-    ids = tiny_batch(model)["input_ids"]
-    weights = {name: value.detach() for name, value in model.named_parameters()}
-
-    def differentiated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-            arguments = {"input_ids": ids, "use_cache": False}
-            outputs = torch.func.functional_call(model.model, weights, (), arguments)
-            return outputs.last_hidden_state.square().mean()
-
-        return torch.func.grad(loss)(weights)
-
-    weights = {n.removeprefix("model."): w for n, w in weights.items() if n.startswith("model.")}
-    expected = differentiated(weights)
-    apply_patch(model, layers=[layer])
-    compiled = torch.compile(differentiated, backend="eager")(weights)
-    torch.testing.assert_close(compiled, expected)

@@ -4,74 +4,21 @@ every gradient are no worse than the class's own against float64, in 16 bits and
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from layer_checks import check
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from liger_patch import apply_patch
 from liger_patch.layers import mlp
-from liger_patch.layers.checks import LAYER_NAMES, layers_of
-from liger_patch.layers.mlp import mlp_class
+from liger_patch.layers.checks import layers_of
 from liger_patch.layers.replace import count_layers
 
 HIDDEN, SIZE = 24, 40
-CONFIGURATION = {  # every field that a class reads
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "intermediate_size": SIZE,
-    "mlp_bias": False,
-    "shared_intermediate_size": SIZE,
-}
-FOLDERS = {
-    "BeamMLP": "beam",
-    "GraniteMoeHybridMLP": "granitemoehybrid",
-    "GraniteMoeSharedMLP": "granitemoeshared",
-    "PixtralMLP": "pixtral",
-}
-
-
-def own_layer(name: str) -> Any:
-    folder = FOLDERS[name]
-    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
-    layer = getattr(module, name)(SimpleNamespace(**CONFIGURATION)).train()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return layer
-
-
-def on_kernels(layer: Any) -> Any:
-    replacement = mlp_class(layer)
-    assert LAYER_NAMES in vars(replacement)
-    replaced = copy.copy(layer)
-    replaced.__class__ = replacement
-    return replaced
-
-
-def hold_to_the_rule(layer: Any, dtype: torch.dtype) -> None:
-    inputs = {name: value.detach().to(dtype) for name, value in layer.named_parameters()}
-    inputs = {name.replace(".", "__"): value for name, value in inputs.items()}
-    inputs["x"] = torch.randn(2, 5, HIDDEN).to(dtype)
-
-    def result(module: Any, x: Tensor, **weights: Tensor) -> Tensor:
-        named = {name.replace("__", "."): value for name, value in weights.items()}
-        return torch.func.functional_call(module, named, (x,))
-
-    replaced = on_kernels(layer)
-    check(lambda **t: result(replaced, **t), lambda **t: result(layer, **t), inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FOLDERS)
-def test_layers_compute_what_their_class_does(name: str, dtype: torch.dtype) -> None:
-    hold_to_the_rule(own_layer(name), dtype)
 
 
 def make_model(model_type: str = "llama") -> Any:
@@ -185,22 +132,6 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         "lora": 0,
     }
     assert count_layers(apply_patch(model, layers=True)) == counts
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
-def test_layers_of_one_configuration_are_probed_once(
-    model_type: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, probes = make_model(model_type), []
-    if adapters:
-        peft = pytest.importorskip("peft")
-        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
-    real = mlp.results_match
-    monkeypatch.setattr(mlp, "results_match", lambda *ways: probes.append(1) or real(*ways))
-    for number in (1, 2):  # a second patch tries again: a class may compute something else by then
-        assert count_layers(apply_patch(model, layers=True))["gated"] == 2
-        assert len(probes) == number
 
 
 def test_a_layer_whose_activation_is_configured_otherwise_is_probed_for_itself() -> None:

@@ -29,7 +29,6 @@ from lora_models import (
     replaced,
     training_step,
 )
-from peft.optimizers import create_lorafa_optimizer
 from peft.utils import hotswap
 from slow_cases import slow_but
 from tiny_models import tiny_model
@@ -281,21 +280,6 @@ def test_swaps_of_a_model_that_is_prepared_for_them() -> None:
     assert_same(model, eager, batch)
     assert patch_status(model).fused
     assert list(not_plain(model).values()) == [14]
-
-
-def test_the_optimizer_of_lora_fa() -> None:
-    """Which freezes A, and gives B's gradient another form."""
-    eager, model, batch = copies()
-    optimizer = create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=0.1)
-    before = training_step(eager, batch)["loss"]
-    for _ in range(2):
-        call(model, batch).loss.backward()
-        optimizer.step()
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            theirs.data.copy_(ours)
-            theirs.requires_grad_(ours.requires_grad)
-        assert_same(model, eager, batch)
-    assert training_step(model, batch)["loss"] < before
 
 
 def test_autocast_between_steps() -> None:

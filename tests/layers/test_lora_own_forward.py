@@ -131,33 +131,6 @@ def test_a_compiled_model_runs_peft_s_own_layers() -> None:
 
 
 @of_the_compiler
-@pytest.mark.usefixtures("nothing_is_compiled")
-@pytest.mark.slow
-def test_a_compiled_model_with_checkpoints_breaks_few_graphs() -> None:
-    """Those of an unpatched model, and at the call, the head and the loss. Dynamo counts a break
-    again in each function around it, of PEFT and of Transformers.
-    """
-    breaks, graphs = [], []
-    for patch in (False, True):
-        model, counters = adapted(), torch._dynamo.utils.counters
-        del model.base_model.model.model.layers[1:]  # each takes the compiler seconds
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if patch:
-            apply_patch(model)
-        torch._dynamo.reset()
-        counters.clear()
-        found = Graphs()
-        compiled = torch.compile(model.train(), backend=found)
-        compiled(**batch_of(model), use_cache=False).loss.backward()
-        breaks.append(counters["graph_break"].total())
-        graphs.append(found.linears)
-    assert patch_status(model).fused
-    assert breaks[1] <= breaks[0] + 6
-    assert len(graphs[1]) <= len(graphs[0])
-
-
-@of_the_compiler
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize(("how", "name"), [("compile", "mlp"), ("jit", "mlp"), ("jit", "o_proj")])
@@ -174,22 +147,6 @@ def test_a_traced_layer_is_peft_s_own_code(how: str, name: str, calls: Calls) ->
     torch.testing.assert_close(traced(x), expected)
     groups, _ = calls.taken(model)
     assert groups == []
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("transform", ["vmap", "jvp"])
-def test_transforms_of_functions_run_peft_s_own_code(transform: str) -> None:
-    eager, model, _ = copies()
-    x = torch.randn(2, 3, 32).double()
-    results = []
-    for each in (eager, model):
-        layer = first(each, "q_proj")
-        with torch.no_grad():
-            if transform == "vmap":
-                results.append(torch.func.vmap(layer)(x))
-            else:
-                results.append(torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1])
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "FP8_DYNAMIC"])

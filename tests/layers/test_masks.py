@@ -200,18 +200,6 @@ def test_masks_are_real_where_a_compiled_or_replaced_forward_is_given_them(
     torch._dynamo.reset()
 
 
-def test_a_call_looks_at_its_modules_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3 has two masks: with a sliding window and without."""
-    may_defer, looked_at = masks._may_defer, []
-    monkeypatch.setattr(masks, "_may_defer", lambda of: looked_at.append(of) or may_defer(of))
-    model = apply_patch(make_model("gemma3_text"), layers=["attention"])
-    with seen_masks(model) as seen:
-        model(**make_batch("packed"))
-    assert len(set(seen)) == 2
-    assert [type(mask) for mask in seen] == [DeferredMask] * 2
-    assert looked_at == [model.model]
-
-
 def test_only_calls_of_the_patched_model_defer(calls: Calls) -> None:
     """Not those of an unpatched model in another thread at the same time."""
     model, other, batch = make_model("mistral"), make_model("mistral"), make_batch("packed")

@@ -236,16 +236,6 @@ def test_what_changes_or_reads_the_weight_is_an_error(merge: Callable[[Any], Any
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_layer_says_what_its_weight_is_like() -> None:
-    weight = next(iter(held(quantize_base(base())).values())).weight
-    assert (weight.shape, weight.device, weight.dtype) == (
-        (64, 32),
-        torch.device("cpu"),
-        torch.uint8,
-    )
-    assert not weight.requires_grad
-
-
 def test_unload_gives_the_layers_back() -> None:
     model = with_adapters(base())
     quantized = quantize_base(copy.deepcopy(model))

@@ -278,14 +278,6 @@ def test_generation_is_eagers(name: str) -> None:
     assert torch.equal(model.generate(**batch, **options), expected)
 
 
-def test_layers_that_get_no_keyword_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "WITHOUT_KEYWORDS", set())
-    with patched(make_model("jamba")) as model:
-        with pytest.warns(UserWarning, match="see one another: .* JambaForCausalLM"):
-            call(model, positions_only(make_samples(9, 4)))
-        call(model, positions_only(make_samples(9, 4)))  # an error, if it warned again
-
-
 @pytest.mark.parametrize(
     ("name", "layers", "says"),
     [

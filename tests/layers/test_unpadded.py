@@ -20,9 +20,9 @@ from attention_models import (
 from rows import every_row
 from rows import model_type as row_name
 from tiny_models import ROWS, tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from training_step import in_float64, step, widened
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -72,27 +72,6 @@ def test_a_step_is_the_models_own(
     assert_right(ours, own, truth)
     assert True not in calls.own
     assert model(**batch).logits.shape == (*batch["input_ids"].shape, SIZES["vocab_size"])
-
-
-def test_a_mixtures_experts_get_real_tokens(calls: Calls) -> None:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, use_cache=False
-    )
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    batch = make_batch()
-    truth, own = step(widened(model), batch), step(model, batch)
-    tokens: list[int] = []
-    apply_patch(model, layers=["attention"])
-    gate = model.model.layers[0].mlp.gate
-
-    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        tokens.append(len(inputs[0]))
-
-    hook.__module__ = "torch.nn"
-    gate.register_forward_pre_hook(hook)
-    assert_right(step(model, batch), own, truth)
-    assert tokens == [9 + 22 + 40 + 1]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "bamba"])
