@@ -111,17 +111,6 @@ def test_a_head_that_computes_in_its_own_way_falls_back(name: str) -> None:
     assert_falls_back(model_with(change), *reasons)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
-def test_a_head_that_torch_jit_has_compiled_falls_back() -> None:
-    model = model_with(lambda _: None)
-    batch = tiny_batch(model)
-    truth = step(model, batch)
-    apply_patch(model)
-    model.lm_head = torch.jit.script(model.lm_head)
-    with pytest.warns(UserWarning, match="torch.jit has compiled the head"):
-        assert_no_worse(step(model, batch), truth, truth, torch.float32)
-
-
 class RoundsInput(nn.Linear):
     """As in quantisation-aware training."""
 
@@ -271,23 +260,6 @@ def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
     assert_fused(model)
     eager, ours = seen
     torch.testing.assert_close(ours, eager)
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
-def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
-    results = []
-    for patch in (False, True):
-        model = widened(tiny_model(LLAMA))
-        calls: list[Any] = []
-        model.register_full_backward_hook(lambda *gradients, calls=calls: calls.append(gradients))
-        if patch:
-            apply_patch(model)
-        loss, logits = call(model, tiny_batch(model), return_dict=False)[:2]
-        (loss + logits.square().mean()).backward()
-        assert len(calls) == 1
-        results.append([loss.detach(), logits.detach(), model.lm_head.weight.grad])
-    torch.testing.assert_close(results[1], results[0])
-    assert patch_status(model).fused
 
 
 def test_hooks_of_the_heads_weight_see_its_whole_gradient_once() -> None:

@@ -152,20 +152,6 @@ def test_a_compiled_model_is_to_be_patched_before() -> None:
         apply_patch(torch.compile(make_model(patch=False), backend=Graphs()))
 
 
-@pytest.mark.slow
-def test_autocast_is_no_worse_than_eager() -> None:
-    results = {}
-    for name in ("eager", "ours"):
-        model = make_model(patch=name == "ours").float()
-        forward = torch.compile(model, backend=Graphs()) if name == "ours" else model
-        with torch.autocast("cpu", torch.bfloat16):
-            results[name] = run(model, batch_of(model), forward)
-    assert patch_status(model).fused
-    truth = step(make_model(patch=False), batch_of(model))
-    truth, eager, ours = joined(truth, results["eager"], results["ours"])
-    assert_no_worse(ours, eager, truth, torch.bfloat16)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_head_that_is_compiled_on_its_own(when: str) -> None:
     """As accelerate's regional compilation leaves it."""
@@ -207,19 +193,6 @@ def test_ddp_of_a_compiled_model_holds_no_logits(option: str) -> None:
         ours = {n: p.grad for n, p in model.named_parameters()}
         assert is_deferred(outputs.logits)
         assert_same_step({"loss": outputs.loss.detach(), **ours}, run(uncompiled, batch))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("process_group")
-def test_other_models_of_a_process_group_compile_none_again() -> None:
-    model, graphs, counts = make_model(), Graphs(), []
-    compiled = torch.compile(model, backend=graphs)
-    for seed in range(3):
-        run(model, batch_of(model, seed), compiled)
-        counts.append(len(graphs.linears))
-        other = make_model()
-        run(other, batch_of(other, seed))
-    assert len(set(counts)) == 1
 
 
 def test_a_class_with_a_loss_function_of_its_own() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded_models import KINDS
-from stream_log import Entry, Stream, StreamLog
+from stream_log import Stream, StreamLog
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -54,87 +53,11 @@ def offload_with(lane: Lane) -> CheckpointOffload:
     return offload
 
 
-def test_order_of_the_copies_of_one_input() -> None:
-    """From the write of a layer input to the next use of the piece in which it waited."""
-    log = StreamLog()
-    lane = log.lane(pieces=1)
-    entries: dict[str, Entry] = {}
-    with log:
-        before = torch.ones(8)
-        source = before.sin()
-        entries["write"] = log.last
-        first = LayerInput(source, lane, None)
-        values = source.cos()
-        entries["layer after it"] = log.last
-        second = LayerInput(values, lane, weakref.ref(first))
-        first.send(lane.pieces(1) or ())
-        entries["copy out"] = log.last
-        more = values.cos()
-        entries["layer beside the copy out"] = log.last
-        del source
-        first.release_source()
-        entries["free"] = log.last
-        first.fetch()
-        entries["allocate"], entries["copy in"] = log.entries[-2:]
-        more.sin_()
-        entries["layer beside the copy in"] = log.last
-        fetched = first.unpack()
-        used = fetched.cos()
-        entries["use"] = log.last
-        del fetched
-        entries["free what was fetched"] = log.last
-        del first
-        second.send(lane.pieces(1) or ())
-        entries["copy out of another"] = log.last
-        del second, used, values
-    assert lane.made == 1
-    assert entries["free"].name == entries["free what was fetched"].name == "free"
-    for copy in ("copy out", "copy in", "copy out of another"):
-        assert str(entries[copy]) == "aten.copy_.default on the side stream"
-    for earlier, later in (
-        ("write", "copy out"),
-        ("copy out", "free"),
-        ("copy out", "copy in"),
-        ("allocate", "copy in"),
-        ("copy in", "use"),
-        ("use", "free what was fetched"),
-        ("copy in", "copy out of another"),
-    ):
-        assert entries[earlier].is_before(entries[later]), f"{earlier} before {later}"
-    for earlier, later in (
-        ("layer after it", "copy out"),
-        ("copy out", "layer beside the copy out"),
-        ("copy in", "layer beside the copy in"),
-    ):
-        assert not entries[earlier].is_before(entries[later]), f"{later} waits for {earlier}"
-    assert log.races == []
-
-
 def sent_input(log: StreamLog, lane: Lane) -> LayerInput:
     """A layer input that is on its way to the host and, but for that, not used."""
     layer_input = LayerInput(torch.ones(8).sin(), lane, None)
     layer_input.send(lane.pieces(1) or ())
     return layer_input
-
-
-def test_an_input_that_is_not_needed_is_freed_behind_its_copies() -> None:
-    log = StreamLog()
-    lane = log.lane(pieces=1)
-    with log:
-        layer_input = sent_input(log, lane)
-        out = log.last
-        del layer_input
-        assert log.last.name == "free"
-        assert out.is_before(log.last)
-        layer_input = sent_input(log, lane)
-        layer_input.release_source()
-        layer_input.fetch()
-        fetch = log.last
-        del layer_input
-        assert log.last.name == "free"
-        assert fetch.is_before(log.last)
-    assert lane.made == 1
-    assert log.races == []
 
 
 def test_an_input_that_is_used_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:

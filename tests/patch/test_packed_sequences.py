@@ -31,7 +31,7 @@ from rows import every_row, model_type
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor
-from training_step import Float64, call, joined, patched, step
+from training_step import call, joined, patched, step
 
 from liger_patch import patch_status, registry
 from liger_patch.patch.forward import record_of
@@ -304,15 +304,6 @@ def test_padding_is_no_boundary(side: str) -> None:
     eager = step(model, batch)
     with patched(model):
         torch.testing.assert_close(step(model, batch), eager)
-
-
-def test_an_argument_by_its_place_is_seen() -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples)
-    batch = positions_only(samples)
-    with patched(model), Float64():
-        loss = model(batch["input_ids"], None, batch["position_ids"], labels=batch["labels"]).loss
-    torch.testing.assert_close(loss.detach(), truth["loss"])
 
 
 def test_counted_labels_that_are_left_out_are_said_once() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compiled_graphs import MARKS, Graphs
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, step
@@ -18,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import forward, verify
+from liger_patch.patch import verify
 
 pytestmark = pytest.mark.usefixtures("no_rows")
 
@@ -112,34 +111,6 @@ def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         call(other, batch)
         assert patch_status(other).architecture == "verified"
-
-
-class TestCompiled:
-    pytestmark = MARKS
-
-    @pytest.mark.slow
-    def test_the_comparison_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[int] = []
-        compare_losses = forward.compare_losses
-        monkeypatch.setattr(
-            forward, "compare_losses", lambda *each: (calls.append(1), compare_losses(*each))
-        )
-        model, eager = tiny_model(LLAMA), tiny_model(LLAMA)
-        for each in (model, eager):
-            del each.model.layers[1:]  # each takes the compiler seconds
-        apply_patch(model, layers=False)
-        batch, graphs = tiny_batch(model), Graphs("eager")
-        compiled: Any = torch.compile(model, backend=graphs)
-        with pytest.warns(UserWarning, match=NOTICE):
-            compiled(**batch)
-        first, outputs = len(graphs.linears), [compiled(**batch) for _ in range(3)][-1]
-        assert calls == [1]
-        assert patch_status(model).fused
-        torch.testing.assert_close(outputs.loss, call(eager, batch).loss)
-        torch._dynamo.reset()
-        again = Graphs("eager")
-        torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == first
 
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:
