@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import (
     BartConfig,
     LlamaConfig,
-    MambaConfig,
     Qwen3NextConfig,
 )
 
@@ -18,7 +16,7 @@ import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.model import described
-from liger_patch.estimate.step import EAGER, trace_step
+from liger_patch.estimate.step import EAGER
 
 NAMES = ["eager", "liger_patch, layers=False", "liger_patch"]
 
@@ -180,36 +178,6 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
         "depends on the length, or it takes no longer ones. --length estimates the peak of "
         "another length."
     )
-
-
-def test_a_loop_over_tokens_is_traced_at_its_length_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = []
-
-    def traced(config: Any, step: Any, *others: Any, **options: Any) -> Any:
-        lengths.append(step.length)
-        return trace_step(config, step, *others, **options)
-
-    monkeypatch.setattr(estimates, "CONTENDERS", [EAGER])
-    monkeypatch.setattr(estimates, "trace_step", traced)
-    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=131, state_size=4)
-    config.save_pretrained(tmp_path)
-    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
-    assert "The longest sequences are not estimated" in capsys.readouterr().out
-    assert lengths == [8, 16, 64]
-
-
-def test_the_class_that_is_estimated_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A config of a classifier is estimated as the causal model of its type."""
-    classifier = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = classifier | sizes | {"num_attention_heads": 4, "vocab_size": 131}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
-    assert f"{tmp_path} as LlamaForCausalLM: " in capsys.readouterr().out
 
 
 def test_a_quantized_checkpoint_has_its_bits_or_an_error_with_its_method(

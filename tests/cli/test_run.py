@@ -180,12 +180,6 @@ def test_a_script_that_ends_early_says_so(tmp_path: Path, made: Path) -> None:
     assert "note: scripts/train.py ended after 2 of 3 steps" in table
 
 
-@needs["accelerate"]
-def test_of_two_trainings_the_first_is_counted(tmp_path: Path, made: Path) -> None:
-    _, report = tried(tmp_path, made, LOAD + TRAIN + TRAIN, steps=2)
-    assert "the first training alone is counted: the script begins another" in report["notes"]
-
-
 @pytest.mark.slow
 @needs["trl"]
 def test_a_deep_copy_as_the_reference_is_patched_by_its_trainer(tmp_path: Path, made: Path) -> None:

@@ -34,15 +34,6 @@ def test_growth_with_offloaded_inputs_is_the_trace_at_any_length() -> None:
     assert growth.host_bytes(200_000) == sum(host_bytes(each.size) for each in trace.sent)
 
 
-@pytest.mark.slow
-def test_a_longest_row_says_which_host_memory_it_takes(config: LlamaConfig) -> None:
-    eager, *others = estimates.estimate(config, OFFLOADED)
-    assert not eager.host
-    assert not any(eager.longest_host.values())
-    for each in others:
-        assert each.longest_host[16] == host_bytes(2 * HIDDEN * each.longest[16])
-
-
 def assert_is_the_trace(config: Any, step: Any, contender: Any, *lengths: int, **how: Any) -> Any:
     """Return how the memory of a step grows, which is traced at other lengths."""
     growth = estimates.Growth.of(config, step, contender, **how)
@@ -179,13 +170,3 @@ def test_the_longest_row_fits_and_one_token_more_does_not(
     room = 16 * 2**30 - reserve - sizes.weights - 64 * 2**20
     assert growth.peak(longest) + 24 * longest <= room
     assert growth.peak(longest + 1) + 24 * (longest + 1) > room
-
-
-@pytest.mark.slow
-def test_small_models_with_offloaded_checkpoints_have_longest_rows() -> None:
-    """Short rows of theirs stay on the GPU: the lengths that are probed do not."""
-    step = replace(STEP, length=64, checkpointing=True, checkpoint_offload=True, lora_rank=4)
-    found = estimates.estimate(LlamaConfig(**TINY), step)
-    longest = [each.longest for each in found if each.name.startswith("liger_patch")]
-    assert longest
-    assert all(each[141] > each[16] > 64 for each in longest)

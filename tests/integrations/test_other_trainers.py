@@ -146,19 +146,6 @@ def test_axolotl_takes_the_configuration(example: bool, axolotl: Any) -> None:
     assert patch_status(model).patched
 
 
-@pytest.mark.parametrize("name", ["axolotl", "llamafactory", "swift"])
-def test_an_example_is_of_the_same_training(name: str) -> None:
-    command, given = of_example(name)
-    assert f"examples/other_trainers/{name}.yaml" in command
-    document = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    assert f"(../examples/other_trainers/{name}.yaml)" in document
-    models = given.keys() & {"base_model", "model_name_or_path", "model"}
-    assert {given[each] for each in models} == {"Qwen/Qwen3-4B"}
-    lengths = given.keys() & {"sequence_len", "cutoff_len", "max_length"}
-    assert {given[each] for each in lengths} == {2048}
-    assert (given["max_steps"], given["learning_rate"], given["bf16"]) == (200, 2e-4, True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -301,23 +301,3 @@ def test_revert_through_the_wrapper_restores_the_base_model(patch: str) -> None:
     assert "forward" not in vars(base)
     assert not patch_status(model).patched
     assert type(call(model, tiny_batch(model)).logits) is Tensor
-
-
-def test_a_model_of_several_tuners_is_patched_through_its_wrapper() -> None:
-    def mixed() -> Any:
-        base = tiny_model(ROWS["llama"]).double()
-        torch.manual_seed(1)
-        config = peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)
-        model = peft.get_peft_model(base, lora(init_lora_weights=False), mixed=True)
-        model.add_adapter("loha", config)
-        model.set_adapter(["default", "loha"])
-        return model
-
-    eager, model = mixed(), apply_patch(mixed())
-    batch = tiny_batch(eager.base_model.model)
-    truth, ours = step(eager, batch), step(model, batch)
-    assert_no_worse(ours, truth, truth, torch.float32)
-    assert patch_status(model).fused
-    assert revert_patch(model) is model
-    assert not patch_status(model).patched
-    assert type(model.base_model.model) is type(eager.base_model.model)

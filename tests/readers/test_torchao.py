@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import check_lora_step
-from exactness import assert_no_worse
 from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, training_step
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_step import joined
 from transformers import AutoModelForCausalLM
 
 ao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 from liger_patch import apply_patch  # noqa: E402
-from liger_patch.kernels import chunk_sizes, gated_mlp  # noqa: E402
-from liger_patch.layers import checks  # noqa: E402
 from liger_patch.layers.lora import not_plain  # noqa: E402
 from liger_patch.readers import torchao  # noqa: E402
 from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight  # noqa: E402
@@ -99,35 +95,6 @@ def test_a_step_is_that_of_the_dequantized_weights(
     dtype, adapters, _ = WAYS[way]
     eager = quantized(name, dtype, adapters=adapters)
     check_lora_step(eager, in_float64, way, monkeypatch)
-
-
-@pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks")
-@pytest.mark.parametrize("name", ["int8", "float8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_feed_forward_layers_without_adapters_in_slices(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
-    monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 5 * 2 * 48 * 10)  # 10 tokens
-    result, runs = gated_mlp._result_of_slices, []
-
-    def counted(x: Tensor, layer: Any, slices: Any, *others: Any) -> Tensor:
-        runs.append(len(slices))
-        return result(x, layer, slices, *others)
-
-    monkeypatch.setattr(gated_mlp, "_result_of_slices", counted)
-    eager = quantized(name, dtype, adapters=True, target_modules=["q_proj", "v_proj"])
-    wide = in_float64(eager)
-    eager.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    eager.enable_input_require_grads()
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
-    autocast = dtype == torch.bfloat16
-    theirs = training_step(eager, batch, autocast=autocast)
-    ours = training_step(model, batch, autocast=autocast)
-    assert len(runs) == 2  # decoder layers
-    assert min(runs) > 1
-    truth, theirs, ours = joined(training_step(wide, batch), theirs, ours)
-    assert_no_worse(ours, theirs, truth, dtype)
 
 
 def test_no_dense_weight_waits_for_the_backward_pass() -> None:

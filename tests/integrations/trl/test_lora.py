@@ -8,52 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_models import ALL, MLP, OUT, QKV, Calls
 from tiny_models import tiny_batch
-from training_step import widened
 from trl_models import (
     MARKS,
     apply_trl_patch,
-    assert_fused,
-    assert_same,
     lora,
     make_model,
     sft_trainer,
-    train,
     with_head,
 )
 
-from liger_patch.layers.replace import count_layers
-
 pytestmark = MARKS
 MODULES = ["q_proj", "lm_head"]
-
-
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_adapters_of_a_configuration_run_on_kernels(
-    checkpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, results = Calls(monkeypatch), []
-    for patch in (None, True):
-        trainer = sft_trainer(
-            widened(make_model()),
-            tmp_path,
-            patch,
-            options=lora(target_modules=list(ALL)),
-            max_steps=5,
-            gradient_checkpointing=checkpoints,
-        )
-        calls.clear()
-        results.append(train(trainer))
-        groups, by_peft = calls.taken(trainer.model)
-        if patch:
-            assert (groups[:3], by_peft) == ([QKV, OUT, MLP], [])
-            assert count_layers(trainer.model)["lora"] == 14
-            assert_fused(trainer.model)
-        else:
-            assert groups == []
-    trls, ours = results
-    assert_same(ours, trls)
 
 
 def test_trl_refuses_them_with_the_flag_too(tmp_path: Path) -> None:
