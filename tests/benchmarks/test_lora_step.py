@@ -1,8 +1,9 @@
-"""The benchmark of LoRA steps: its contenders, and the processes that measure them."""
+"""The benchmarks of LoRA steps and of the longest rows: their contenders, on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks import row_search
+from benchmarks.longest_row import summary
 from benchmarks.lora_contenders import Request, Setting, is_measured, rows
-from benchmarks.lora_step import SETTINGS
+from benchmarks.lora_step import CHECKPOINTED, SETTINGS
 from benchmarks.models import Model
 from benchmarks.names import FP8, LOWER_BOUND
+from benchmarks.row_search import Search
 from benchmarks.sft_step import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,3 +74,23 @@ def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
     assert ours["loss"] == pytest.approx(eager["loss"], rel=0.02)
     assert ours["loss"] != eager["loss"]
     assert not is_measured(FP8, TINY.config, SETTINGS[1])  # QLoRA
+
+
+SEARCH = Search("eager", "tiny", "", CHECKPOINTED[0], (1.0, 2.0), 8, 96, (16,), 1, "cpu")
+
+
+@pytest.mark.parametrize("contender", ["eager", "liger_patch"])
+def test_a_contender_searches_up_to_the_most(request_of: Callable[..., Request], contender: str):
+    """On the CPU every row fits."""
+    search = replace(SEARCH, contender=contender, folder=request_of(contender).folder)
+    found = list(row_search.rows(search))
+    assert found[0]["timed"] == 16
+    assert found[0]["ms"] > 0
+    steps = found[1:]
+    assert [row["tokens"] for row in steps if row["gib"] == 1.0] == [8, 16, 32, 64, 96]
+    assert not [row for row in steps if row["gib"] == 2.0]  # known
+    _, small, large = summary(search, found, "does not run: exit status 0: ", 8)
+    assert (small["tokens"], large["tokens"]) == (96, 96)
+    assert small["at_least"]
+    assert large["at_least"]
+    assert not any("failure" in row for row in steps)
