@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_cases import slow_but
-from three_ways import OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+from three_ways import check_linear, chunk_mib, linear_inputs
 
 from liger_patch.kernels.chunk_sizes import (
     NARROW_CHUNKS,
@@ -62,16 +61,6 @@ def test_no_more_chunks_than_the_budget_asks_for(rows, tokens):
 
 def test_sizes_are_equal_rather_than_full_and_a_rest():
     assert chunk_bounds(1100, 1, 1024) == [(0, 640), (640, 1100)]
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("rows", slow_but([1, 5, 12], [1, 5, 6, 7, 12, 100]))
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
-def test_any_budget_gives_the_same(rows, reduction, ignored, device):
-    inputs, labels = linear_inputs(torch.float32, device, bias=True, ignored=ignored)
-    options = filled(OPTIONS["everything"], len(labels), 131, device)
-    budget = chunk_mib(rows, 131, torch.float32)
-    check_linear(inputs, labels, chunk_mib=budget, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 16, 64, 512])

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from slow_cases import pairwise
 from three_ways import LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
 
-WITHOUT_ITEMS = {k: v for k, v in OPTIONS.items() if "num_items_in_batch" not in v}
 MANY_BLOCKS_V = 9001  # more than one block of the Triton form
 
 
@@ -14,21 +12,6 @@ MANY_BLOCKS_V = 9001  # more than one block of the Triton form
 def test_every_option_in_every_dtype(options, dtype, device):
     logits, labels = logits_inputs(dtype, device)
     check_logits(logits, labels, **filled(options, *logits.shape, device))
-
-
-@pytest.mark.parametrize(
-    ("options", "reduction", "dtype"),
-    pairwise(WITHOUT_ITEMS.values(), ["none", "sum"], [torch.float32, torch.float64]),
-)
-def test_every_option_in_every_reduction(options, reduction, dtype, cpu_form):
-    logits, labels = logits_inputs(dtype, cpu_form, 7)
-    upstream = (
-        torch.randn(7, device=cpu_form)
-        if reduction == "none"
-        else torch.tensor(-2.5, device=cpu_form)
-    )
-    options = filled(options, *logits.shape, cpu_form)
-    check_logits(logits, labels, reduction=reduction, upstream=upstream, **options)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 32, 128, 1021, 8192, MANY_BLOCKS_V])

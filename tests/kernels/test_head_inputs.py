@@ -23,26 +23,6 @@ def test_adapter_with_every_option(options, dtype, device):
     check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        ("weight",),
-        ("hidden_states", "weight"),
-        ("weight", "low_rank"),
-        ("weight", "low_rank", "low_rank_weight"),
-        ("low_rank", "low_rank_weight"),
-    ],
-    ids=str,
-)
-def test_adapter_with_every_reduction(reduction, frozen, device):
-    inputs, labels = linear_inputs(torch.float32, device, rank=3)
-    upstream = torch.tensor(-1.7, device=device)
-    if reduction == "none":
-        upstream = torch.arange(len(labels), device=device) - 3.0
-    check_linear(inputs, labels, upstream=upstream, frozen=frozen, reduction=reduction)
-
-
 def test_adapter_in_float32_beside_a_bf16_head(device):
     """As PEFT keeps it: each gradient comes in its input's own dtype."""
     inputs, labels = linear_inputs(torch.bfloat16, device, 64, rank=8)

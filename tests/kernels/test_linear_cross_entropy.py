@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from slow_cases import pairwise
 from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
@@ -36,33 +35,6 @@ def test_any_shape(shape, dtype, cpu_form):
     tokens, _, vocab_size = shape
     inputs, labels = linear_inputs(dtype, cpu_form, *shape, bias=True)
     check_linear(inputs, labels, **filled(OPTIONS["everything"], tokens, vocab_size, cpu_form))
-
-
-@pytest.mark.parametrize(
-    ("reduction", "dtype", "frozen", "ignored"),
-    pairwise(
-        ["none", "mean", "sum"],
-        LOW_DTYPES,
-        [(), ("hidden_states",), ("weight", "bias")],
-        [0.0, 0.5],
-    ),
-)
-def test_every_reduction_with_any_upstream_gradient(reduction, dtype, frozen, ignored, device):
-    inputs, labels = linear_inputs(dtype, device, bias=True, ignored=ignored)
-    upstream = torch.tensor(-1.7, device=device)
-    if reduction == "none":
-        upstream = torch.randn(len(labels), device=device) * torch.arange(
-            len(labels), device=device
-        )
-    check_linear(
-        inputs,
-        labels,
-        upstream=upstream,
-        frozen=frozen,
-        reduction=reduction,
-        chunk_mib=chunk_mib(5, 131, dtype),
-        token_weight=torch.rand(len(labels), device=device),
-    )
 
 
 @pytest.mark.skipif(

@@ -70,16 +70,6 @@ def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> N
         torch.autograd.grad(recorded.sum(), leaf)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_recorded_step_compiles_under_no_grad(loss: Loss) -> None:
-    given = inputs()
-    recorded = make_fx(lambda *given: torch.autograd.grad(loss(*given), given[:2]))(*given)
-    with torch.no_grad():
-        ours = torch.compile(recorded, backend="aot_eager", fullgraph=True)(*given)
-    torch.testing.assert_close(ours, torch.autograd.grad(loss(*given), given[:2]))
-    assert not any(gradient.requires_grad for gradient in ours)
-
-
 @pytest.mark.parametrize("end", ["dropped", "trained", "kept for another backward pass"])
 def test_gradients_live_as_long_as_the_graph_of_their_call(end: str) -> None:
     given = inputs()
