@@ -246,18 +246,6 @@ def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
     assert len(calls) == 5
 
 
-def test_a_second_patch_looks_again_whether_a_forward_is_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = apply_patch(make_model(), layers=True)
-    original = type(model.model.norm).__mro__[1]
-    monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
-    counts = count_layers(apply_patch(model, layers=True))
-    assert counts["rms_norm"] == 0
-    assert [counts[n] for n in ("rotary", "attention", "gated")] == [2] * 3
-    assert counts["lora"] == 0
-
-
 @pytest.mark.parametrize("layers", [True, ["rms_norm", "attention", "gated"]], ids=str)
 @pytest.mark.parametrize("kind", ["Model", "RMSNorm", "Attention", "MLP"])
 def test_a_forward_that_is_replaced_since_runs(

@@ -267,25 +267,6 @@ def test_a_thread_that_compiles_changes_nothing(
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@pytest.mark.usefixtures("nothing_is_compiled", "runs")
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_thread_that_compiles_changes_no_adapters(when: str) -> None:
-    lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
-    inner = apply_patch(lora_models.adapted()).get_base_model().model
-    layer, x = inner.layers[0], torch.randn(2, 9, inner.config.hidden_size)
-    tables = inner.rotary_emb(x, torch.arange(9)[None])
-    adapters = [each for each in layer.parameters() if each.requires_grad]
-    results = []
-    for others in ("", when):
-        with compiled_elsewhere() if others == "forward" else nullcontext():
-            y = checkpoint.checkpoint(
-                lambda x: layer(x, position_embeddings=tables), x, use_reentrant=False
-            )
-        with compiled_elsewhere() if others == "backward" else nullcontext():
-            results.append(torch.autograd.grad(y.square().sum(), adapters))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
 def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """No length is compared with that of a long row."""
     layer = apply_patch(tiny_model(ROWS["llama"])).double().model.layers[0]

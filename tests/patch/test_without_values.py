@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import assert_same_step, batch_of, make_model, run
+from compiled_models import batch_of, make_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from liger_patch import apply_patch, patch_status
 
@@ -39,29 +38,6 @@ class Outputs(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self.model(input_ids, labels=labels, use_cache=False)
         return outputs.loss, outputs.logits
-
-
-@WARNS
-def test_make_fx_records_the_ordinary_training_step() -> None:
-    model, eager = (make_model("gemma2", patch=False) for _ in range(2))
-    apply_patch(model, layers=False)
-    batch = {**batch_of(model), "use_cache": False}
-    batch.pop("attention_mask", None)
-    names = [name for name, _ in model.named_parameters()]
-
-    def step(input_ids: Tensor, labels: Tensor) -> Any:
-        loss = model(input_ids, labels=labels, use_cache=False).loss
-        return loss, *torch.autograd.grad(loss, list(model.parameters()))
-
-    inputs = batch["input_ids"], batch["labels"]
-    how: dict[str, Any] = {"tracing_mode": "symbolic", "_allow_non_fake_inputs": True}
-    with torch.no_grad():
-        loss, *gradients = make_fx(torch.enable_grad()(step), **how)(*inputs)(*inputs)
-    assert_not_fused(model)
-    ours = {"loss": loss, **dict(zip(names, gradients, strict=True))}
-    assert_same_step(ours, run(eager, batch))
-    model(**batch)
-    assert patch_status(model).fused  # a call with values
 
 
 @WARNS

@@ -24,7 +24,6 @@ from trl_models import (
     train,
 )
 
-from liger_patch import patch_status
 from liger_patch.deferred import fuse
 from liger_patch.layers import unpadded
 
@@ -158,18 +157,6 @@ def test_models_are_trained_with_trls_numbers(
         "SDPO": ("self_distillation/reward_mean", "completions/mean_length", "eval_loss"),
     }
     assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
-
-
-@pytest.mark.parametrize("kind", slow_but(["ORPO"], ["ORPO", "TPO", "A2PO"]))
-def test_without_the_flag_or_with_logits_it_is_trls(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trls = train(make_trainer(kind, "llama", tmp_path, None))
-    trainer = make_trainer(kind, "llama", tmp_path, False)
-    assert_same(train(trainer), trls)
-    assert not patch_status(trainer.model).patched
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    assert_same(train(make_trainer(kind, "llama", tmp_path, True)), trls)
 
 
 @pytest.mark.parametrize("kind", ["CPO", "ORPO"])
