@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import distillation
 from benchmarks.head_contenders import (
     eager,
     ours,
@@ -69,24 +68,3 @@ def test_the_check_passes_what_is_right_and_nothing_else(head: Head):
     }
     assert len(errors["eager"]) == (1 if head.frozen else 2)
     assert isinstance(errors["fails"], Failure)
-
-
-@pytest.mark.parametrize("beta", [0.5, 0.0])
-def test_distillation_is_compared_with_float64_and_measured(beta: float):
-    case = distillation.Case(replace(TINY, ignored=0.0), 24, beta)
-    losses = distillation.contenders(case, compiled=False)
-
-    def wrong(*inputs: torch.Tensor) -> torch.Tensor:
-        return 1.1 * losses["eager"](*inputs)
-
-    rows = distillation.run_case(
-        case, losses | {"wrong": wrong, "fails": raising}, rounds=1, device="cpu"
-    )
-    timed = [row["contender"] for row in rows if row.get("ms", 0) > 0]
-    others = [row["contender"] for row in rows if row["contender"] not in timed]
-    assert timed[:2] + timed[-1:] == [LOWER_BOUND, "eager", "liger_patch"]
-    assert others[-2:] == ["wrong", "fails"]
-    failures = [row.get("failure", "") for row in rows if row["contender"] in others[:-2]]
-    assert all(each.startswith("does not run: ") for each in failures)  # those for GPUs alone
-    assert distillation.BENCHMARK.table(rows)
-    assert all(len(row["gradient_errors"]) == 2 for row in rows if row["contender"] in timed[1:])

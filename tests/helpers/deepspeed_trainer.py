@@ -1,9 +1,7 @@
-"""Trainer, or TRL's SFTTrainer or DistillationTrainer, with DeepSpeed's engine on the CPU, for
-test_distributed.
+"""Trainer, or TRL's SFTTrainer, with DeepSpeed's engine on the CPU, for test_distributed.
 
-Its cases are "transformers", "trl" or "distillation", and a stage of ZeRO. Exits with an error
-unless a patched model is trained as an unpatched one is, fused, and without real logits; or, of
-distillation, with the head left to TRL.
+Its cases are "transformers" or "trl", and a stage of ZeRO. Exits with an error unless a patched
+model is trained as an unpatched one is, fused, and without real logits.
 """
 
 from pathlib import Path
@@ -29,19 +27,12 @@ def check(case: str, folder: Path, *_: object) -> None:
     if dist.get_rank() == 0 and not (folder / "model").exists():
         tiny_model(row).save_pretrained(folder / "model")
     dist.barrier()
-    train = {
-        "transformers": train_with_trainer,
-        "trl": train_with_trl,
-        "distillation": train_with_distillation,
-    }[library]
+    train = {"transformers": train_with_trainer, "trl": train_with_trl}[library]
     expected, _ = trained(*train(int(stage), folder, patch=False))
     with count_logits() as computed:
         results, model = trained(*train(int(stage), folder, patch=True))
     status = patch_status(model)
-    if library == "distillation":
-        assert "ZeRO-3 partitions the head" in (status.reason or ""), status.reason
-    else:
-        assert status.fused, status.reason
+    assert status.fused, status.reason
     assert not computed, f"real logits were computed {len(computed)} times"
     torch.testing.assert_close(results, expected)
 
@@ -110,27 +101,6 @@ def train_with_trl(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
         args=arguments,
         train_dataset=prompts_and_completions(),
-        processing_class=tiny_tokenizer(),
-    )
-    return trainer, trainer.model
-
-
-def train_with_distillation(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
-    from tiny_text import prompts_and_completions, tiny_tokenizer
-
-    from liger_patch.integrations.trl_trainers import DistillationConfig, DistillationTrainer
-
-    options = {"bf16": False, "gradient_checkpointing": False, "max_completion_length": 4}
-    how = {**configuration(stage, folder), **options, "use_liger_patch": patch}
-    arguments = DistillationConfig(**how)
-    models = [AutoModelForCausalLM.from_pretrained(folder / "model") for _ in range(2)]
-    with deepspeed.zero.GatheredParameters(list(models[1].parameters()), modifier_rank=0):
-        for values in models[1].parameters():
-            values.data.mul_(-0.5)
-    trainer = DistillationTrainer(
-        *models,
-        args=arguments,
-        train_dataset=prompts_and_completions().select_columns(["prompt"]),
         processing_class=tiny_tokenizer(),
     )
     return trainer, trainer.model

@@ -173,25 +173,6 @@ def test_a_4_bit_model_of_another_dtype_than_autocasts(
     assert f"{len(by_peft)} in PEFT's own forward: {reason}" in str(patch_status(model))
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel")
-def test_generation_on_a_gpu_dequantizes_no_weight(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bitsandbytes has kernels for few tokens."""
-    model = apply_patch(with_lora(load(checkpoint), ALL)).cuda().eval()
-    calls, ids = Calls(monkeypatch), torch.ones(2, 4, dtype=torch.long, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        model(input_ids=ids[:, :1])  # gradients are recorded
-        assert calls.taken(model)[1] == []
-        with torch.no_grad():
-            model(input_ids=ids)  # a prompt
-            assert calls.taken(model)[1] == []
-            calls.clear()
-            model(input_ids=ids[:, :1])
-            assert calls.taken(model)[0] == []
-
-
 def test_few_tokens_on_a_cpu_pack_no_weight(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ RUNS = {
         DEEPSPEED,
         ("transformers 3",),
         ("deepspeed", "trl"),
-        more=("transformers 1", "transformers 2", "trl 3", "distillation 3"),
+        more=("transformers 1", "transformers 2", "trl 3"),
     ),
     # of both kinds of checkpoints, with and without adapters
     "feed-forward layers in slices": Run(

@@ -124,19 +124,6 @@ def test_4_bit_rows_are_those_of_bitsandbytes(
             assert torch.equal(truth, products_weight(head, dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("double_quantized", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_real_weight_has_the_bits_of_bitsandbytes(
-    dtype: torch.dtype, double_quantized: bool
-) -> None:
-    v, h = 10240, 2560
-    head = linear_4bit(
-        v, h, device="cuda", compute_dtype=dtype, compress_statistics=double_quantized
-    )
-    assert_rows_are(read(head, dtype), dequantized(head, dtype))
-
-
 @pytest.mark.parametrize("input_dtype", FLOATS)
 @pytest.mark.parametrize("compute_dtype", [None, *FLOATS])
 @pytest.mark.parametrize("after", [False, True], ids=["before a forward", "after a forward"])
