@@ -25,16 +25,6 @@ Results = dict[str, Tensor | None]
 FIELDS = ("weight", "bias", "a", "b")
 EVERYTHING = r".*"  # that has a gradient
 ADAPTERS = r"x|\d\.[ab]"
-WANTED = {  # gradients: some of those that there are
-    "nothing of x": r"\d\.[ab]",
-    "x alone": "x",
-    "one A": r"1\.a",
-    "one B": r"1\.b",
-    "one weight": r"1\.weight",
-    "one bias": r"0\.bias",
-    "the adapter of one": r"x|0\.[ab]",
-    "the base alone": r"\d\.(weight|bias)",
-}
 # dtype of x and the base, that of the adapters, whether autocast to bf16 is on
 WAYS = {
     "float64": (torch.float64, torch.float64, False),

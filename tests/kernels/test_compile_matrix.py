@@ -298,12 +298,3 @@ def test_scales_of_nf4_are_rounded_between_product_and_sum(kernels, monkeypatch)
     assert launch.items() >= options.items()
     assert "fma.rn" not in compiled(kernel, arguments, warps, FULL, options).asm["ptx"]
     assert "fma.rn" in compiled(kernel, arguments, warps, FULL, {}).asm["ptx"]
-
-
-def test_long_rows_are_on_their_way_where_there_is_memory_for_them():
-    from liger_patch.kernels.triton.rms_norm import backward_tile
-
-    stages = {kib: backward_tile(8192, 4, kib * 1024)[0]["STAGES"] for kib in (64, 99, 227)}
-    assert stages[64] == 1
-    assert stages[99] > 1
-    assert stages[227] > 1

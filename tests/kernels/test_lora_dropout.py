@@ -4,7 +4,6 @@ backward pass.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from exactness import assert_no_worse
 from lora_checks import (
     EVERYTHING,
-    WANTED,
     WAYS,
     check,
     projection,
@@ -77,32 +75,6 @@ def test_dropout_of_some_projections(device: torch.device) -> None:
 def seeded(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
     torch.manual_seed(7)
     return lora_linears(x, parts)
-
-
-@pytest.mark.parametrize("way", ["float64", "float16"])
-def test_dropout_of_any_strides(way: str, device: torch.device) -> None:
-    """Of x and of A: the same features are dropped."""
-    x, parts = linears_inputs(device, way, (70, 2 * HIDDEN), dropout=0.5)
-    others = [part._replace(a=part.a.t().contiguous().t()) for part in parts]
-    expected = results(seeded, x[:, ::2].contiguous(), parts)
-    ours = results(seeded, x[:, ::2], others)
-    assert_no_worse(ours, expected, expected, torch.float32 if way == "float64" else x.dtype)
-
-
-@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("way", ["float32", "float16"])
-def test_the_gradients_that_are_wanted_with_dropout(
-    way: str, wanted: str, device: torch.device
-) -> None:
-    """Are those that there are where all are wanted."""
-    x, parts = linears_inputs(device, way, dropout=0.5)
-    expected = results(seeded, x, parts, wanted=EVERYTHING)
-    ours = results(seeded, x, parts, wanted=wanted)
-    for name, value in ours.items():
-        is_wanted = name[0] == "y" or re.fullmatch(wanted, name) is not None
-        assert (value is not None) == is_wanted, name
-        if value is not None:
-            assert_no_worse({"": value}, {"": expected[name]}, {"": expected[name]}, x.dtype)
 
 
 @pytest.mark.interpreter

@@ -8,7 +8,6 @@ import pytest
 import torch
 from slow_cases import pairwise
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
@@ -162,17 +161,3 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     weight = quantized_weights.quantized_weight(layer, dtype)
     assert weight is not None
     assert torch.equal(weight.dequantized(), expected)
-
-
-def test_a_traced_call_sees_the_operators_of_bitsandbytes(device: torch.device) -> None:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from liger_patch.readers import quantized_weights
-
-    layer = bnb.nn.Linear4bit(72, 131, bias=False, compute_dtype=torch.float32)
-    layer.weight = bnb.nn.Params4bit(torch.randn(131, 72), requires_grad=False, quant_type="nf4")
-    weight = quantized_weights.quantized_weight(layer.to(device), torch.float32)
-    assert weight is not None
-    x = torch.randn(3, 72, device=device)
-    graph = make_fx(lambda x: x @ weight.dequantized().t())(x)
-    assert "bitsandbytes.dequantize_4bit" in graph.code
-    torch.testing.assert_close(graph(x), x @ weight.dequantized().t())

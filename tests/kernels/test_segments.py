@@ -301,20 +301,22 @@ def test_no_worse_than_with_the_mask(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [4, 20, 264])
-def test_flash_attention_does_not_serve_other_sizes(features: int) -> None:
-    states = [torch.randn(1, 2, 8, features, dtype=torch.bfloat16, device="cuda")] * 3
-    assert not serves_flash_attention(states[0], states[1], states[2])
+def test_what_flash_attention_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits of sizes that it has, where it is on, and so many numbers."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    def serves(features: int = 64, dtype: torch.dtype = torch.bfloat16) -> bool:
+        states = torch.randn(1, 2, 8, features, dtype=dtype, device="cuda")
+        return serves_flash_attention(states, states, states)
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("most", "serves"), [(1023, False), (1024, True)])
-def test_flash_attention_serves_so_many_numbers(
-    most: int, serves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "MOST_NUMBERS", most)
-    states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")] * 3
-    assert serves_flash_attention(states[0], states[1], states[2]) == serves
+    assert serves()
+    assert not serves(dtype=torch.float32)
+    assert not any(map(serves, (4, 20, 264)))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert not serves()
+    for most in (1023, 1024):
+        monkeypatch.setattr(attention, "MOST_NUMBERS", most)
+        assert serves() == (most == 1024)
 
 
 @pytest.mark.gpu
@@ -325,15 +327,3 @@ def test_reading_a_long_mask_takes_no_copy_of_it() -> None:
     before = torch.cuda.memory_allocated()
     assert_same(segments_of(mask, 1), Segments(None, tokens, None))
     assert torch.cuda.max_memory_allocated() - before < 1.5 * segments.BLOCK_BYTES
-
-
-@pytest.mark.gpu
-def test_flash_attention_that_is_turned_off_does_not_serve() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")] * 3
-    assert serves_flash_attention(states[0], states[1], states[2])
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        assert not serves_flash_attention(states[0], states[1], states[2])
-    wide = [each.float() for each in states]
-    assert not serves_flash_attention(wide[0], wide[1], wide[2])

@@ -100,42 +100,6 @@ def test_without_a_backward_pass_autocast_holds_the_weights_it_has_cast(calls: l
     assert not calls
 
 
-def bytes_kept(model: Any, batch: dict[str, Tensor]) -> int:
-    """For the backward pass, weights aside."""
-    loss = model(**batch).loss
-    nodes, seen, kept = [loss.grad_fn], set(), {}
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(function for function, _ in node.next_functions)
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        for tensor in (*saved, *getattr(node, "saved_tensors", ())):
-            if isinstance(tensor, Tensor):
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_activation_is_not_kept(
-    model_type: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor anything else that three calls of modules would not keep."""
-    model = apply_patch(make_model(model_type), layers=["gated"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (frozen and "mlp" in name))
-    batch = tiny_batch(model)
-    ours = bytes_kept(model, batch)
-    monkeypatch.setattr(mlp, "_plain_weight", lambda *_: None)
-    of_modules = bytes_kept(model, batch)
-    activations = 2 * batch["input_ids"].numel() * model.config.intermediate_size  # of two layers
-    assert ours == of_modules - (0 if frozen else 4 * activations)
-
-
 def hooked(name: str, register: str) -> Callable[[nn.Module, list[int]], Any]:
     def hang(layer: Any, ran: list[int]) -> None:
         getattr(getattr(layer, name), register)(lambda *_: ran.append(1))
