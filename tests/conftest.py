@@ -114,6 +114,14 @@ def nothing_is_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
+def model() -> Any:
+    """A tiny Llama."""
+    from tiny_models import LLAMA, tiny_model
+
+    return tiny_model(LLAMA)
+
+
+@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The deferred logits that somebody has read."""
     from liger_patch.deferred.tensor import DeferredLogits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, call, gradients, patched, step, widened
 
@@ -17,13 +17,7 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.kernels import reference
 from liger_patch.kernels.options import LossOptions
 
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
-GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny_model(LLAMA)
+GEMMA2 = ROWS["gemma2"]
 
 
 @pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])

@@ -10,21 +10,15 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch
 from torch import Tensor
 from training_step import call, joined, step, widened
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.head import logits as head_logits
 
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny_model(LLAMA)
 
 
 @pytest.fixture(autouse=True)

@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from training_step import call
 
-from liger_patch import apply_patch, registry, revert_patch
-
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny_model(LLAMA)
+from liger_patch import apply_patch, revert_patch
 
 
 @pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])

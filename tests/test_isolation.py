@@ -20,7 +20,7 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from gloo_group import run
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, call, gradients, step, widened
 from transformers.loss import loss_utils
@@ -29,14 +29,8 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.subclass import derived_class, once_for_each_class
 
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
-GEMMA2 = next(row for row in registry.ARCHITECTURES if row.model_type == "gemma2")
+GEMMA2 = ROWS["gemma2"]
 CLASS = transformers.LlamaForCausalLM
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny_model(LLAMA)
 
 
 def snapshot() -> dict[str, dict[str, Any]]:

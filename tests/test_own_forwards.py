@@ -6,18 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch
 from torch import Tensor
 from training_step import call
 
-from liger_patch import apply_patch, patch_status, registry, revert_patch
-
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny_model(LLAMA)
+from liger_patch import apply_patch, patch_status, revert_patch
 
 
 class Counted:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
-from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, Step, call, gradients, patched, widened
 
@@ -20,7 +20,6 @@ from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
 GEMMA2 = next(row for row in ROWS if row.model_type == "gemma2")
-LLAMA = next(row for row in ROWS if row.model_type == "llama")
 TEACHER = torch.rand(2, 9, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -240,22 +239,6 @@ def test_gradients_of_several_backward_passes_are_eagers(backward: Callable[[Any
         backward(model)
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_no_worse(results[1], results[0], results[0], torch.float32)
-
-
-def test_functional_transforms_give_eagers_gradients() -> None:
-    model = tiny_model(LLAMA)
-    batch = tiny_batch(model)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, parameters, kwargs=batch).loss
-
-    eager = torch.func.grad(loss)(parameters)
-    apply_patch(model)
-    with pytest.warns(UserWarning, match="ordinary logits"):
-        ours = torch.func.grad(loss)(parameters)
-    for name, gradient in eager.items():
-        torch.testing.assert_close(ours[name], gradient)
 
 
 def test_functional_call_uses_the_given_parameters() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
-from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -18,10 +18,9 @@ from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
 from unusual_heads import CastOutput, H, packed, sharded, two_layers
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 
-(LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
 Head = nn.Module
 
 

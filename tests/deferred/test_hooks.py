@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
-LLAMA = next(row for row in ROWS if row.model_type == "llama")
 
 
 def own_loss(logits: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 
-LLAMA = next(row for row in registry.ARCHITECTURES if row.model_type == "llama")
 MASK = torch.tensor([[True, False, True] * 3, [False, True, False] * 3])  # of the batch's tokens
 
 

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import Batch, tiny_batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Step, call, gradients, tell_apart
 
-from liger_patch import apply_patch, registry
+from liger_patch import apply_patch
 from liger_patch.layers import experts
 from liger_patch.layers.checks import layers_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-ROWS = {row.model_type: row for row in registry.available()}
 QKV, OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 MLP = ("gate_proj", "up_proj", "down_proj")
 ALL = (*QKV, *OUT, *MLP)

@@ -34,6 +34,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVi
 from liger_patch.registry import Architecture, available
 
 ROWS = {row.model_type: row for row in available()}
+LLAMA = ROWS["llama"]
 Batch = dict[str, torch.Tensor]
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # fields with a list of layers
 

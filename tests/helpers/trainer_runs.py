@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import Batch, tiny_batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from trainers import QUIET
 from training_step import Float64, Step, tell_apart, widened
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-ROWS = {row.model_type: row for row in registry.available()}
 MODEL_TYPES = ["llama", "gemma2", "qwen3_moe", "gemma3"]  # plain, softcap, auxiliary loss, vision
 LENGTH = 9  # tokens of a sample
 

@@ -20,14 +20,14 @@ from unittest import mock
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import tiny_model
+from tiny_models import ROWS, tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
 from trainers import QUIET
 from training_step import Step, in_float64
 from transformers import PreTrainedModel
 
-from liger_patch import patch_status, registry
+from liger_patch import patch_status
 
 if find_spec("trl") is None:  # its trainers take seconds to import: not before a test runs
     pytest.skip("trl is not installed", allow_module_level=True)
@@ -41,7 +41,6 @@ MARKS = [
 ]
 
 LEFT_TO_TRL = "liger_patch leaves the head to TRL"
-ROWS = {row.model_type: row for row in registry.available()}
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's head
 TIMES = ("runtime", "_per_second", "step_time")  # what a log has of the clock
 DEFAULTS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled trains otherwise

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_models import tiny_model
+from tiny_models import LLAMA, tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from liger_patch import registry
-
-LLAMA = next(row for row in registry.available() if row.model_type == "llama")
 NOTICE = "liger_patch has no test of .* they agree, and the loss is fused"
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from tiny_text import (
     conversations,
     judgements,
@@ -24,7 +24,7 @@ from trainers import QUIET
 from training_step import widened
 from trl_models import MARKS, TIMES, assert_fused, assert_same, in_float64
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
@@ -37,7 +37,6 @@ pytestmark = [
     ),
 ]
 MODELS = {"Llama": "llama", "Gemma": "gemma2", "Qwen": "qwen3", "Others": "granite"}
-ROWS = {row.model_type: row for row in registry.available()}
 OPTIONS: dict[str, Any] = {  # plain SGD without clipping: a loss that is scaled trains otherwise
     "max_steps": 2,
     "per_device_train_batch_size": 4,

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from torch import Tensor
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.kernels.head import labels as labels_module
-from liger_patch.registry import available
 
 COUNT = labels_module.CompactedLabels.__init__
-(LLAMA,) = (row for row in available() if row.model_type == "llama")
 
 
 @pytest.fixture
@@ -79,31 +77,6 @@ def test_labels_that_change_while_the_model_runs(counts: list[int]) -> None:
     )
     torch.testing.assert_close(ours, expected)
     assert len(counts) == 2
-
-
-def test_a_loss_that_ignores_another_label(counts: list[int]) -> None:
-    """The model's own forward may choose it."""
-    model, unpatched = make_models()
-    batch = tiny_batch(model)
-    batch["labels"] = batch["labels"].clamp(min=7)
-
-    def ignore_7(model: Any) -> None:
-        given = model.loss_function
-        model.loss_function = lambda *a, **options: given(*a, **{**options, "ignore_index": 7})
-
-    for each in (model, unpatched):
-        before_layers(each, lambda each=each: ignore_7(each))
-    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
-    assert len(counts) == 2
-
-
-def test_a_head_that_names_another_vocabulary() -> None:
-    model, _ = make_models()
-    model.lm_head.out_features = 200
-    batch = tiny_batch(model)
-    batch["labels"][0, 1] = 150
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 131\).*got 150"):
-        model(**batch)
 
 
 @pytest.mark.parametrize("option", ["inference_mode", "LIGER_PATCH_RETURN_LOGITS"])

@@ -12,8 +12,8 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from slow_cases import pairwise, slow_but
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
-from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from training_step import Float64, Step, call, gradients, patched, step, widened
@@ -22,7 +22,6 @@ from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 
 ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("cohere", "gemma2", "llama")]
-LLAMA = next(row for row in ROWS if row.model_type == "llama")
 CLASS_WEIGHT = torch.rand(V, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 TOKEN_WEIGHT = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 

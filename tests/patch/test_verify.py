@@ -11,7 +11,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
+from tiny_models import LLAMA, VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, joined, step, widened
 
@@ -25,7 +25,6 @@ from liger_patch.patch.forward import record_of
 ROWS = [
     row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
 ]
-LLAMA = next(row for row in ROWS if row.model_type == "llama")
 
 
 @pytest.fixture(autouse=True)
