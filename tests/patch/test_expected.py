@@ -79,6 +79,22 @@ def test_labels_that_change_while_the_model_runs(counts: list[int]) -> None:
     assert len(counts) == 2
 
 
+def test_a_loss_that_ignores_another_label(counts: list[int]) -> None:
+    """The model's own forward may choose it."""
+    model, unpatched = make_models()
+    batch = tiny_batch(model)
+    batch["labels"] = batch["labels"].clamp(min=7)
+
+    def ignore_7(model: Any) -> None:
+        given = model.loss_function
+        model.loss_function = lambda *a, **options: given(*a, **{**options, "ignore_index": 7})
+
+    for each in (model, unpatched):
+        before_layers(each, lambda each=each: ignore_7(each))
+    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    assert len(counts) == 2
+
+
 @pytest.mark.parametrize("option", ["inference_mode", "LIGER_PATCH_RETURN_LOGITS"])
 def test_nothing_is_counted_where_nothing_is_to_be_read(
     option: str, counts: list[int], monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,26 @@ def sent_input(log: StreamLog, lane: Lane) -> LayerInput:
     return layer_input
 
 
+def test_an_input_that_is_not_needed_is_freed_behind_its_copies() -> None:
+    log = StreamLog()
+    lane = log.lane(pieces=1)
+    with log:
+        layer_input = sent_input(log, lane)
+        out = log.last
+        del layer_input
+        assert log.last.name == "free"
+        assert out.is_before(log.last)
+        layer_input = sent_input(log, lane)
+        layer_input.release_source()
+        layer_input.fetch()
+        fetch = log.last
+        del layer_input
+        assert log.last.name == "free"
+        assert fetch.is_before(log.last)
+    assert lane.made == 1
+    assert log.races == []
+
+
 def test_an_input_that_is_used_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     log = StreamLog()
     lane = log.lane(pieces=1)
