@@ -13,6 +13,7 @@ import transformers
 from estimated_models import HIDDEN, LAYERS, OFFLOADED, SIZE, STEP, TINY, TOKENS, VOCABULARY
 from torch import nn
 from transformers import (
+    BertConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -138,6 +139,24 @@ def test_a_quantized_checkpoint_takes_what_its_loaded_model_does(
         ValueError, match=r"held in \d bits, which do not train: expected --lora-ra"
     ):
         of_checkpoint(model.config, STEP)
+
+
+def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
+    config = BertConfig(
+        is_decoder=True,
+        hidden_size=HIDDEN,
+        intermediate_size=SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+    )
+    step = replace(STEP, length=TOKENS // 4)
+    found = estimates.estimate(config, step)
+    assert all(each.peak and not each.longest for each in found)
+    message = rf"a step of {2 * TOKENS} tokens, as eager runs it, on .* 'bert', with 512 positions"
+    with pytest.raises(ValueError, match=message):
+        estimates.estimate(config, replace(step, length=2 * TOKENS))
 
 
 def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> None:

@@ -12,6 +12,8 @@ from tiny_models import ROWS, tiny_batch, tiny_model
 from trainers import QUIET
 
 from liger_patch import apply_patch
+from liger_patch.deferred.fuse import fused_log_probs
+from liger_patch.integrations import metrics
 from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -90,3 +92,17 @@ def test_what_does_not_fit_is_named() -> None:
 def test_what_is_no_tensor_is_named(logits: Any, labels: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         preprocess_logits_for_metrics(logits, labels)
+
+
+def test_the_models_budget_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(tiny_model(ROWS["llama"]), chunk_mib=3)
+    batch, given = tiny_batch(model), []
+
+    def noting(*args: Any, chunk_mib: float | None, **how: Any) -> Any:
+        given.append(chunk_mib)
+        return fused_log_probs(*args, chunk_mib=chunk_mib, **how)
+
+    monkeypatch.setattr(metrics, "fused_log_probs", noting)
+    with torch.no_grad():
+        preprocess_logits_for_metrics(model(**batch).logits, batch["labels"])
+    assert given == [3]

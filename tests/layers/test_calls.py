@@ -102,6 +102,20 @@ def kernels_run(found: list[str]) -> Iterator[None]:
         yield
 
 
+def test_a_layer_that_is_given_shards_runs_its_own_code() -> None:
+    """A kernel would read memory that a tensor of tensors does not have."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model, run = apply_patch(make_model(), layers=True), []
+    x = torch.randn(2, 9, model.config.hidden_size)
+    with torch.no_grad(), kernels_run(run):
+        for layer in (model.model.layers[0].input_layernorm, model.model.layers[0].mlp):
+            y = layer(TwoTensor(x, x.clone()))
+            plain = type(layer)._liger_patch_original.forward(layer, x)
+            torch.testing.assert_close(y.a, plain)
+    assert run == []
+
+
 def test_a_device_without_kernels_runs_the_models_own_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

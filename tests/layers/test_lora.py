@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import joined, step, tell_apart
 
 from liger_patch import apply_patch, patch_status
+from liger_patch.layers.lora import computed_together
 from liger_patch.layers.replace import count_layers
 
 pytestmark = MARKS
@@ -103,6 +104,20 @@ def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     assert_same(model, eager, batch)
     assert calls.of_step(model, batch) == ([(name,) for name in names] * 2, [])
+
+
+def test_projections_of_other_widths_are_not_computed_together(calls: Calls) -> None:
+    _, model, _ = copies()
+    attention = first(model, "self_attn")
+    k_proj, width = attention.k_proj, attention.k_proj.in_features // 2
+    for each in (k_proj.base_layer, k_proj.lora_A["default"]):
+        each.weight = torch.nn.Parameter(each.weight.detach()[:, :width])
+    k_proj.in_features = width
+    x = torch.randn(2, 3, 2 * width).double()
+    with computed_together(attention):
+        attention.q_proj(x)
+        attention.k_proj(x[..., :width])
+    assert calls.taken(model) == ([("q_proj",), ("k_proj",)], [])
 
 
 def test_threads_have_siblings_of_their_own(calls: Calls) -> None:

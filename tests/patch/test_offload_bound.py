@@ -25,7 +25,7 @@ from torch import Tensor
 from liger_patch import apply_patch, patch_status
 from liger_patch.patch import offload as offload_module
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.layer_input import PIECE_BYTES, LayerInput
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 from liger_patch.patch.offload import available_bytes
 
 pytestmark = MARKS
@@ -145,6 +145,25 @@ def test_memory_that_the_system_refuses(reentrant: bool, monkeypatch: pytest.Mon
     assert record is not None
     assert record.offload is not None
     assert not record.offload.has_failed  # memory that was freed since is asked for
+
+
+def test_pieces_of_an_input_that_does_not_fit_are_used_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane = Lane(torch.device("cpu"))
+    taken = lane.pieces(2)
+    assert taken is not None
+    lane.free.extend(taken)
+
+    def empty(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert lane.pieces(3) is None
+    assert lane.made == 2
+    found = lane.pieces(2)
+    assert found is not None
+    assert {id(piece) for piece in found} == {id(piece) for piece in taken}
 
 
 GIB = 2**30

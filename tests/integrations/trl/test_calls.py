@@ -211,3 +211,25 @@ def test_a_head_in_float32_is_multiplied_in_float32(
     for name in truth:
         digits = low if name == "states" else torch.float32
         assert_no_worse({name: ours[name]}, {name: trls[name]}, {name: truth[name]}, digits)
+
+
+def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from liger_patch.integrations import trl_head as ours
+
+    passed, fused = [], ours.fused_log_probs
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        passed.append(options["chunk_mib"])
+        return fused(*args, **options)
+
+    monkeypatch.setattr(ours, "fused_log_probs", recorded)
+    model = with_head(make_model())
+    batch = tiny_batch(model)
+    for chunk_mib in (None, 3.0):
+        apply_trl_patch(model, chunk_mib=chunk_mib)
+        model(**batch, fused_lm_head=True)
+    monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.5")
+    model(**batch, fused_lm_head=True)
+    assert passed == [None, 3.0, 0.5]
