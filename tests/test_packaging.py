@@ -75,6 +75,28 @@ def test_wheel_holds_the_package_only(source: str, tmp_path: Path):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow  # `make release-check` installs both builds, and runs them
+def test_wheel_imports_from_elsewhere(tmp_path: Path):
+    wheel = _build_wheel("sdist", tmp_path)
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
+    _python("-m", "pip", *install, str(wheel), cwd=elsewhere)
+    found = _python(
+        "-c",
+        "import importlib.metadata, liger_patch\n"
+        "from liger_patch.kernels import linear_cross_entropy as operator\n"
+        "assert liger_patch.__version__ == importlib.metadata.version('liger_patch')\n"
+        "print(liger_patch.__file__, operator.__file__, sep='\\n')",
+        cwd=elsewhere,
+        path=installed,
+    )
+    assert [Path(line).resolve() for line in found.splitlines()] == [
+        (installed / "liger_patch" / "__init__.py").resolve(),
+        (installed / "liger_patch" / "kernels" / "linear_cross_entropy.py").resolve(),
+    ]
+
+
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_root_link_never_hides_a_package_of_its_name(name: str, tmp_path: Path):
     """Whoever stands in the checkout must still import Hugging Face's `kernels`."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -18,9 +18,10 @@ from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
 from unusual_heads import CastOutput, H, packed, sharded, two_layers
 
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch, patch_status, registry
 from liger_patch.deferred.tensor import DeferredLogits
 
+(LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
 Head = nn.Module
 
 
@@ -108,6 +109,17 @@ FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]]
 def test_a_head_that_computes_in_its_own_way_falls_back(name: str) -> None:
     change, reasons = FALL_BACK[name]
     assert_falls_back(model_with(change), *reasons)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_a_head_that_torch_jit_has_compiled_falls_back() -> None:
+    model = model_with(lambda _: None)
+    batch = tiny_batch(model)
+    truth = step(model, batch)
+    apply_patch(model)
+    model.lm_head = torch.jit.script(model.lm_head)
+    with pytest.warns(UserWarning, match="torch.jit has compiled the head"):
+        assert_no_worse(step(model, batch), truth, truth, torch.float32)
 
 
 class RoundsInput(nn.Linear):
@@ -259,6 +271,23 @@ def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
     assert_fused(model)
     eager, ours = seen
     torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
+def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
+    results = []
+    for patch in (False, True):
+        model = widened(tiny_model(LLAMA))
+        calls: list[Any] = []
+        model.register_full_backward_hook(lambda *gradients, calls=calls: calls.append(gradients))
+        if patch:
+            apply_patch(model)
+        loss, logits = call(model, tiny_batch(model), return_dict=False)[:2]
+        (loss + logits.square().mean()).backward()
+        assert len(calls) == 1
+        results.append([loss.detach(), logits.detach(), model.lm_head.weight.grad])
+    torch.testing.assert_close(results[1], results[0])
+    assert patch_status(model).fused
 
 
 def test_hooks_of_the_heads_weight_see_its_whole_gradient_once() -> None:

@@ -41,6 +41,20 @@ def test_the_document_has_the_table_of_the_cases() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_the_examples_configurations_train(engine: str) -> None:
+    """As ``accelerate launch`` starts them, by the functions of examples/train.py."""
+    launch = ("accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
+    config = ("--config_file", f"examples/{engine}.yaml")
+    printed = printed_by(*launch, *config, "tests/helpers/launched_training.py")
+    (found,) = re.findall(r"^\{.*\}$", printed, re.M)
+    result = json.loads(found)
+    wrappers = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine"}
+    assert result["wrapper"] == wrappers.get(engine, "FSDPLlamaForCausalLM")
+    assert (result["processes"], result["ordinary_because"]) == (2, None)
+
+
+@pytest.mark.slow
 def test_the_example_of_tensor_parallelism_trains() -> None:
     """As its command starts it, on CPUs."""
     script = "examples/tensor_parallel.py"

@@ -107,6 +107,24 @@ def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+def test_bytes_kept_per_token() -> None:
+    """x, gate and up, the thin products, and y itself, in bf16."""
+    tokens, hidden_size, size = 4096, 1024, 4096
+    x, parts = mlp_inputs("cuda", "bfloat16", (tokens, hidden_size), "equal", size)
+    leaves, parts = trainable(x, parts)
+    del x
+    gated_mlp(leaves["x"], *parts).sum().backward()  # whatever is allocated once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = gated_mlp(leaves["x"], *parts)
+    kept = torch.cuda.memory_allocated() - before
+    thin = 2 * 3 * 16
+    # x is there in any case; the allocator rounds each tensor up to 2 MiB at most
+    assert kept <= tokens * (4 * size + thin + 2 * hidden_size) + 3 * 2**21
+    assert y.requires_grad
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant: bool) -> None:
     x, parts = mlp_inputs("cuda", "autocast", (300, 512), size=1024)

@@ -15,9 +15,10 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from layer_checks import check
+from packed_samples import Sample, make_samples, positions_only, truth_of
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
-from training_step import joined, patched, step, widened
+from training_step import Step, joined, patched, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, revert_patch
@@ -189,3 +190,41 @@ def test_a_function_that_is_replaced_after_the_patch_runs(
     model(**tiny_batch(model), **NO_CACHE)
     assert set(calls) == {"causal_conv"}
     assert called
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 keeps no sequences apart")
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["all weights", "lora"])
+def test_200_steps_of_packed_rows_have_the_losses_of_their_sequences(
+    has_adapters: bool, calls: list[str]
+) -> None:
+    """A larger learning rate lets eager's own roundings grow in each step."""
+    model: Any = tiny_model(ROWS["qwen3_5_text"])
+    model.config.use_cache = False
+    if has_adapters:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+    ours = apply_patch(copy.deepcopy(model))
+    truth, eager = (losses(each, apart) for each in (widened(model), copy.deepcopy(model)))
+    assert not calls
+    found = losses(ours, lambda model, samples: step(model, positions_only(samples)))
+    assert calls == ["causal_conv", "gated_delta_rule"] * len(layers_of(ours)) * 200
+    assert truth[-1] < truth[0] - 0.1
+    assert_no_worse({"": found}, {"": eager}, {"": truth}, torch.float32, eps=4)
+
+
+def apart(model: Any, samples: list[Sample]) -> Step:
+    return truth_of(model, samples)
+
+
+def losses(model: Any, take_step: Callable[[Any, list[Sample]], Step]) -> Tensor:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer, found = torch.optim.AdamW(trained, lr=1e-4), []
+    for i in range(200):
+        step = take_step(model, make_samples(9, 4, 13, seed=i % 4))
+        for name, parameter in model.named_parameters():
+            parameter.grad = step[name]
+        optimizer.step()
+        found.append(step["loss"])
+    return torch.stack(found).double()

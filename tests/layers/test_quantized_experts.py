@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import assert_close, step
-from torch import nn
+from exactness import assert_no_worse
+from torch import Tensor, nn
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -200,3 +201,33 @@ def test_they_stay_when_the_patch_goes() -> None:
     apply_patch(model)
     revert_patch(model)
     assert_close(step(copy.deepcopy(model)), truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [None, *HOW.values()], ids=["16 bits", *HOW])
+def test_200_steps_have_eagers_losses(how: dict[str, Any] | None) -> None:
+    """A larger learning rate lets rounding choose other experts, in eager too."""
+    model = adapted(mixture("qwen3_moe"))
+    ours = copy.deepcopy(model)
+    if how is not None:
+        quantize_experts(ours, "cpu", **how)
+        model = dequantized(model, ours)
+    apply_patch(ours, layers=["experts"])
+    assert "2 experts" in str(patch_status(ours))
+    truth, eager, found = (losses(each) for each in (copy.deepcopy(model).double(), model, ours))
+    assert truth[-1] < truth[0] - 0.1
+    assert_no_worse({"": found}, {"": eager}, {"": truth}, torch.float32, eps=4)
+
+
+def losses(model: Any) -> Tensor:
+    texts = torch.randint(64, (4, 4, 24), generator=torch.Generator().manual_seed(0))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer, found = torch.optim.AdamW(trained, lr=1e-3), []
+    for i in range(200):
+        ids = texts[i % len(texts)]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().double())
+    return torch.stack(found)

@@ -72,6 +72,16 @@ def test_models_train_as_eager(model_type: str, reentrant: bool, runs: list[int]
     assert len(runs) == (4 if again else 2)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_bfloat16_is_no_worse_than_eager(model_type: str, runs: list[int]) -> None:
+    wide = widened(tiny_model(ROWS[model_type], dtype=torch.bfloat16))
+    eager = checkpointed(tiny_model(ROWS[model_type], dtype=torch.bfloat16))
+    model, batch = apply_patch(copy.deepcopy(eager)), tiny_batch(eager, length=33)
+    truth, plain, ours = joined(step(wide, batch), step(eager, batch), step(model, batch))
+    assert runs
+    assert_no_worse(ours, plain, truth, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(dtype: torch.dtype, runs: list[int]) -> None:
     eager = checkpointed(tiny_model(ROWS["llama"], dtype=dtype))
@@ -91,6 +101,18 @@ def test_autocast(dtype: torch.dtype, runs: list[int]) -> None:
     assert runs
     truth, plain, ours = joined(step(wide, batch), *results)
     assert_no_worse(ours, plain, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "down_proj", "mlp", "layers.0"])
+def test_frozen_weights_get_no_gradient(frozen: str, runs: list[int]) -> None:
+    eager, wide = tiny_model(ROWS["llama"]), widened(tiny_model(ROWS["llama"]))
+    for each in (eager, wide):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+    model, batch = apply_patch(checkpointed(copy.deepcopy(eager))), tiny_batch(eager, length=33)
+    truth, plain, ours = joined(step(wide, batch), step(eager, batch), step(model, batch))
+    assert runs
+    assert_no_worse(ours, plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -265,6 +287,25 @@ def test_a_thread_that_compiles_changes_nothing(
         assert len(runs) == (len(results) // 4 if slices else 0)
     pairs = zip(results[:4], results[4:], strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.usefixtures("nothing_is_compiled", "runs")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_thread_that_compiles_changes_no_adapters(when: str) -> None:
+    lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
+    inner = apply_patch(lora_models.adapted()).get_base_model().model
+    layer, x = inner.layers[0], torch.randn(2, 9, inner.config.hidden_size)
+    tables = inner.rotary_emb(x, torch.arange(9)[None])
+    adapters = [each for each in layer.parameters() if each.requires_grad]
+    results = []
+    for others in ("", when):
+        with compiled_elsewhere() if others == "forward" else nullcontext():
+            y = checkpoint.checkpoint(
+                lambda x: layer(x, position_embeddings=tables), x, use_reentrant=False
+            )
+        with compiled_elsewhere() if others == "backward" else nullcontext():
+            results.append(torch.autograd.grad(y.square().sum(), adapters))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl_models import (
     MARKS,
     apply_trl_patch,
     assert_fused,
+    assert_same,
     lora,
     make_model,
     train,
@@ -137,3 +139,35 @@ def test_each_prompt_runs_once_with_trls_numbers(
     logged = {"DPO": {"rewards/margins", "logps/chosen"}, "GRPO": {"reward_std", "entropy"}}
     logged["RLOO"] = logged["GRPO"]
     assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
+
+
+def share_of_even_words(completions: list[str], **_: Any) -> list[float]:
+    numbers = [[int(word[1:]) for word in re.findall(r"w\d+", each)] for each in completions]
+    return [sum(n % 2 == 0 for n in each) / max(len(each), 1) for each in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_hundred_steps_have_trls_curve(
+    kind: str, tmp_path: Path, seen: list[tuple[int, int]]
+) -> None:
+    """In which the model learns: DPO's answers by heart, GRPO's reward."""
+    how: dict[str, Any] = {"max_steps": 100, "optim": "adamw_torch", "learning_rate": 3e-3}
+    how["rewards"] = share_of_even_words
+    trls = train(make_trainer(kind, tmp_path, kind == "DPO", **how))
+    trainer = make_trainer(kind, tmp_path, kind == "DPO", **how)
+    apply_trl_patch(trainer.model)
+    ours = train(trainer)
+    assert_fused(trainer.model)
+    assert len(seen) >= 100
+    assert all(computed < real for real, computed in seen)
+    for name in [name for name in trls if name.endswith("rewards/accuracies")]:
+        for each in (ours, trls):  # of equal answers, whose rewards differ by rounding
+            each.pop(name)
+    assert_same(ours, trls)
+    curve = "loss" if kind == "DPO" else "reward"
+    first, last = (
+        torch.stack([ours[f"{step} {curve}"] for step in steps]).mean()
+        for steps in (range(1, 11), range(91, 101))
+    )
+    assert last < 0.7 * first if kind == "DPO" else last > 1.3 * first
