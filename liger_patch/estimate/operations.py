@@ -21,6 +21,7 @@ from liger_patch.kernels.chunk_sizes import (
     SLICE_BYTES,
     longest_at_once,
 )
+from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.segments import Segments
 from liger_patch.layers.long_rows import is_checkpointed, source_of
@@ -179,8 +180,8 @@ class ChunkedHead(torch.autograd.Function):
         return *gradients, None, None
 
 
-class Unpacked:
-    """A ``QuantizedWeight`` without values: each read makes it in a dtype."""
+class Unpacked(QuantizedWeight):
+    """Without values: each read makes it in a dtype."""
 
     casts_result = True
 

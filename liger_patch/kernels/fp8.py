@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import contiguous_features, serves_triton_device
+from liger_patch.kernels.products import QuantizedWeight
 
 scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 FP8 = torch.float8_e4m3fn
@@ -41,8 +42,8 @@ class Fp8Rows(NamedTuple):
     scales: Tensor
 
 
-class Fp8Weight:
-    """A weight (O, H) in e4m3: a ``QuantizedWeight``.
+class Fp8Weight(QuantizedWeight):
+    """A weight (O, H) in e4m3.
 
     Args:
         stored: (O, H) uint8, the numbers' bytes.

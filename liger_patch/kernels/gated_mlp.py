@@ -35,17 +35,14 @@ from torch import Tensor
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
 from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
 from liger_patch.kernels.gated import ACTIVATIONS
-from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients
+from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients, Parts
 from liger_patch.kernels.lora.products import (
-    joined_kept,
     new_seed,
     products,
     serves_lora,
-    split_kept,
 )
 from liger_patch.kernels.lora.projection import (
     LoraProjection,
-    bases_of,
     check_projection,
     flattened,
     products_dtype,
@@ -53,7 +50,7 @@ from liger_patch.kernels.lora.projection import (
 )
 from liger_patch.kernels.products import QuantizedWeight
 
-Seeds = list[int | None]  # of what the adapters of gate, up and down drop
+Seeds = list[Tensor | None]  # of what the adapters of gate, up and down drop
 
 
 class _AtOnce(torch.autograd.Function):
@@ -64,32 +61,31 @@ class _AtOnce(torch.autograd.Function):
         ctx,
         x: Tensor,  # (..., H)
         layer: GatedLayer,
-        adapters: list[Tensor],  # cast; none without adapters
+        parts: Parts,  # with adapters cast
         *parameters: Tensor | None,
     ):
         wants_x, _, _, *wanted = ctx.needs_input_grad
-        bases, rows = bases_of(parameters), rows_of(x).to(layer.dtype)
-        parts = layer.parts(bases, adapters)
+        rows, last, adapters = rows_of(x).to(layer.dtype), len(parameters) - FIELDS, []
+        if parts.a is not None:
+            adapters = [parts.a, *[each.b for each in parts.first], parts.down.a, parts.down.b]
         gates = layer.first_products(rows, parts)
         layer.activate(gates, parts)
         a, s_down, size = gates.a, gates.s_down, parts.down.weight.shape[0]
         ctx.layer, ctx.dtype, ctx.shape = layer, x.dtype, x.shape
         ctx.dtypes = [None if each is None else each.dtype for each in parameters]
-        ctx.seeds, masks = split_kept(gates.kept)
-        *of_first, down_weight, down_bias = bases
-        last = len(parameters) - FIELDS
         trains_first = any(wanted[0:last:FIELDS])
         is_last_alone = adapters and not (wants_x or any(wanted[:last]) or wanted[last + 2])
+        first_weights = parameters[0:last:FIELDS]
         tensors = [
             rows if (adapters and not is_last_alone) or trains_first else None,
             *([None] * 3 if is_last_alone else (gates.gate, gates.up, gates.s)),
             a if adapters and wanted[last] else None,
             s_down,
-            *(of_first if wants_x else [None] * len(of_first)),
-            down_weight,
-            down_bias,
+            *(first_weights if wants_x else [None] * len(first_weights)),
+            parameters[last],
+            *parameters[1::FIELDS],
             *adapters,
-            *([None] * len(masks) if is_last_alone else masks),
+            *([None] * len(gates.kept) if is_last_alone else gates.kept),
         ]
         ctx.save_for_backward(*tensors)
         if not adapters:
@@ -107,13 +103,13 @@ class _AtOnce(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         number = 2 * len(layer.fixed)
-        bases, adapters = tensors[:number], tensors[number:]
-        masks = [adapters.pop() for _ in ctx.seeds][::-1]
-        gates = Gates(gate, up, s, a, s_down, joined_kept(ctx.seeds, masks))
+        bases, rest = tensors[:number], tensors[number:]
+        adapters = rest and rest[: len(layer.fixed) + 2]
+        gates = Gates(gate, up, s, a, s_down, rest[len(adapters) :])
         del gate, up, a, tensors
         sums, dy = Gradients(ctx.dtypes, wanted), rows_of(dy).contiguous()
         with without_autocast(dy.device.type):
-            dtype, parts = ctx.dtype if wants_x else None, layer.parts(bases, adapters)
+            dtype, parts = ctx.dtype if wants_x else None, layer.restored(bases, adapters)
             dx = layer.gradients_(dtype, dy, x, parts, gates, sums)
         return None if dx is None else dx.view(ctx.shape), None, None, *sums.found
 
@@ -274,12 +270,12 @@ def run_gated_mlp(
             return Result.apply(link, lambda: _result_of_slices(x, *how, parameters))
     if down.a is None:
         cast = [None if each is None else each.to(dtype) for each in parameters]
-        return _AtOnce.apply(x.to(dtype), layer, [], *cast)
-    adapters = layer.cast_adapters(parameters)
+        parts = layer.restored([*cast[0::FIELDS], *cast[1::FIELDS]], [])
+        return _AtOnce.apply(x.to(dtype), layer, parts, *cast)
+    parts = layer.cast(projections)
     with without_autocast(x.device.type):
-        link, a, s_down = _AtOnce.apply(x, layer, adapters, *parameters)
-        part = down._replace(b=adapters[-1])
-        return Result.apply(link, lambda: products(a, (part,), (s_down,), x.shape[:-1])[0])
+        link, a, s_down = _AtOnce.apply(x, layer, parts, *parameters)
+        return Result.apply(link, lambda: products(a, (parts.down,), (s_down,), x.shape[:-1])[0])
 
 
 def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -> bool:

@@ -2,7 +2,7 @@
 quantized.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ SLABS = 16  # of rows, where the device cannot write a wider result itself: boun
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype_out")
 
 
-class QuantizedWeight(Protocol):
+class QuantizedWeight(ABC):
     """The weight (O, H) of a linear layer, without a gradient, dequantized where it is needed.
 
     Attributes:
@@ -24,9 +24,13 @@ class QuantizedWeight(Protocol):
     dtype: torch.dtype
     device: torch.device
 
+    @abstractmethod
     def dequantized(self) -> Tensor:
         """Return (O, H), in new memory."""
-        ...
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Return (O, H) in a dtype, as a tensor does."""
+        return self.dequantized().to(dtype)
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, alpha: float = 1) -> Tensor:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from liger_patch.kernels.products import QuantizedWeight
 
 READERS = {  # and the module that is loaded where there are such layers
     "liger_patch.readers.bitsandbytes": "bitsandbytes",
@@ -32,8 +33,8 @@ READERS = {  # and the module that is loaded where there are such layers
 FORWARD = nn.Linear.forward  # torch's own: a library may replace it later
 
 
-class LayerWeight(ABC):
-    """The weight (V, H) of a quantized linear layer: a ``QuantizedWeight``.
+class LayerWeight(QuantizedWeight):
+    """The weight (V, H) of a quantized linear layer.
 
     It is a snapshot: it does not see when the layer is moved or packed later.
 
@@ -49,10 +50,6 @@ class LayerWeight(ABC):
 
     def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
-
-    @abstractmethod
-    def dequantized(self) -> Tensor:
-        """Return (V, H), in new memory."""
 
 
 def reader_of(layer: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
+from liger_patch.kernels.products import QuantizedWeight
 
 Layer = Callable[[Tensor, Sequence[LoraProjection]], tuple[Tensor, ...]]
 Results = dict[str, Tensor | None]
@@ -37,8 +38,8 @@ WAYS = {
 }
 
 
-class Quantized:
-    """A QuantizedWeight of 8-bit numbers, each a multiple of 1 / 64."""
+class Quantized(QuantizedWeight):
+    """Of 8-bit numbers, each a multiple of 1 / 64."""
 
     def __init__(self, weight: Tensor) -> None:
         self.stored = (weight.float() * 64).round().clamp(-127, 127).to(torch.int8)
@@ -107,8 +108,8 @@ def our_mlp(activation: str) -> Layer:
     return lambda x, parts: (gated_mlp(x, *parts, activation=activation),)
 
 
-class Wide:
-    """A QuantizedWeight in float64."""
+class Wide(QuantizedWeight):
+    """In float64."""
 
     def __init__(self, weight: Any) -> None:
         self._weight, self.shape = weight, weight.shape

@@ -215,7 +215,7 @@ def test_linears(way: str, sizes: Any, bias: bool, products: list) -> None:
 @EMULATED
 def test_a_base_in_16_bits_beside_others(products: list) -> None:
     x, parts = inputs("bfloat16", QKV)
-    parts[1] = parts[1]._replace(weight=parts[1].dense(torch.bfloat16))
+    parts[1] = parts[1]._replace(weight=parts[1].weight.to(torch.bfloat16))
     check(fp8_linears, eager_linears, x, parts, wanted=ADAPTERS)
     assert products == [(35, 48, 64), (35, 48, 32), (35, 96, 48)]
     check(fp8_linears, eager_linears, x, parts, wanted=ADAPTERS, unused=(0, 2))
@@ -307,7 +307,7 @@ def test_products_of_a_gpu(which: str, scale: str) -> None:
     ]
     x, _, parts = gaussian(device, sizes, 128 * factor)
     layer: Callable = fp8_linears if which == "linears" else our_mlp("silu")
-    dense = [part._replace(weight=part.dense(torch.bfloat16)) for part in parts]
+    dense = [part._replace(weight=part.weight.to(torch.bfloat16)) for part in parts]
     ours = results(layer, x, parts, autocast=True)
     truth = results(layer, x, dense, autocast=True)
     # a product rounds one side by 2^-4 at most, rms 2.65e-2; three follow each other in an mlp,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_checks import ADAPTERS, EVERYTHING, our_mlp, results, trainable
+from lora_checks import ADAPTERS, EVERYTHING, Quantized, our_mlp, results, trainable
 from lora_inputs import SIZE, mlp_inputs
 from slow_cases import pairwise
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora import mlp
-from liger_patch.kernels.lora.projection import LoraProjection
 
 
 def test_what_is_kept(device: torch.device) -> None:
@@ -69,15 +68,12 @@ def test_checkpointing_leaves_out_the_last_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
-    x, parts = mlp_inputs(device, "float16", dropout=dropout)
+    x, parts = mlp_inputs(device, "float16", dropout=dropout, quantized=True)
     products: list[Any] = []
-    read = LoraProjection.dense
-
-    def counted(self: LoraProjection, dtype: torch.dtype) -> Tensor:
-        products.append(self)
-        return read(self, dtype)
-
-    monkeypatch.setattr(LoraProjection, "dense", counted)
+    read = Quantized.dequantized
+    monkeypatch.setattr(
+        Quantized, "dequantized", lambda weight: products.append(weight) or read(weight)
+    )
 
     def way(checkpoints: bool) -> Any:
         def call(x: Tensor, parts: Any) -> tuple[Tensor]:

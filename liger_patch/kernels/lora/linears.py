@@ -22,29 +22,24 @@ each projection.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
 from liger_patch.kernels.lora.products import (
-    b_gradient,
+    b_gradients,
     base_gradients,
     columns_of,
     gradients_of_input_,
-    joined_kept,
     products,
-    split_kept,
     thin_products,
     upstream_thin_products,
 )
 from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
-    a_dtypes,
-    bases_of,
-    cast_matrices,
+    cast_adapters,
     check_projection,
     flattened,
     products_dtype,
@@ -61,57 +56,52 @@ class _LoraLinears(torch.autograd.Function):
         dtype: torch.dtype,
         source: NormInputs | None,
         fixed: list[Constants],
-        adapters: list[Tensor],  # A of all as one, and each B, cast
+        a: Tensor,  # of all as one
+        parts: list[LoraProjection],  # with A and B cast
         *tensors: Tensor | None,
     ):
         ctx.set_materialize_grads(False)
-        bases, (a, *bs) = bases_of(tensors), adapters
-        parts = restored(fixed, bases, a, bs)
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
             s, kept = thin_products(rows, a, parts)
             ys = products(rows, parts, columns_of(s, parts), x.shape[:-1])
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
-        ctx.seeds, masks = split_kept(kept)
         ctx.source, ctx.product_dtype = None, dtype
         norm_weight = None
         if source is not None:
             rows, norm_weight = source.x, source.weight
             ctx.source = source[2:]
-        ctx.save_for_backward(rows, norm_weight, s, a, *bs, *masks, *bases)
+        bs, bases = [part.b for part in parts], (*tensors[0::4], *tensors[1::4])
+        ctx.save_for_backward(rows, norm_weight, s, a, *bs, *kept, *bases)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):
         check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
         fixed, number = ctx.fixed, len(ctx.fixed)
-        x, norm_weight, s, a, *tensors = ctx.saved_tensors
-        bs, masks, bases = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
-        wants_x, _, _, _, _, *wanted = ctx.needs_input_grad
+        wants_x, _, _, _, _, _, *wanted = ctx.needs_input_grad
         if all([dy is None for dy in upstream]):
             return (None,) * len(ctx.needs_input_grad)
+        x, norm_weight, s, a, *tensors = ctx.saved_tensors
+        bs, kept, weights, biases = [tensors[i * number : (i + 1) * number] for i in range(4)]
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
-        upstream = tuple(
-            [None if dy is None else dy.reshape(len(s), dy.shape[-1]) for dy in upstream]
-        )
-        kept, parts = joined_kept(ctx.seeds, masks), restored(fixed, bases, a, bs)
+        dys = [None if dy is None else dy.reshape(s.shape[0], dy.shape[-1]) for dy in upstream]
+        parts = restored(fixed, weights, biases, a, bs)
+        a_dtypes = [c.a_dtype if w else None for c, w in zip(fixed, wanted[2::4], strict=True)]
+        b_dtypes = [c.b_dtype if w else None for c, w in zip(fixed, wanted[3::4], strict=True)]
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
-            ds = upstream_thin_products(upstream, parts)
-            dtypes = a_dtypes(fixed, wanted[2::4])
+            ds = upstream_thin_products(dys, parts)
             dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
-            das = gradients_of_input_(dx, x, a, upstream, parts, ds, kept, dtypes)
-            each = zip(upstream, parts, columns_of(s, parts), strict=True)
-            for i, (dy, part, thin) in enumerate(each):
-                if dy is None:
-                    gradients += [None] * 4
-                    continue
-                *wants_base, _, wants_b = wanted[4 * i : 4 * i + 4]
-                base = base_gradients(dy, x, part, wants_base) if any(wants_base) else (None, None)
-                db = b_gradient(dy, part, thin, fixed[i].b_dtype) if wants_b else None
-                gradients += [*base, das[i], db]
-        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
+            das = gradients_of_input_(dx, x, a, dys, parts, ds, kept, a_dtypes)
+            dbs = b_gradients(dys, parts, s, b_dtypes)
+            for i, (dy, part, da, db) in enumerate(zip(dys, parts, das, dbs, strict=True)):
+                base, wants_base = (None, None), wanted[4 * i : 4 * i + 2]
+                if dy is not None and any(wants_base):
+                    base = base_gradients(dy, x, part, wants_base)
+                gradients += [*base, None if dy is None else da, db]
+        return None if dx is None else dx.view(ctx.shape), *[None] * 5, *gradients
 
 
 def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
@@ -150,6 +140,5 @@ def run_lora_linears(
             again in the backward pass. None keeps x.
     """
     fixed, tensors = flattened(projections)
-    matrices: list[Any] = [tensors[2::4], *zip(tensors[3::4])]  # A of all as one, and each B
-    adapters = cast_matrices(matrices, dtype)
-    return _LoraLinears.apply(x, dtype, source, fixed, adapters, *tensors)
+    ((a, parts),) = cast_adapters([projections], dtype)
+    return _LoraLinears.apply(x, dtype, source, fixed, a, parts, *tensors)

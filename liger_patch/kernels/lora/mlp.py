@@ -26,11 +26,11 @@ from liger_patch.kernels.gated import gated_backward, gated_backward_, gated_for
 from liger_patch.kernels.lora.products import (
     Kept,
     adapter_gradient_,
-    b_gradient,
-    base_products,
+    b_gradients,
     columns_of,
     gradients_of_input_,
     new_seed,
+    products,
     serves_lora,
     thin_product_,
     thin_products,
@@ -40,8 +40,7 @@ from liger_patch.kernels.lora.products import (
 from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
-    bases_of,
-    cast_matrices,
+    cast_adapters,
     restored,
 )
 from liger_patch.kernels.products import product_
@@ -57,17 +56,18 @@ def activate(
     down_a: Tensor,  # (R, I)
     dropout: float,
     activation: str,
-    seed: int | None = None,  # of what is dropped, where it is not a new one
+    seed: Kept = None,  # of what is dropped, where it is not a new one
 ) -> tuple[Tensor, Tensor, Kept]:
     """Return a (N, I), Sd (N, R), and which features of a its adapter sees."""
     if _serves(gate, parts, down_a):
         from liger_patch.kernels.triton.gated_lora import gated_lora
 
         seed = new_seed() if dropout and seed is None else seed
+        number = None if seed is None else int(seed)
         adapters = _adapters(parts, down_a)
-        return *gated_lora(gate, up, s, *adapters, seed, dropout, activation), seed
+        return *gated_lora(gate, up, s, *adapters, number, dropout, activation), seed
     a = gated_forward(*_with_adapters(gate, up, s, parts), activation)
-    s_down = a.new_empty(len(a), len(down_a))
+    s_down = a.new_empty(a.shape[0], down_a.shape[0])
     return a, s_down, thin_product_(s_down, a, down_a, dropout, seed)
 
 
@@ -88,14 +88,15 @@ def activate_backward(
     no dtype is given.
     """
     *b_dtypes, a_dtype = dtypes
-    if _serves(gate, parts, down_a) and not isinstance(kept, Tensor):
+    if _serves(gate, parts, down_a) and (kept is None or kept.dim() == 0):
         from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
 
         adapters = _adapters(parts, down_a)
+        seed = None if kept is None else int(kept)
         # hooks of saved tensors may have given these other strides
         gate, up, s = (each.contiguous() for each in (gate, up, s))
         dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
-            da, ds_down, gate, up, s, *adapters, kept, dropout, activation
+            da, ds_down, gate, up, s, *adapters, seed, dropout, activation
         )
         ds = upstream_thin_products((dgate, dup), parts)
         found = zip((dgate_b, dup_b, ddown_a.t()), dtypes, strict=True)
@@ -107,9 +108,7 @@ def activate_backward(
     del a
     dgate, dup = gated_backward(da, gate, up, activation)
     ds = upstream_thin_products((dgate, dup), parts)
-    each = zip((dgate, dup), parts, columns_of(s, parts), b_dtypes, strict=True)
-    dbs = [None if d is None else b_gradient(dy, part, thin, d) for dy, part, thin, d in each]
-    return dgate, dup, ds, dbs, ddown_a
+    return dgate, dup, ds, b_gradients((dgate, dup), parts, s, b_dtypes), ddown_a
 
 
 def _with_adapters(
@@ -123,8 +122,8 @@ def _with_adapters(
 
 
 def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
-    ranks = (*(len(part.a) for part in parts), len(down_a))
-    return serves_lora(gate, max(ranks))
+    gate_a, up_a = parts[0].a, parts[1].a
+    return serves_lora(gate, max(gate_a.shape[0], up_a.shape[0], down_a.shape[0]))
 
 
 def _adapters(
@@ -201,17 +200,18 @@ class Gradients:
         self.found: list[Tensor | None] = [None] * len(self.dtypes)
         self._in_slices = in_slices
 
-    def add(self, i: int, gradient: Tensor | None) -> None:
-        """Add to the gradient of a parameter, if it is wanted."""
-        total = self.found[i]
-        if gradient is None or self.dtypes[i] is None:
-            return
-        if total is not None:
-            total += gradient
-        elif self._in_slices:
-            self.found[i] = gradient.clone(memory_format=torch.contiguous_format)
-        else:
-            self.found[i] = gradient
+    def add(self, i: int, *gradients: Tensor | None) -> None:
+        """Add to the gradients of parameter i and of those behind it, each if it is wanted."""
+        for j, gradient in enumerate(gradients, i):
+            total = self.found[j]
+            if gradient is None or self.dtypes[j] is None:
+                continue
+            if total is not None:
+                total += gradient
+            elif self._in_slices:
+                self.found[j] = gradient.clone(memory_format=torch.contiguous_format)
+            else:
+                self.found[j] = gradient
 
     def add_base(self, i: int, dy: Tensor, x: Tensor | None) -> None:
         """Add ``dy' x`` to the gradient of weight i, and the sum of dy (n, O) to that of the bias
@@ -261,48 +261,54 @@ class GatedLayer(NamedTuple):
         assert weight is not None
         return weight.shape[0]
 
-    def cast_adapters(self, parameters: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return A of gate and up as one, B of both, A and B of down, cast; nothing without
-        adapters.
-        """
-        adapters: Any = parameters[2::FIELDS], parameters[3::FIELDS]
-        all_a, all_b = adapters
-        if all_a[0] is None:
-            return []
-        groups = [all_a[:-1], *([b] for b in all_b[:-1]), all_a[-1:], all_b[-1:]]
-        return cast_matrices(groups, self.dtype)
+    def cast(self, projections: Sequence[LoraProjection]) -> Parts:
+        """Return gate and up (or both as one) and down, with their adapters cast."""
+        *first, down = projections
+        if down.a is None:
+            return Parts(None, first, down)
+        (a, first), (_, (down,)) = cast_adapters([first, [down]], self.dtype)
+        return Parts(a, first, down)
 
-    def parts(self, bases: Sequence[Tensor | None], adapters: Sequence[Tensor]) -> Parts:
-        """Return the projections of weights and biases, and of what ``cast_adapters`` returns."""
-        a, *bs, down_a, down_b = adapters or [None] * (len(self.fixed) + 2)
-        first = restored(self.fixed[:-1], bases[:-2], a, bs)
-        (down,) = restored(self.fixed[-1:], bases[-2:], down_a, [down_b])
+    def restored(self, bases: Sequence[Tensor | None], adapters: Sequence[Tensor]) -> Parts:
+        """Return the projections again.
+
+        Args:
+            bases: each weight, then each bias.
+            adapters: A of gate and up as one, B of both, A and B of down, cast; none without.
+        """
+        fixed, number = self.fixed, len(self.fixed)
+        weights, biases = bases[:number], bases[number:]
+        if not adapters:
+            without = [None] * number
+            *first, down = restored(fixed, weights, biases, without, without)
+            return Parts(None, first, down)
+        a, *bs, down_a, down_b = adapters
+        first = restored(fixed[:-1], weights[:-1], biases[:-1], a, bs)
+        (down,) = restored(fixed[-1:], weights[-1:], biases[-1:], down_a, [down_b])
         return Parts(a, first, down)
 
     def prepared(self, parameters: Sequence[Tensor | None]) -> Parts:
         """Return the projections with weights cast or dequantized, for several slices."""
-        parts = self.parts(bases_of(parameters), self.cast_adapters(parameters))
+        parts = self.cast(restored(self.fixed, *[parameters[i::FIELDS] for i in range(FIELDS)]))
         *first, down = (p.prepared(self.dtype) for p in (*parts.first, parts.down))
         return Parts(parts.a, first, down)
 
-    def first_products(
-        self, x: Tensor, parts: Parts, seeds: Sequence[int | None] | None = None
-    ) -> Gates:
+    def first_products(self, x: Tensor, parts: Parts, seeds: Sequence[Kept] | None = None) -> Gates:
         """Return gate and up of x (n, H), not yet their activation."""
         s, kept = None, []
         if parts.a is not None:
             s, kept = thin_products(x, parts.a, parts.first, seeds)
-        gate, *up = base_products(x, parts.first)
+        gate, *up = products(x, parts.first, [None] * len(parts.first), x.shape[:-1])  # of bases
         return Gates(gate, up[0] if up else None, s, kept=kept)
 
-    def activate(self, gates: Gates, parts: Parts, seed: int | None = None) -> None:
+    def activate(self, gates: Gates, parts: Parts, seed: Kept = None) -> None:
         """Compute a and Sd."""
         if parts.a is None:
             gates.a = gated_forward(gates.gate, gates.up, self.activation)
             return
-        down, products = parts.down, (gates.gate, gates.up, gates.s)
+        down, computed = parts.down, (gates.gate, gates.up, gates.s)
         how = down.dropout, self.activation, seed
-        gates.a, gates.s_down, kept = activate(*products, parts.first, down.a, *how)
+        gates.a, gates.s_down, kept = activate(*computed, parts.first, down.a, *how)
         gates.kept.append(kept)
 
     def gradients_(
@@ -325,18 +331,17 @@ class GatedLayer(NamedTuple):
         else:
             sums.add_base(last, dy, gates.a)
             gates.a = None
-            b_dtype = sums.dtypes[last + 3]
-            if b_dtype is not None:
-                sums.add(last + 3, b_gradient(dy, down, gates.s_down, b_dtype))
+            down_db = b_gradients((dy,), (down,), gates.s_down, sums.dtypes[last + 3 :])
+            sums.add(last + 3, *down_db)
             if dx is None and not any(sums.dtypes[:last]) and sums.dtypes[last + 2] is None:
                 return None
             da = through_base(dy, down)
             ds_down = upstream_thin_products((dy,), (down,))
-            products = gates.gate, gates.up, gates.s, parts.first, down.a
+            computed = gates.gate, gates.up, gates.s, parts.first, down.a
             dtypes = [sums.dtypes[i] for i in (3, FIELDS + 3, last + 2)]
             how = gates.kept[-1], down.dropout, self.activation, dtypes
-            dgate, dup, ds, dbs, ddown_a = activate_backward(da, ds_down, *products, *how)
-            del products
+            dgate, dup, ds, dbs, ddown_a = activate_backward(da, ds_down, *computed, *how)
+            del computed
             sums.add(last + 2, ddown_a)
         dys = [dgate] if gates.up is None else [dgate, dup]
         del da
@@ -347,6 +352,5 @@ class GatedLayer(NamedTuple):
         das = gradients_of_input_(dx, x, parts.a, dys, parts.first, ds, gates.kept[:-1], dtypes)
         for j, each in enumerate(dys):
             sums.add_base(FIELDS * j, each, x)
-            sums.add(FIELDS * j + 2, das[j])
-            sums.add(FIELDS * j + 3, dbs[j])
+            sums.add(FIELDS * j + 2, das[j], dbs[j])
         return dx

@@ -15,8 +15,9 @@ from liger_patch.kernels.fp8 import Fp8Rows, Fp8Weight
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import product_
 
-# the features of its input that an adapter sees: None for all, a mask (N, H), or a hash's seed
-Kept = Tensor | int | None
+# the features of its input that an adapter sees: None for all, a mask (N, H), or a hash's seed (),
+# on the CPU: autograd saves both in the same way
+Kept = Tensor | None
 MAX_RANK = 64  # of the Triton kernels: a tile holds all of them
 
 
@@ -24,7 +25,7 @@ def thin_products(
     x: Tensor,  # (N, H)
     a: Tensor,  # (sum of R, H)
     parts: Sequence[LoraProjection],
-    seeds: Sequence[int | None] | None = None,
+    seeds: Sequence[Kept] | None = None,
 ) -> tuple[Tensor, list[Kept]]:
     """Return s (N, sum of R), and which features of x each projection sees.
 
@@ -38,7 +39,7 @@ def thin_products(
     return s, [thin_product_(each, x, p.a, p.dropout, seed) for p, each, seed in columns]
 
 
-def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | None) -> Kept:
+def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: Kept) -> Kept:
     """Write ``dropout(x) A'`` to s (N, R), and return which features of x are kept."""
     if not dropout:
         torch.mm(x, a.t(), out=s)
@@ -47,16 +48,16 @@ def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: int | N
         from liger_patch.kernels.triton.dropout import dropped_product_
 
         seed = new_seed() if seed is None else seed
-        dropped_product_(s, x.contiguous(), a.contiguous(), seed, dropout)
+        dropped_product_(s, x.contiguous(), a.contiguous(), int(seed), dropout)
         return seed
     seen, mask = torch.native_dropout(x.contiguous(), dropout, True)  # on CUDA, strides choose it
     torch.mm(seen, a.t(), out=s)
     return mask
 
 
-def new_seed() -> int:
-    """Return a seed that PyTorch's CPU generator draws: checkpoints restore its state."""
-    return int(torch.randint(2**31 - 1, (), device="cpu"))
+def new_seed() -> Tensor:
+    """Return a seed () that PyTorch's CPU generator draws: checkpoints restore its state."""
+    return torch.randint(2**31 - 1, (), device="cpu")
 
 
 def serves_lora(x: Tensor, rank: int) -> bool:
@@ -64,14 +65,6 @@ def serves_lora(x: Tensor, rank: int) -> bool:
     # Triton's interpreter multiplies the bits of bf16 as whole numbers
     served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
     return x.dtype in served and serves_triton(x) and x.numel() > 0 and rank <= MAX_RANK
-
-
-def base_products(
-    x: Tensor,  # (N, H)
-    parts: Sequence[LoraProjection],
-) -> list[Tensor]:
-    """Return what the base of each projection gives (N, O)."""
-    return products(x, parts, [None] * len(parts), x.shape[:-1])
 
 
 def products(
@@ -93,7 +86,7 @@ def products(
             if thin is not None:  # a product in FP8 cannot add
                 rows.addmm_(thin, part.b.t(), alpha=part.scaling)
         elif thin is None:
-            y = linear(x.view(*leading, x.shape[1]), part.dense(x.dtype), bias)
+            y = linear(x.view(*leading, x.shape[1]), weight.to(x.dtype), bias)
         else:
             # what the adapter gives first: the base's product adds to it as it writes, and no pass
             # over y is needed for the sum
@@ -102,7 +95,7 @@ def products(
             rows = y.view(len(x), b.shape[1])
             first, beta = (rows, 0.0) if bias is None else (bias, 1.0)
             torch.addmm(first, thin, b, beta=beta, alpha=part.scaling, out=rows)
-            torch.addmm(rows, x, part.dense(x.dtype).t(), out=rows)
+            torch.addmm(rows, x, weight.to(x.dtype).t(), out=rows)
         ys.append(y)
     return ys
 
@@ -112,7 +105,7 @@ def through_base(dy: Tensor, part: LoraProjection) -> Tensor:
     weight = part.weight
     if isinstance(weight, Fp8Weight) and weight.multiplies(dy.dtype):
         return fp8.input_gradient((dy,), (weight,))
-    return dy @ part.dense(dy.dtype)
+    return dy @ weight.to(dy.dtype)
 
 
 def upstream_thin_products(
@@ -120,12 +113,8 @@ def upstream_thin_products(
     parts: Sequence[LoraProjection],
 ) -> Tensor:
     """Return ds (N, sum of R); columns without an upstream gradient are zero."""
-    rank = 0
-    given: Tensor | None = None
-    for dy, part in zip(dys, parts, strict=True):
-        rank, given = rank + len(part.a), dy if given is None else given
-    assert given is not None
-    ds = given.new_empty(len(given), rank)
+    given, *_ = [dy for dy in dys if dy is not None]
+    ds = given.new_empty(given.shape[0], sum([part.a.shape[0] for part in parts]))
     for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
         if dy is None:
             columns.zero_()
@@ -168,7 +157,7 @@ def gradients_of_input_(
             product_(dx, ds, a, add=add)
             add = True
         for dy, part in others:
-            product_(dx, dy, part.dense(dy.dtype), add=add)
+            product_(dx, dy, part.weight.to(dy.dtype), add=add)
             add = True
     wanted = set(dtypes) - {None}
     if ds is None or x is None:  # no adapters
@@ -196,10 +185,10 @@ def adapter_gradient_(
     """Add to dx what comes through one adapter. Return its dA in a dtype, or None without one."""
     if dx is None and dtype is None:
         return None
-    if isinstance(kept, int):
+    if kept is not None and kept.dim() == 0:
         from liger_patch.kernels.triton.dropout import dropped_gradients
 
-        da = dropped_gradients(dx, x.contiguous(), a.contiguous(), ds, kept, dropout)
+        da = dropped_gradients(dx, x.contiguous(), a.contiguous(), ds, int(kept), dropout)
         return None if dtype is None else da.to(dtype)
     if kept is None:
         if dx is not None:
@@ -211,9 +200,21 @@ def adapter_gradient_(
     return None if dtype is None else product_(a.new_empty(a.shape, dtype=dtype), ds.t(), x)
 
 
-def b_gradient(dy: Tensor, part: LoraProjection, s: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dB (O, R) in a dtype; dy (N, O), s (N, R)."""
-    return product_(dy.new_empty(part.b.shape, dtype=dtype), dy.t(), s, alpha=part.scaling)
+def b_gradients(
+    dys: Sequence[Tensor | None],  # (N, O) each
+    parts: Sequence[LoraProjection],
+    s: Tensor,  # (N, sum of R)
+    dtypes: Sequence[torch.dtype | None],
+) -> list[Tensor | None]:
+    """Return dB (O, R) of each projection in its dtype, None for None."""
+    found: list[Tensor | None] = []
+    for dy, part, thin, dtype in zip(dys, parts, columns_of(s, parts), dtypes, strict=True):
+        db = None
+        if dy is not None and dtype is not None:
+            db = dy.new_empty(part.b.shape, dtype=dtype)
+            product_(db, dy.t(), thin, alpha=part.scaling)
+        found.append(db)
+    return found
 
 
 def base_gradients(
@@ -230,18 +231,6 @@ def base_gradients(
     if wants_bias and part.bias is not None:
         dbias = dy.sum(0, dtype=part.bias.dtype)
     return dweight, dbias
-
-
-def split_kept(kept: Sequence[Kept]) -> tuple[list[int | None], list[Tensor | None]]:
-    """Return seeds and masks apart, as autograd saves tensors."""
-    seeds = [each if isinstance(each, int) else None for each in kept]
-    return seeds, [each if isinstance(each, Tensor) else None for each in kept]
-
-
-def joined_kept(seeds: Sequence[int | None], masks: Sequence[Tensor | None]) -> list[Kept]:
-    """Return what ``split_kept`` was given."""
-    pairs = zip(seeds, masks, strict=True)
-    return [mask if seed is None else seed for seed, mask in pairs]
 
 
 def columns_of(s: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:

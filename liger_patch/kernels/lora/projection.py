@@ -35,17 +35,11 @@ class LoraProjection(NamedTuple):
     scaling: float
     dropout: float = 0.0
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (O, H) as a product takes it, dequantized or cast where need be."""
-        if isinstance(self.weight, Tensor):
-            return self.weight.to(dtype)
-        return self.weight.dequantized().to(dtype)
-
     def prepared(self, dtype: torch.dtype) -> LoraProjection:
         """Return the projection for several products in a dtype, which dequantize nothing."""
         if isinstance(self.weight, Fp8Weight) and self.weight.multiplies(dtype):
             return self
-        return self._replace(weight=self.dense(dtype))
+        return self._replace(weight=self.weight.to(dtype))
 
 
 def without_adapter(weight: Tensor | QuantizedWeight) -> LoraProjection:
@@ -82,55 +76,53 @@ def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], l
     return fixed, tensors
 
 
-def bases_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return weight and bias of each projection, from the tensors of ``flattened``."""
-    return [each for i in range(0, len(tensors), 4) for each in tensors[i : i + 2]]
-
-
 def restored(
     fixed: Sequence[Constants],
-    bases: Sequence[Tensor | None],  # weight and bias of each
-    a: Tensor | None,  # (sum of R, H); None without adapters
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    a: Tensor | Sequence[Any],  # of projections of one input as one, (sum of R, H), or of each
     bs: Sequence[Any],  # (O, R) each
 ) -> list[LoraProjection]:
-    """Return the projections of one input, with the adapters that ``cast_matrices`` has cast."""
+    """Return the projections of constants and tensors; A and B are None without adapters."""
+    rows = a.split([b.shape[1] for b in bs]) if isinstance(a, Tensor) else a
     parts = []
-    rows = bs if a is None else (a,) if len(bs) == 1 else a.split([b.shape[1] for b in bs])
-    for i, (constants, part_a, b) in enumerate(zip(fixed, rows, bs, strict=True)):
-        weight, bias = bases[2 * i : 2 * i + 2]
+    for constants, weight, bias, part_a, b in zip(fixed, weights, biases, rows, bs, strict=True):
         held: Any = weight if constants.quantized is None else constants.quantized
         how = constants.scaling, constants.dropout
         parts.append(LoraProjection(held, bias, part_a, b, *how))
     return parts
 
 
-def a_dtypes(fixed: Sequence[Constants], wanted: Sequence[bool]) -> list[torch.dtype | None]:
-    """Return the dtype of dA of each projection, None where it is not wanted."""
-    return [each.a_dtype if w else None for each, w in zip(fixed, wanted, strict=True)]
-
-
 @torch.no_grad()
-def cast_matrices(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-    """Return the rows of each group of matrices as one matrix in a dtype, all cast at once.
+def cast_adapters(
+    groups: Sequence[Sequence[LoraProjection]], dtype: torch.dtype
+) -> list[tuple[Tensor, list[LoraProjection]]]:
+    """Return for each group, projections of one input, A of all as one (sum of R, H), and the
+    projections with A and B in a dtype.
 
     Adapters are cast in the forward pass, and kept for the backward pass in that form, as autocast
     keeps what it casts. One launch casts all: there are two matrices for every linear layer.
     """
-    found, parts, sources = [], [], []
+    found, copies, sources = [], [], []
     for group in groups:
-        whole = group[0]
-        if len(group) > 1:
-            sizes = [each.shape[0] for each in group]
-            whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
-            parts += whole.split(sizes)
-            sources += group
-        elif whole.dtype != dtype:
-            whole = whole.new_empty(whole.shape, dtype=dtype)
-            parts.append(whole)
-            sources += group
-        found.append(whole)
+        whole, rows = group[0].a, (group[0].a,)
+        if len(group) > 1 or whole.dtype != dtype:
+            ranks = [part.a.shape[0] for part in group]
+            whole = whole.new_empty(sum(ranks), whole.shape[1], dtype=dtype)
+            rows = whole.split(ranks)
+            copies += rows
+            sources += [part.a for part in group]
+        parts = []
+        for (weight, bias, _, b, scaling, dropout), a in zip(group, rows, strict=True):
+            cast = b
+            if b.dtype != dtype:
+                cast = b.new_empty(b.shape, dtype=dtype)
+                copies.append(cast)
+                sources.append(b)
+            parts.append(LoraProjection(weight, bias, a, cast, scaling, dropout))
+        found.append((whole, parts))
     if sources:
-        torch._foreach_copy_(parts, sources)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(copies, sources)  # pyright: ignore[reportPrivateImportUsage]
     return found
 
 
