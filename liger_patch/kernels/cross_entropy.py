@@ -102,7 +102,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (dlogits, *[None] * 10)
 
 
-_differentiable_cross_entropy = differentiable(_cross_entropy, _save, _backward)
+_differentiable_cross_entropy = differentiable(_cross_entropy, _save, _backward, first_alone=True)
 
 
 def cross_entropy(

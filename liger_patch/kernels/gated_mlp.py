@@ -282,4 +282,4 @@ def _can_slice(x: Tensor, dtype: torch.dtype, parts: Sequence[LoraProjection]) -
     """Return False if dropout would need a mask as a tensor, which slices cannot make again."""
     if not any(part.dropout for part in parts):
         return True
-    return serves_lora(x.new_empty(1, dtype=dtype), max(len(part.a) for part in parts))
+    return serves_lora(x.new_empty(1, dtype=dtype), *(part.a for part in parts))

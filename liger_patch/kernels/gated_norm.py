@@ -145,7 +145,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 # what ``gated_norm`` computes, of arguments that fit and in the order of ``_gated_norm``'s
-run_gated_norm = differentiable(_gated_norm, _save, _backward)
+run_gated_norm = differentiable(_gated_norm, _save, _backward, first_alone=True)
 
 
 def gated_norm(

@@ -125,42 +125,42 @@ def differentiable(
     save: Callable[..., None],
     backward: Callable[..., Any],
     *,
-    returned: int = 1,
+    first_alone: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of an operator's first results, with their gradients: as an autograd
+    """Return a function of an operator's results, with their gradients: as an autograd
     function, and where ``operator`` sees a graph, by the operator itself.
 
     Args:
         call: what ``operator`` returned.
         save: what the backward pass needs, called with its context, the arguments and the results.
         backward: of an autograd function.
-        returned: how many of the operator's results are returned. Others have no gradient.
+        first_alone: whether only the first of several results is returned. Others have no gradient.
     """
     function = inspect.unwrap(call)
     name = function.__name__.lstrip("_")
 
-    def first(results: Any) -> Any:
-        return results[0] if returned == 1 and not isinstance(results, Tensor) else results
-
     def forward(ctx: Any, *inputs: Any) -> Any:
         results = function(*inputs)
         save(ctx, inputs, results)
-        return first(results)
+        return results[0] if first_alone else results
 
     def save_results(ctx: Any, inputs: tuple, output: Any) -> None:
-        if not isinstance(output, Tensor):
-            ctx.mark_non_differentiable(*output[returned:])
+        if first_alone:
+            ctx.mark_non_differentiable(*output[1:])
         save(ctx, inputs, output)
 
     def of_results(ctx: Any, *upstream: Tensor) -> Any:
-        return backward(ctx, *upstream[:returned])
+        return backward(ctx, *upstream[:1] if first_alone else upstream)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     eager: Any = type(name, (torch.autograd.Function,), methods)
     torch.library.register_autograd(f"liger_patch::{name}", of_results, setup_context=save_results)
 
     def apply(*inputs: Any) -> Any:
-        return first(call(*inputs)) if sees_operators(inputs) else eager.apply(*inputs)
+        if not sees_operators(inputs):
+            return eager.apply(*inputs)
+        results = call(*inputs)
+        return results[0] if first_alone else results
 
     return apply
 

@@ -42,7 +42,7 @@ def rms_norm_forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> Tensor:
     """Return y (..., H)."""
-    y = _forward_results(x, weight, eps, offset, dtype)
+    y = empty_in_order(x, dtype)
     if x.shape[-1] <= MAX_HIDDEN_SIZE and serves_triton(x, weight):
         from liger_patch.kernels.triton import rms_norm as rms_norm_triton
 

@@ -123,7 +123,7 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     return *turned, None, None, None, None, None, None
 
 
-_rotary = differentiable(rotate, _save, _backward, returned=2)
+_rotary = differentiable(rotate, _save, _backward)
 
 
 def rotary(

@@ -315,10 +315,10 @@ def rotates_or_falls_back(
     def rotated(*arguments: Any, **options: Any) -> Any:
         if len(arguments) != number or (options and not takes_options):
             return own(*arguments, **options)
-        tables = arguments[first : first + 2]
-        is_known = (arguments[0].dim(), tables[0].dim()) in dims
+        table = arguments[first]
+        is_known = (arguments[0].dim(), table.dim()) in dims
         # no gradient is computed for tables: MLCD trains an angle
-        is_trained = any([each.requires_grad for each in tables])
+        is_trained = table.requires_grad or arguments[-1].requires_grad
         if not is_known or is_trained or needs_own_code(*arguments):
             return own(*arguments, **options)
         return rotate(*arguments, **options)

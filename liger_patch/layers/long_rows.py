@@ -48,12 +48,9 @@ def tokens_of_slice(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
         size: the intermediate size.
         dtype: of the products.
     """
-    if _is_in_graph() or x.dim() == 0:
+    if not is_checkpointed() or _is_in_graph() or torch._C._is_tracing() or x.dim() == 0:
         return None
-    tokens = slice_tokens(math.prod(x.shape[:-1]), size, dtype.itemsize)
-    if tokens is None or torch._C._is_tracing() or not is_checkpointed():
-        return None
-    return tokens
+    return slice_tokens(math.prod(x.shape[:-1]), size, dtype.itemsize)
 
 
 def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:

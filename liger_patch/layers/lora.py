@@ -71,20 +71,14 @@ class OfDtypes(str):
 
 
 class Plain(NamedTuple):
-    """A projection as an operator takes it.
-
-    Attributes:
-        dtype: what PEFT's own forward returns.
-        product: what the products are computed in.
-    """
+    """A projection as an operator takes it, and the dtype that PEFT's own forward returns."""
 
     projection: LoraProjection
     dtype: torch.dtype
-    product: torch.dtype
 
 
 # of each layer's last call: its dtypes, or why PEFT's own forward ran, whatever the adapter is; its
-# stamp; and of a plain one the quantized weight, scaling, dropout, dtypes of result and product
+# stamp; and of a plain one the quantized weight, scaling, dropout, dtype of the result
 _last_call: WeakKeyDictionary[nn.Module, tuple[Dtypes | str, tuple | None, Any]]
 _last_call = WeakKeyDictionary()
 
@@ -118,17 +112,17 @@ def lora_linear(original: Any) -> type[nn.Module]:
             if result is not None:
                 return result
             if not is_left_to_model(self, x):
-                plain = _plain_of((self,), _dtypes_of(x))
-                if plain is not None:
-                    return _results(x, plain)[0]
+                results = _results(x, (self,))
+                if results is not None:
+                    return results[0]
         return original.forward(self, x, *args, **kwargs)
 
     return derived_class(original, lora_linear, forward=forward, _liger_patch_layers=("lora",))
 
 
-def is_on_kernels(module: object) -> bool:
-    """Return True for a layer of a class that ``lora_linear`` derived."""
-    return "lora" in getattr(type(module), LAYER_NAMES, ())
+def is_on_kernels(*modules: object) -> bool:
+    """Return True for layers of classes that ``lora_linear`` derived."""
+    return all(["lora" in getattr(type(module), LAYER_NAMES, ()) for module in modules])
 
 
 def not_plain(model: nn.Module) -> Counter[str]:
@@ -175,19 +169,22 @@ def lora_feed_forward(
     """
     if is_compiled_here():
         return None
-    if not (is_on_kernels(gate) and is_on_kernels(up) and is_on_kernels(down)):
+    if not is_on_kernels(gate, up, down):
         return None
     dtypes = _dtypes_of(x)
     gates = _plain_of((gate, up), dtypes)
-    if gates is None or gates[0].dtype != gates[1].dtype or isinstance(dtypes, str):
+    if gates is None or isinstance(dtypes, str):
         return None
-    downs = _plain_of((down,), _dtypes(gates[0].dtype, dtypes.product, dtypes.casts))
+    (gate_part, up_part), (gate_dtype, up_dtype) = gates
+    if gate_dtype != up_dtype:
+        return None
+    downs = _plain_of((down,), _dtypes(gate_dtype, dtypes.product, dtypes.casts))
     if downs is None:
         return None
-    projections = gates[0].projection, gates[1].projection, downs[0].projection
-    tokens = tokens_of_slice(x, projections[0].weight.shape[0], dtypes.product)
-    y = run_gated_mlp(x, *projections, dtypes.product, activation, tokens)
-    return y.to(downs[0].dtype)
+    (down_part,), (dtype,) = downs
+    parts = gate_part, up_part, down_part
+    tokens = tokens_of_slice(x, gate_part.weight.shape[0], dtypes.product)
+    return run_gated_mlp(x, *parts, dtypes.product, activation, tokens).to(dtype)
 
 
 class Siblings:
@@ -214,20 +211,24 @@ class Siblings:
         if self._x is not None or member not in self._members:
             return None
         self._x, self._version = x, version
-        plain = _plain_of(self._members, _dtypes_of(x))
-        if plain is None:
+        results = _results(x, self._members)
+        if results is None:
             return None
-        self._results = dict(zip(self._members, _results(x, plain), strict=True))
+        self._results = dict(zip(self._members, results, strict=True))
         return self._results.pop(member)
 
 
 def computed_together(layer: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which a layer's projections of one input are computed together."""
-    members: list[Any] = [each for name, each in layer._modules.items() if name in SIBLINGS]
-    members = [each for each in members if is_on_kernels(each)]
+    members: list[Any] = []
+    held: Any = layer._modules.items()
+    for name, each in held:
+        if name in SIBLINGS and "lora" in getattr(type(each), LAYER_NAMES, ()):
+            members.append(each)
+            if each.in_features != members[0].in_features:
+                return nullcontext()
     # layers that share keys and values call one of their projections only
-    is_alone = len(members) < 2 or getattr(layer, "is_kv_shared_layer", False)
-    if is_alone or len({each.in_features for each in members}) > 1:
+    if len(members) < 2 or getattr(layer, "is_kv_shared_layer", False):
         return nullcontext()
     return Siblings(members)
 
@@ -243,34 +244,38 @@ def _dtypes_of(x: Tensor) -> Dtypes | str:
     return _dtypes(dtype, autocast or dtype, autocast is not None)
 
 
-def _plain_of(layers: Sequence[Any], dtypes: Dtypes | str) -> list[Plain] | None:
-    """Return the projections of layers for a call with these dtypes; None if PEFT's own forward
-    must run for one of them.
+def _plain_of(
+    layers: Sequence[Any], dtypes: Dtypes | str
+) -> tuple[list[LoraProjection], list[torch.dtype]] | None:
+    """Return the projections of layers for a call with these dtypes, and the dtypes that PEFT's own
+    forward returns; None if that must run for one of them.
     """
-    from liger_patch.readers import lora_adapters
-
-    found = []
+    projections, result_dtypes = [], []
     for layer in layers:
         stamp, tensors = _stamp(layer)
         last = _last_call.get(layer)
         if stamp is not None and last and last[0] is dtypes and last[1] == stamp:
-            quantized, scaling, rate, *how = last[2]
+            quantized, scaling, rate, dtype = last[2]
             weight, bias, a, b = tensors
             weight = weight if quantized is None else quantized.read_again()
-            found.append(Plain(LoraProjection(weight, bias, a, b, scaling, rate), *how))
+            projections.append(LoraProjection(weight, bias, a, b, scaling, rate))
+            result_dtypes.append(dtype)
             continue
         last, plain = (dtypes, None, None), None
         if not isinstance(dtypes, str):
+            from liger_patch.readers import lora_adapters
+
             plain = _plain(layer, lora_adapters.plain_adapter(layer), dtypes)
         if isinstance(plain, Plain):
-            found.append(plain)
+            projections.append(plain.projection)
+            result_dtypes.append(plain.dtype)
             weight, *_, scaling, rate = plain.projection
             if stamp is not None:  # without tensors, which the model may drop
                 kept: Any = None if isinstance(weight, Tensor) else weight
                 kept = kept and kept.read_again(numbers=False)
-                last = dtypes, stamp, (kept, scaling, rate, *plain[1:])
+                last = dtypes, stamp, (kept, scaling, rate, plain.dtype)
         _last_call[layer] = last
-    return found if len(found) == len(layers) else None
+    return (projections, result_dtypes) if len(projections) == len(layers) else None
 
 
 def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
@@ -316,10 +321,17 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
     return stamp, (weight, bias, of_a, of_b)
 
 
-def _results(x: Tensor, plain: Sequence[Plain]) -> list[Tensor]:
-    """Return what projections give for x (..., H), each in the dtype that PEFT would return."""
-    ys = run_lora_linears(x, [each.projection for each in plain], plain[0].product, source_of(x))
-    return [y.to(each.dtype) for y, each in zip(ys, plain, strict=True)]
+def _results(x: Tensor, layers: Sequence[Any]) -> list[Tensor] | None:
+    """Return what layers give for x (..., H), each in the dtype that PEFT would return; None if
+    PEFT's own forward must run for one of them.
+    """
+    dtypes = _dtypes_of(x)
+    plain = _plain_of(layers, dtypes)
+    if plain is None or isinstance(dtypes, str):
+        return None
+    projections, result_dtypes = plain
+    ys = run_lora_linears(x, projections, dtypes.product, source_of(x))
+    return [y.to(dtype) for y, dtype in zip(ys, result_dtypes, strict=True)]
 
 
 def _own_dtypes(base: Any) -> Dtypes:
@@ -380,4 +392,4 @@ def _plain(layer: Any, adapter: tuple | str, dtypes: Dtypes | None) -> Plain | s
                 return OfDtypes("weights of several dtypes outside autocast", AUTOCAST_ADVICE)
         elif isinstance(each, Tensor):  # else no bias, or a quantized weight
             return "weights of a tensor subclass"
-    return Plain(LoraProjection(weight, bias, *matrices, scaling, rate), result_dtype, dtype)
+    return Plain(LoraProjection(weight, bias, *matrices, scaling, rate), result_dtype)

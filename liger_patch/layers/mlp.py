@@ -88,7 +88,7 @@ def mlp_class(module: Any) -> Any:
     is_sparse = getattr(module, "activation_sparsity", 0.0) > 0.0
     if is_sparse or any(p is not None for p in module._parameters.values()):
         return None
-    activation = _activation(getattr(module, gate.activation))
+    activation = ACTIVATIONS.get(getattr(type(getattr(module, gate.activation)), "forward", None))
     if activation is None or not _agree(module, gate, activation):
         return None
     return gated_layer(type(module))
@@ -162,15 +162,17 @@ def gated_layer(original: Any) -> type[nn.Module]:
         if is_left_to_model(self, x):
             return original.forward(self, x)
         act = getattr(self, own.activation)
-        kind = _activation(act)
-        if kind is None or has_hooks(act) or needs_own_code(x):
+        kind = ACTIVATIONS.get(getattr(type(act), "forward", None))
+        if kind is None or needs_own_code(x):
             return original.forward(self, x)
         modules = [getattr(self, name) for name in projections]
         # hooks are asked for before weights are read: under ZeRO-3, reading gathers them
-        if not has_hooks(*modules):
+        if not has_hooks(act, *modules):
             y = _as_one_function(x, modules, kind)
             if y is not None:
                 return y
+        elif has_hooks(act):
+            return original.forward(self, x)
         gate, up = own.products(self, x)
         down = modules[-1]
         if needs_own_code(gate, up):
@@ -180,10 +182,6 @@ def gated_layer(original: Any) -> type[nn.Module]:
         return down(run_gated(gate, up, kind))
 
     return derived_class(original, gated_layer, forward=forward, _liger_patch_layers=("gated",))
-
-
-def _activation(act: Any) -> str | None:
-    return ACTIVATIONS.get(getattr(type(act), "forward", None))
 
 
 def _as_one_function(x: Tensor, modules: Sequence[Any], activation: str) -> Tensor | None:

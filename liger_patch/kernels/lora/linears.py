@@ -66,6 +66,7 @@ class _LoraLinears(torch.autograd.Function):
             s, kept = thin_products(rows, a, parts)
             ys = products(rows, parts, columns_of(s, parts), x.shape[:-1])
         ctx.fixed, ctx.dtype, ctx.shape = fixed, x.dtype, x.shape
+        ctx.dtypes = [None if each is None else each.dtype for each in tensors]
         ctx.source, ctx.product_dtype = None, dtype
         norm_weight = None
         if source is not None:
@@ -83,19 +84,18 @@ class _LoraLinears(torch.autograd.Function):
         if all([dy is None for dy in upstream]):
             return (None,) * len(ctx.needs_input_grad)
         x, norm_weight, s, a, *tensors = ctx.saved_tensors
-        bs, kept, weights, biases = [tensors[i * number : (i + 1) * number] for i in range(4)]
+        bs, kept, bases = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
         if ctx.source is not None:
             x = rows_of(NormInputs(x, norm_weight, *ctx.source).norm()).to(ctx.product_dtype)
         dys = [None if dy is None else dy.reshape(s.shape[0], dy.shape[-1]) for dy in upstream]
-        parts = restored(fixed, weights, biases, a, bs)
-        a_dtypes = [c.a_dtype if w else None for c, w in zip(fixed, wanted[2::4], strict=True)]
-        b_dtypes = [c.b_dtype if w else None for c, w in zip(fixed, wanted[3::4], strict=True)]
+        parts = restored(fixed, bases[:number], bases[number:], a, bs)
+        dtypes = [each if w else None for each, w in zip(ctx.dtypes, wanted, strict=True)]
         gradients: list[Tensor | None] = []
         with without_autocast(x.device.type):
-            ds = upstream_thin_products(dys, parts)
+            ds = upstream_thin_products(dys, parts, s)
             dx = ds.new_empty(x.shape, dtype=ctx.dtype) if wants_x else None
-            das = gradients_of_input_(dx, x, a, dys, parts, ds, kept, a_dtypes)
-            dbs = b_gradients(dys, parts, s, b_dtypes)
+            das = gradients_of_input_(dx, x, a, dys, parts, ds, kept, dtypes[2::4])
+            dbs = b_gradients(dys, parts, s, dtypes[3::4])
             for i, (dy, part, da, db) in enumerate(zip(dys, parts, das, dbs, strict=True)):
                 base, wants_base = (None, None), wanted[4 * i : 4 * i + 2]
                 if dy is not None and any(wants_base):

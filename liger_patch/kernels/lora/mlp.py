@@ -59,7 +59,7 @@ def activate(
     seed: Kept = None,  # of what is dropped, where it is not a new one
 ) -> tuple[Tensor, Tensor, Kept]:
     """Return a (N, I), Sd (N, R), and which features of a its adapter sees."""
-    if _serves(gate, parts, down_a):
+    if serves_lora(gate, parts[0].a, parts[1].a, down_a):
         from liger_patch.kernels.triton.gated_lora import gated_lora
 
         seed = new_seed() if dropout and seed is None else seed
@@ -88,7 +88,7 @@ def activate_backward(
     no dtype is given.
     """
     *b_dtypes, a_dtype = dtypes
-    if _serves(gate, parts, down_a) and (kept is None or kept.dim() == 0):
+    if serves_lora(gate, parts[0].a, parts[1].a, down_a) and (kept is None or kept.dim() == 0):
         from liger_patch.kernels.triton.gated_lora import gated_lora_backward_
 
         adapters = _adapters(parts, down_a)
@@ -98,7 +98,7 @@ def activate_backward(
         dgate, dup, dgate_b, dup_b, ddown_a = gated_lora_backward_(
             da, ds_down, gate, up, s, *adapters, seed, dropout, activation
         )
-        ds = upstream_thin_products((dgate, dup), parts)
+        ds = upstream_thin_products((dgate, dup), parts, s)
         found = zip((dgate_b, dup_b, ddown_a.t()), dtypes, strict=True)
         *dbs, ddown_a = (None if dtype is None else each.to(dtype) for each, dtype in found)
         return dgate, dup, ds, dbs, ddown_a
@@ -107,7 +107,7 @@ def activate_backward(
     ddown_a = adapter_gradient_(da, a, down_a, ds_down, kept, a_dtype, dropout)
     del a
     dgate, dup = gated_backward(da, gate, up, activation)
-    ds = upstream_thin_products((dgate, dup), parts)
+    ds = upstream_thin_products((dgate, dup), parts, s)
     return dgate, dup, ds, b_gradients((dgate, dup), parts, s, b_dtypes), ddown_a
 
 
@@ -119,11 +119,6 @@ def _with_adapters(
     gate = torch.addmm(gate, s_gate, gate_part.b.t(), alpha=gate_part.scaling)
     up = torch.addmm(up, s_up, up_part.b.t(), alpha=up_part.scaling)
     return gate, up
-
-
-def _serves(gate: Tensor, parts: Sequence[LoraProjection], down_a: Tensor) -> bool:
-    gate_a, up_a = parts[0].a, parts[1].a
-    return serves_lora(gate, max(gate_a.shape[0], up_a.shape[0], down_a.shape[0]))
 
 
 def _adapters(
@@ -332,23 +327,23 @@ class GatedLayer(NamedTuple):
             sums.add_base(last, dy, gates.a)
             gates.a = None
             down_db = b_gradients((dy,), (down,), gates.s_down, sums.dtypes[last + 3 :])
-            sums.add(last + 3, *down_db)
             if dx is None and not any(sums.dtypes[:last]) and sums.dtypes[last + 2] is None:
+                sums.add(last + 3, *down_db)
                 return None
             da = through_base(dy, down)
-            ds_down = upstream_thin_products((dy,), (down,))
+            ds_down = upstream_thin_products((dy,), (down,), gates.s_down)
             computed = gates.gate, gates.up, gates.s, parts.first, down.a
-            dtypes = [sums.dtypes[i] for i in (3, FIELDS + 3, last + 2)]
+            dtypes = *sums.dtypes[3:last:FIELDS], sums.dtypes[last + 2]
             how = gates.kept[-1], down.dropout, self.activation, dtypes
             dgate, dup, ds, dbs, ddown_a = activate_backward(da, ds_down, *computed, *how)
             del computed
-            sums.add(last + 2, ddown_a)
+            sums.add(last + 2, ddown_a, *down_db)
         dys = [dgate] if gates.up is None else [dgate, dup]
         del da
         gates.gate = gates.up = None  # under checkpoints, nothing else holds them
         if isinstance(dx, torch.dtype):  # not made before da is freed
             dx = dy.new_empty(len(dy), parts.first[0].weight.shape[1], dtype=dx)
-        dtypes = [sums.dtypes[FIELDS * j + 2] for j in range(len(dys))]
+        dtypes = sums.dtypes[2:last:FIELDS]
         das = gradients_of_input_(dx, x, parts.a, dys, parts.first, ds, gates.kept[:-1], dtypes)
         for j, each in enumerate(dys):
             sums.add_base(FIELDS * j, each, x)

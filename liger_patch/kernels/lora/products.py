@@ -44,7 +44,7 @@ def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: Kept) -
     if not dropout:
         torch.mm(x, a.t(), out=s)
         return None
-    if serves_lora(x, len(a)):
+    if serves_lora(x, a):
         from liger_patch.kernels.triton.dropout import dropped_product_
 
         seed = new_seed() if seed is None else seed
@@ -60,8 +60,9 @@ def new_seed() -> Tensor:
     return torch.randint(2**31 - 1, (), device="cpu")
 
 
-def serves_lora(x: Tensor, rank: int) -> bool:
-    """Return True if Triton kernels serve adapters of this rank beside such a matrix."""
+def serves_lora(x: Tensor, *matrices: Tensor) -> bool:
+    """Return True if Triton kernels serve adapters with these A beside such a matrix."""
+    rank = max([a.shape[0] for a in matrices])
     # Triton's interpreter multiplies the bits of bf16 as whole numbers
     served = (torch.float16, torch.bfloat16) if x.is_cuda else (torch.float16,)
     return x.dtype in served and serves_triton(x) and x.numel() > 0 and rank <= MAX_RANK
@@ -111,10 +112,10 @@ def through_base(dy: Tensor, part: LoraProjection) -> Tensor:
 def upstream_thin_products(
     dys: Sequence[Tensor | None],  # (N, O) each
     parts: Sequence[LoraProjection],
+    s: Tensor,  # (N, sum of R)
 ) -> Tensor:
-    """Return ds (N, sum of R); columns without an upstream gradient are zero."""
-    given, *_ = [dy for dy in dys if dy is not None]
-    ds = given.new_empty(given.shape[0], sum([part.a.shape[0] for part in parts]))
+    """Return ds, of the shape of s; columns without an upstream gradient are zero."""
+    ds = torch.empty_like(s, memory_format=torch.contiguous_format)
     for dy, part, columns in zip(dys, parts, columns_of(ds, parts), strict=True):
         if dy is None:
             columns.zero_()

@@ -53,14 +53,11 @@ class Constants(NamedTuple):
 
     Attributes:
         quantized: the weight, if it is quantized; else None.
-        a_dtype, b_dtype: the dtypes of the gradients of A and B, None without an adapter.
     """
 
     quantized: QuantizedWeight | None
     scaling: float
     dropout: float
-    a_dtype: torch.dtype | None
-    b_dtype: torch.dtype | None
 
 
 def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], list[Tensor | None]]:
@@ -70,8 +67,7 @@ def flattened(projections: Sequence[LoraProjection]) -> tuple[list[Constants], l
     fixed, tensors = [], []
     for weight, bias, a, b, scaling, dropout in projections:
         is_dense = isinstance(weight, Tensor)
-        dtypes = (None, None) if a is None else (a.dtype, b.dtype)
-        fixed.append(Constants(None if is_dense else weight, scaling, dropout, *dtypes))
+        fixed.append(Constants(None if is_dense else weight, scaling, dropout))
         tensors += [weight if is_dense else None, bias, a, b]
     return fixed, tensors
 
@@ -110,16 +106,17 @@ def cast_adapters(
             ranks = [part.a.shape[0] for part in group]
             whole = whole.new_empty(sum(ranks), whole.shape[1], dtype=dtype)
             rows = whole.split(ranks)
-            copies += rows
-            sources += [part.a for part in group]
         parts = []
-        for (weight, bias, _, b, scaling, dropout), a in zip(group, rows, strict=True):
-            cast = b
-            if b.dtype != dtype:
-                cast = b.new_empty(b.shape, dtype=dtype)
-                copies.append(cast)
-                sources.append(b)
-            parts.append(LoraProjection(weight, bias, a, cast, scaling, dropout))
+        for (weight, bias, own_a, own_b, scaling, dropout), a in zip(group, rows, strict=True):
+            b = own_b
+            if a is not own_a:
+                copies.append(a)
+                sources.append(own_a)
+            if own_b.dtype != dtype:
+                b = own_b.new_empty(own_b.shape, dtype=dtype)
+                copies.append(b)
+                sources.append(own_b)
+            parts.append(LoraProjection(weight, bias, a, b, scaling, dropout))
         found.append((whole, parts))
     if sources:
         torch._foreach_copy_(copies, sources)  # pyright: ignore[reportPrivateImportUsage]
