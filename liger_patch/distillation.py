@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_patch.deferred.fuse import HeadProduct, operator_arguments, read_record
-from liger_patch.deferred.gradients import ancestry, is_foreign, prepare_backward
 from liger_patch.deferred.record import real
-from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits, ancestry, is_foreign, prepare_backward
 from liger_patch.deferred.tensor_parallel import is_dtensor
 from liger_patch.kernels import reference
 from liger_patch.kernels.backend import accumulation_dtype, autocast_to

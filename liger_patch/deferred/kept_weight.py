@@ -31,8 +31,8 @@ from liger_patch.deferred.engines import (
     resharding_units,
     without_resharding,
 )
-from liger_patch.deferred.gradients import ancestry
 from liger_patch.deferred.record import Recordable
+from liger_patch.deferred.tensor import ancestry
 from liger_patch.kernels.graphs import is_in_compiled_call
 
 # from hidden states, weight and bias of a product to inputs that stay when the weight is freed

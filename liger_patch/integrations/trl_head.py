@@ -25,8 +25,7 @@ from liger_patch.deferred.fuse import (
     fused_log_probs,
     mean_of_all_logits,
 )
-from liger_patch.deferred.gradients import prepare_backward
-from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits, prepare_backward
 from liger_patch.kernels.linear_log_probs import LogProbs
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch import flags

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_patch.deferred.fuse import Decision, HeadProduct, fused_loss, read_record
-from liger_patch.deferred.gradients import prepare_backward
-from liger_patch.deferred.tensor import DeferredLogits
+from liger_patch.deferred.tensor import DeferredLogits, prepare_backward
 from liger_patch.deferred.tensor_parallel import DistributedLogits
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.graphs import runs_eagerly
