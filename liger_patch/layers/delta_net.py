@@ -1,8 +1,8 @@
 """Gated delta nets on kernels, which are layers of linear attention.
 
 A layer's own code runs, with other functions in the place of those that Transformers falls back to
-without flash-linear-attention and causal-conv1d: globals of the layer's module, or, in Transformers
-5.0, attributes of the layer. Functions of those libraries stay.
+without flash-linear-attention and causal-conv1d: globals of the layer's module. Functions of those
+libraries stay, and so do layers of Transformers 5.0, which hold theirs as attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from liger_patch.kernels.causal_conv import ACTIVATIONS, causal_conv
 from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
-    has_hooks,
     is_left_to_model,
     layers_of,
     names_of,
@@ -30,7 +29,6 @@ from liger_patch.layers.checks import (
 from liger_patch.subclass import decorated_again, is_transformers, with_other_globals
 
 RULE, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"  # the globals
-RULE_ATTRIBUTE = "chunk_gated_delta_rule"  # CONV is the other one's name
 CACHES = "cache", "cache_params", "past_key_values"  # arguments of forward
 PROBED_TOKENS, PROBED_HEADS, PROBED_SIZE = 5, 2, 4
 
@@ -60,25 +58,17 @@ def of_libraries(model: nn.Module) -> Counter[str]:
     found: Counter[str] = Counter()
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet") and "delta_net" not in layers_of(module):
-            rule = _held(_rule_of(module))
+            rule = _held(inspect.unwrap(type(module).forward).__globals__.get(RULE))
             library = (getattr(rule, "__module__", None) or "").partition(".")[0]
             if library not in ("", "transformers"):
                 found[library] += 1
     return found
 
 
-def _rule_of(module: Any) -> Any:
-    if RULE_ATTRIBUTE in names_of(type(module)):
-        return vars(module).get(RULE_ATTRIBUTE)
-    return inspect.unwrap(type(module).forward).__globals__.get(RULE)
-
-
 def _own_functions(module: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions of a layer that are Transformers' own, by the names of the globals."""
     names = names_of(type(module))
     found = inspect.unwrap(type(module).forward).__globals__
-    if RULE_ATTRIBUTE in names:
-        names, found = {RULE}, {RULE: _rule_of(module)}
     return {n: found[n] for n in (RULE, CONV) if n in names and _is_fallback(found.get(n))}
 
 
@@ -102,15 +92,11 @@ def delta_net_forward(original: Any) -> Any:
     Its ``keeps_apart`` says whether a call on hidden states keeps sequences apart.
     """
     own = inspect.unwrap(original.forward)
-    if RULE_ATTRIBUTE in names_of(original):
-        forward = _with_attributes(own)
-    else:
-        module, names = own.__globals__, names_of(original)
-        functions = {name: module[name] for name in names & WAYS.keys()}
-        values = {name: WAYS[name](f) for name, f in functions.items() if _is_fallback(f)}
-        forward = _with_globals(own, values)
-        if values.keys() == WAYS.keys():
-            vars(forward)["keeps_apart"] = lambda *call: not _is_left(call, {})
+    functions = {name: own.__globals__[name] for name in names_of(original) & WAYS.keys()}
+    values = {name: WAYS[name](f) for name, f in functions.items() if _is_fallback(f)}
+    forward = _with_globals(own, values)
+    if values.keys() == WAYS.keys():
+        vars(forward)["keeps_apart"] = lambda *call: not _is_left(call, {})
     return decorated_again(original.forward, forward)
 
 
@@ -128,30 +114,6 @@ def _with_globals(function: Any, values: dict[str, Any]) -> Any:
 
     vars(forward)["look_up"] = look_up
     return forward
-
-
-def _with_attributes(function: Any) -> Any:
-    @functools.wraps(function)
-    def forward(layer: Any, *arguments: Any, **options: Any) -> Any:
-        if is_compiled_here() or _is_left((layer, *arguments), options):
-            return function(layer, *arguments, **options)
-        return function(_with_kernels(layer), *arguments, **options)
-
-    vars(forward)["look_up"] = lambda: None
-    return forward
-
-
-def _with_kernels(layer: Any) -> Any:
-    """Return an object with all of a layer's attributes but for its functions."""
-    other, attributes = object.__new__(type(layer)), dict(vars(layer))
-    if _is_fallback(attributes[RULE_ATTRIBUTE]):
-        attributes[RULE_ATTRIBUTE] = _rule_or_own(attributes[RULE_ATTRIBUTE])
-    conv = layer.conv1d
-    is_plain = type(conv) is nn.Conv1d and not has_hooks(conv) and layer.activation in ACTIVATIONS
-    if attributes.get(CONV) is None and is_plain:
-        attributes[CONV] = _conv
-    vars(other).update(attributes)
-    return other
 
 
 def _is_left(arguments: tuple, options: dict[str, Any]) -> bool:
@@ -188,7 +150,7 @@ def _rule_or_own(own: Any) -> Callable[..., Any]:
 def _conv_or_own(own: Any) -> Callable[..., Any]:
     @functools.wraps(own)
     def conv(
-        hidden_states: Tensor,
+        hidden_states: Tensor,  # (B, C, T)
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
@@ -196,20 +158,10 @@ def _conv_or_own(own: Any) -> Callable[..., Any]:
     ) -> Tensor:
         if activation not in ACTIVATIONS or needs_own_code(hidden_states, weight, bias):
             return own(hidden_states, weight, bias, activation, **options)
-        return _conv(hidden_states, weight, bias, activation, options.get("seq_idx"))
+        how = {"activation": activation, "sequence_ids": options.get("seq_idx")}
+        return causal_conv(hidden_states.transpose(1, 2), weight, bias, **how).transpose(1, 2)
 
     return conv
-
-
-def _conv(
-    x: Tensor,  # (B, C, T)
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-) -> Tensor:
-    options = {"activation": activation, "sequence_ids": seq_idx}
-    return causal_conv(x.transpose(1, 2), weight, bias, **options).transpose(1, 2)
 
 
 def _agree(functions: dict[str, Any]) -> bool:

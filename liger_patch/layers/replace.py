@@ -72,7 +72,6 @@ ENDINGS = {  # of the classes' names
     "CenteredRMSNorm": NORM,
     "L2Norm": NORM,
     "Experts": EXPERTS,
-    "GatedDeltaNet": DELTA_NET,  # in Transformers 5.0, which hands it no state by its code
     "LayerNorm": NORM,
     "RMSNorm": NORM,
     "RMSNormGated": NORM,

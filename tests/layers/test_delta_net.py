@@ -26,8 +26,10 @@ from liger_patch.layers import delta_net
 from liger_patch.layers.replace import count_layers
 
 MODELS = sorted(ROWS.keys() & {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"})
-HAS_GLOBALS = "qwen3_5_text" in ROWS  # Transformers 5.0 has attributes of the layer
 NO_CACHE = {"use_cache": False}
+pytestmark = pytest.mark.skipif(
+    "qwen3_5_text" not in ROWS, reason="Transformers 5.0 has attributes of the layer"
+)
 
 
 @pytest.fixture
@@ -103,7 +105,6 @@ def test_a_copy_runs_with_weights_of_its_own(model_type: str, calls: list[str]) 
     assert len(calls) == 4
 
 
-@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 passes nothing of sequences on")
 @pytest.mark.parametrize("names", [["seq_idx", "cu_seq_lens_q"], ["seq_idx"]])
 def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> None:
     model = apply_patch(tiny_model(ROWS["qwen3_5_text"]).double(), layers=["delta_net"])
@@ -146,7 +147,6 @@ def test_a_state_is_left_to_transformers(calls: list[str]) -> None:
     assert not calls
 
 
-@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 has attributes of the layer")
 def test_functions_of_libraries_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
@@ -176,7 +176,6 @@ def test_functions_of_libraries_and_others_stay(monkeypatch: pytest.MonkeyPatch)
     assert len(called) == number
 
 
-@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 has attributes of the layer")
 def test_a_function_that_is_replaced_after_the_patch_runs(
     monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
@@ -193,7 +192,6 @@ def test_a_function_that_is_replaced_after_the_patch_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_GLOBALS, reason="Transformers 5.0 keeps no sequences apart")
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["all weights", "lora"])
 def test_200_steps_of_packed_rows_have_the_losses_of_their_sequences(
     has_adapters: bool, calls: list[str]

@@ -80,6 +80,7 @@ LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {  # siblings of linear attenti
 SOME = {"all": slice(None), "some": slice(0, None, 2), "one": slice(1)}
 
 
+@pytest.mark.skipif("qwen3_5_text" not in ROWS, reason="Transformers 5.0 keeps its own layers")
 @pytest.mark.parametrize("part", SOME)
 @pytest.mark.parametrize("model_type", sorted(LINEAR.keys() & ROWS.keys()))
 def test_projections_of_linear_attention_are_one_function(
