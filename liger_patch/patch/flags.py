@@ -6,34 +6,27 @@ import functools
 import os
 import warnings
 from difflib import get_close_matches
-from typing import Any
 
-# of os.environ: torch.compile compiles anew where what it read from a dict has changed
-_VARIABLES: Any = vars(os.environ).get("_data", os.environ)
-_encode: Any = str if _VARIABLES is os.environ else vars(os.environ)["encodekey"]
 RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
-_KEYS = {
-    name: _encode(name)
-    for name in (
-        RETURN_LOGITS,
-        "LIGER_PATCH_VERIFY",
-        "LIGER_PATCH_STRICT",
-        "LIGER_PATCH_CHUNK_MIB",
-        "LIGER_PATCH_VERL",
-    )
-}
+NAMES = (
+    RETURN_LOGITS,
+    "LIGER_PATCH_VERIFY",
+    "LIGER_PATCH_STRICT",
+    "LIGER_PATCH_CHUNK_MIB",
+    "LIGER_PATCH_VERL",
+)
 
 
 def warn_of_unknown() -> None:
     """Warn, once each, of environment variables that begin as ours and are none of them."""
     for name in os.environ:
-        if name.startswith("LIGER_PATCH_") and name not in _KEYS:
+        if name.startswith("LIGER_PATCH_") and name not in NAMES:
             _warn_of(name)
 
 
 @functools.cache
 def _warn_of(name: str) -> None:
-    closest = "".join(f": is {each} meant?" for each in get_close_matches(name, _KEYS, 1, 0.8))
+    closest = "".join(f": is {each} meant?" for each in get_close_matches(name, NAMES, 1, 0.8))
     warnings.warn(f"liger_patch reads no {name}{closest}", stacklevel=4)
 
 
@@ -62,7 +55,7 @@ def verl() -> bool:
 def chunk_mib() -> float | None:
     """Return LIGER_PATCH_CHUNK_MIB: MiB of logits held at once, None where unset."""
     name = "LIGER_PATCH_CHUNK_MIB"
-    text = _text(name)
+    text = os.environ.get(name, "")
     if not text:
         return None
     try:
@@ -75,13 +68,7 @@ def chunk_mib() -> float | None:
 
 
 def _switch(name: str) -> bool | None:
-    text = _text(name)
+    text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0, 1 or unset, got {text!r}")
     return None if text == "" else text == "1"
-
-
-def _text(name: str) -> str:
-    key = _KEYS[name]
-    value = _VARIABLES.get(key, "")
-    return value if isinstance(value, str) else value.decode(errors="replace")  # not on Windows
