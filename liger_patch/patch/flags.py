@@ -10,7 +10,6 @@ from difflib import get_close_matches
 RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
 NAMES = (
     RETURN_LOGITS,
-    "LIGER_PATCH_VERIFY",
     "LIGER_PATCH_STRICT",
     "LIGER_PATCH_CHUNK_MIB",
     "LIGER_PATCH_VERL",
@@ -35,11 +34,6 @@ def return_logits() -> bool | None:
     automatic.
     """
     return _switch(RETURN_LOGITS)
-
-
-def verify() -> bool:
-    """Return LIGER_PATCH_VERIFY: whether the first training step is checked."""
-    return bool(_switch("LIGER_PATCH_VERIFY"))
 
 
 def strict() -> bool:
