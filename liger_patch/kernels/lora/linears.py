@@ -56,10 +56,10 @@ class _LoraLinears(torch.autograd.Function):
         dtype: torch.dtype,
         source: NormInputs | None,
         fixed: list[Constants],
-        a: Tensor,  # of all as one
-        parts: list[LoraProjection],  # with A and B cast
+        cast: tuple[Tensor, list[LoraProjection]],  # A of all as one, and what has A and B cast
         *tensors: Tensor | None,
     ):
+        a, parts = cast
         ctx.set_materialize_grads(False)
         with without_autocast(x.device.type):
             rows = rows_of(x).to(dtype)
@@ -80,7 +80,7 @@ class _LoraLinears(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None):
         check_backward("lora_linears", *upstream, advice=LAYER_ADVICE)
         fixed, number = ctx.fixed, len(ctx.fixed)
-        wants_x, _, _, _, _, _, *wanted = ctx.needs_input_grad
+        wants_x, _, _, _, _, *wanted = ctx.needs_input_grad
         if all([dy is None for dy in upstream]):
             return (None,) * len(ctx.needs_input_grad)
         x, norm_weight, s, a, *tensors = ctx.saved_tensors
@@ -101,7 +101,7 @@ class _LoraLinears(torch.autograd.Function):
                 if dy is not None and any(wants_base):
                     base = base_gradients(dy, x, part, wants_base)
                 gradients += [*base, None if dy is None else da, db]
-        return None if dx is None else dx.view(ctx.shape), *[None] * 5, *gradients
+        return None if dx is None else dx.view(ctx.shape), *[None] * 4, *gradients
 
 
 def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
@@ -140,5 +140,5 @@ def run_lora_linears(
             again in the backward pass. None keeps x.
     """
     fixed, tensors = flattened(projections)
-    ((a, parts),) = cast_adapters([projections], dtype)
-    return _LoraLinears.apply(x, dtype, source, fixed, a, parts, *tensors)
+    (cast,) = cast_adapters([projections], dtype)
+    return _LoraLinears.apply(x, dtype, source, fixed, cast, *tensors)
