@@ -111,7 +111,6 @@ def test_a_head_that_computes_in_its_own_way_falls_back(name: str) -> None:
     assert_falls_back(model_with(change), *reasons)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_a_head_that_torch_jit_has_compiled_falls_back() -> None:
     model = model_with(lambda _: None)
     batch = tiny_batch(model)

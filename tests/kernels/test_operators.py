@@ -283,7 +283,6 @@ RECORDERS: dict[str, Callable[..., Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # sizes are compared
 @pytest.mark.filterwarnings("ignore:.*get_attr")  # torch 2.6
 @pytest.mark.parametrize("recorder", RECORDERS)
