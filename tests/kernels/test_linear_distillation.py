@@ -282,7 +282,7 @@ def test_adapters_on_both_heads_are_added_to_their_logits():
 
 
 def test_rows_are_taken_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr("liger_patch.kernels.head.pytorch.SCRATCH_BYTES", 12 * 131 * 4 * 5)
+    monkeypatch.setattr("liger_patch.kernels.head.row_sums.SCRATCH_BYTES", 12 * 131 * 4 * 5)
     student, teacher, labels = heads(torch.float32, CPU, 17)
     blocks = []
     of_block = divergences._block

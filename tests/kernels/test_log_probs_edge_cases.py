@@ -15,7 +15,7 @@ from log_probs_ways import (
 from slow_cases import pairwise
 from three_ways import LOW_DTYPES, linear_inputs
 
-from liger_patch.kernels.head import pytorch as pytorch_rows
+from liger_patch.kernels.head import row_sums
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 
 
@@ -23,7 +23,7 @@ from liger_patch.kernels.linear_log_probs import linear_log_probs
 def small_blocks(monkeypatch):
     """Several blocks of a row in the Triton form, and of rows in the PyTorch form."""
     monkeypatch.setattr("liger_patch.kernels.triton.cross_entropy.MAX_BLOCK_V", 32)
-    monkeypatch.setattr(pytorch_rows, "SCRATCH_BYTES", 2 * 131 * 16)
+    monkeypatch.setattr(row_sums, "SCRATCH_BYTES", 2 * 131 * 16)
 
 
 @pytest.mark.parametrize("case", ["plain", "softcap_temperature"])

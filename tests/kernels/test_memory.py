@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.head import pytorch as pytorch_rows
+from liger_patch.kernels.head import row_sums
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def small_scratch(monkeypatch):
-    monkeypatch.setattr(pytorch_rows, "SCRATCH_BYTES", SCRATCH_BYTES)
+    monkeypatch.setattr(row_sums, "SCRATCH_BYTES", SCRATCH_BYTES)
 
 
 @pytest.mark.parametrize(

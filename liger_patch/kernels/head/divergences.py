@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
-from liger_patch.kernels.head.pytorch import blocks_of_rows
 from liger_patch.kernels.head.row_sums import (
     BASIC,
     RowGradients,
     RowSums,
+    blocks_of_rows,
     row_gradients_,
     row_sums,
     z_and_slope,

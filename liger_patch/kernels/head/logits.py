@@ -1,5 +1,6 @@
 """Losses from a chunk's logits: a kernel turns each row into its loss and, in place, into its
-gradient. Statistics, and logits of a vocabulary on several ranks, take two: see ``row_sums``.
+gradient. Statistics, logits of a vocabulary on several ranks, and PyTorch's operations, for devices
+without Triton and for float64, take two walks: see ``row_sums``.
 
 That is done where odds do not serve, neither those of Hopper (``hopper.OddsForm``) nor those of
 other GPUs (``odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
-from liger_patch.kernels.head import pytorch
 from liger_patch.kernels.head.gradients import OddsFactors
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.labels import CompactedLabels
@@ -22,6 +22,7 @@ from liger_patch.kernels.head.row_sums import (
     RowSums,
     TokenStatistics,
     UpstreamGradients,
+    blocks_of_rows,
     gradients_of_log_probs,
     losses_and_gradients,
     row_gradients_,
@@ -150,12 +151,29 @@ def cross_entropy_rows(
     row's gradient times its ``row_scale`` is written there.
     """
     if serves_triton(logits):
-        from liger_patch.kernels.triton import cross_entropy as form
-    else:
-        form = pytorch
-    return form.cross_entropy_rows(
-        logits, labels, options, losses=losses, dlogits=dlogits, row_scale=row_scale
-    )
+        from liger_patch.kernels.triton.cross_entropy import cross_entropy_rows as on_triton
+
+        return on_triton(
+            logits, labels, options, losses=losses, dlogits=dlogits, row_scale=row_scale
+        )
+    ignored, weight, names = labels == options.ignore_index, options.class_weight, BASIC
+    labels = labels.masked_fill(ignored, 0)
+    if options.label_smoothing > 0:
+        names += OF_SMOOTHING
+    if losses is None:
+        losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits.dtype))
+    for part in blocks_of_rows(logits):  # the second walk reads them from the cache
+        sums = RowSums(*row_sums(logits[part], labels[part], options, weight, names))
+        scale = None if row_scale is None else row_scale[part].to(losses.dtype)
+        found = losses_and_gradients(sums, labels[part], options, logits.shape[1], scale)
+        losses[part] = found[0].masked_fill(ignored[part], 0.0)
+        if dlogits is not None and found[1] is not None:
+            rows = dlogits[part]
+            if dlogits is not logits:
+                rows.copy_(logits[part])
+            row_gradients_(rows, labels[part], options, weight, found[1])
+            rows.masked_fill_(ignored[part, None], 0.0)
+    return losses
 
 
 def logits_(out: Tensor, operands: HeadInputs) -> Tensor:

@@ -7,9 +7,10 @@ except at the label, whose gradient is computed apart: near p = 1, p - 1 would c
 of ``options``, ``highest``: the largest z of the row, w: class weights, 1 where there are none.
 
 Of a vocabulary on several ranks, each reduces its own columns, gathers the numbers of all, and adds
-them in the order of the ranks, so that all have the same bits. In PyTorch operations here, some
-rows at a time as in ``pytorch``; ``triton/row_sums`` has the kernels. C: rows, R: ranks, V_r:
-classes of a rank, all V of them where there is one.
+them in the order of the ranks, so that all have the same bits. In PyTorch operations here, a few
+rows at a time, so that their float32 copies stay within SCRATCH_BYTES whatever the number of rows;
+``triton/row_sums`` has the kernels. C: rows, R: ranks, V_r: classes of a rank, all V of them where
+there is one.
 
 The sums of a row say what is asked of its token: its loss, the statistics of its distribution, and
 the factors of its gradient. With p = softmax(z) and y the label:
@@ -25,17 +26,27 @@ the factors of its gradient. With p = softmax(z) and y the label:
 for upstream gradients dlog_prob, dentropy and dlse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
-from liger_patch.kernels.head.pytorch import blocks_of_rows
 from liger_patch.kernels.options import LossOptions
 
+SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a chunk of logits
+COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max
 LOWEST = -3.0e38  # stands for the largest of no logits, and finite: -inf - -inf is nan
+
+
+def blocks_of_rows(logits: Tensor, copies: int = COPIES) -> Iterator[slice]:
+    """Yield as many of the C rows at a time as SCRATCH_BYTES hold the copies of."""
+    rows, vocab_size = logits.shape
+    itemsize = accumulation_dtype(logits.dtype).itemsize
+    block = max(1, SCRATCH_BYTES // (copies * vocab_size * itemsize))
+    for start in range(0, rows, block):
+        yield slice(start, min(start + block, rows))
 
 
 class TokenStatistics(NamedTuple):
@@ -257,7 +268,8 @@ def losses_and_gradients(
     row_scale: Tensor | None,  # (C,)
 ) -> tuple[Tensor, RowGradients | None]:
     """Return the losses, and with ``row_scale`` their gradients."""
-    # the maximum stays apart from the logarithm of the sum, as in ``pytorch``
+    # the maximum stays apart from the logarithm of the sum, which would be rounded to the maximum's
+    # last digit
     total = sums.total
     log_sum = total.log()
     lse = sums.highest + log_sum
