@@ -13,9 +13,8 @@ from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.deferred.tensor_parallel import is_dtensor, own_rows
 from liger_patch.kernels.backend import autocast_to
 from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.losses import mean_logits
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
+from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs, mean_logits
 
 # "move" too, but the loss would be on another device
 _SAME_VALUES = ("cast", "detach", "clone", "layout")

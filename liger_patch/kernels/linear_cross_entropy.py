@@ -9,6 +9,11 @@ The chunks are computed again, with the upstream gradient in place, where it is 
 (reduction "none" with a trainable head), where float16 would lose small gradients before a loss
 scale reaches them, and in a second backward pass over one graph. The gradient in the forward pass:
 Liger-Kernel (arXiv:2410.10989).
+
+In a graph it is an operator of ``torch.library``: what depends on values, as the number of
+supervised tokens does, stays within, so that a graph serves every batch of its shapes. Gradients
+that the forward pass computes are results of the operator, empty where there are none. The backward
+pass scales copies of them: a graph may run backward twice.
 """
 
 from dataclasses import replace
@@ -17,15 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import check_backward
-from liger_patch.kernels.graphs import is_traced, runs_eagerly
-from liger_patch.kernels.head import operators
-from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
+from liger_patch.kernels.backend import accumulation_dtype, check_backward
+from liger_patch.kernels.graphs import constants, is_traced, operator, runs_eagerly
+from liger_patch.kernels.head.chunked import (
+    ChunkConfig,
+    check_arguments,
+    loss_and_gradients,
+    loss_factors,
+    loss_gradients,
+    prepare_chunks,
+)
 from liger_patch.kernels.head.gradients import scale_
-from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
-from liger_patch.kernels.head.losses import loss_and_gradients, loss_factors, loss_gradients
+from liger_patch.kernels.head.inputs import (
+    HeadInputs,
+    Surroundings,
+    Wanted,
+    product_dtype,
+    save_inputs,
+    saved_inputs,
+)
+from liger_patch.kernels.head.labels import traced_items
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.vocab_shard import VocabShard
+
+_OPTIONS = ("ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss")
+_TENSORS = (
+    "Tensor hidden_states, Tensor weight, Tensor? bias, Tensor? low_rank, Tensor? low_rank_weight, "
+    "Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? num_items_in_batch"
+)
+_NUMBERS = (
+    "int ignore_index, float? softcap, float logit_scale, float label_smoothing, float z_loss, "
+    "float? chunk_mib, ScalarType? autocast, bool[] wanted, str reduction"
+)
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in HeadInputs._fields)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,6 +89,145 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None, None, None, *gradients
 
 
+class _Arguments:
+    """The arguments of the operator."""
+
+    def __init__(self, tensors: Any, numbers: dict[str, Any]) -> None:
+        *inputs, self.labels, class_weight, token_weight, items = tensors[:9]
+        self.inputs = HeadInputs(*inputs)
+        options = {name: numbers[name] for name in _OPTIONS}
+        self.options = LossOptions(**options, class_weight=class_weight)
+        self.chunk_mib, self.reduction = numbers["chunk_mib"], numbers["reduction"]
+        self.surroundings = Surroundings(Wanted(*numbers["wanted"]), numbers["autocast"])
+        self.how = {
+            "reduction": self.reduction,
+            "token_weight": token_weight,
+            "num_items_in_batch": items,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return product_dtype(self.inputs, self.surroundings.autocast)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the gradients are results of the forward pass."""
+        wanted = self.surroundings.wanted
+        return wanted.in_forward(self.dtype, same_for_all=self.reduction != "none")
+
+    def check(self) -> None:
+        hidden_states, weight, bias, *low_rank = self.inputs
+        pair: Any = None if low_rank[0] is None else tuple(low_rank)
+        check_arguments(hidden_states, weight, self.labels, bias, pair, self.options, **self.how)
+
+    def prepare(self) -> tuple[ChunkConfig, Tensor]:
+        """Return the configuration of the chunks, and the factors of the tokens' losses."""
+        self.check()
+        how = self.options, self.chunk_mib, None, self.surroundings
+        config = prepare_chunks(self.inputs, self.labels, *how)
+        return config, loss_factors(config, self.labels, **self.how)
+
+    def gradient_results(self, wanted: Wanted) -> list[Tensor]:
+        """Return what holds the gradients by the inputs, without values: empty where not wanted."""
+        inputs: Any = self.inputs
+        pairs = zip(inputs, wanted, strict=True)
+        return self.as_results([each.new_empty(each.shape) if w else None for each, w in pairs])
+
+    def as_results(self, gradients: list[Tensor | None] | None) -> list[Tensor]:
+        """Return gradients as the operator does."""
+        empty = self.inputs.hidden_states.new_empty
+        present = gradients or [None] * 5
+        return [empty(0) if each is None else each.contiguous() for each in present]
+
+
+def _results(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
+    given = _Arguments(tensors, numbers)
+    given.check()
+    shape = given.labels.shape if given.reduction == "none" else ()
+    loss = given.labels.new_empty(shape, dtype=accumulation_dtype(given.dtype))
+    wanted = given.surroundings.wanted if given.in_forward else Wanted()
+    return loss, *given.gradient_results(wanted)
+
+
+@operator(
+    _results,
+    schema=f"({_TENSORS}, *, {_NUMBERS}) -> (Tensor loss, {_GRADIENTS})",
+    reads_values=True,
+)
+def _linear_cross_entropy(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
+    given = _Arguments(tensors, numbers)
+    config, factors = given.prepare()
+    loss, gradients = loss_and_gradients(config, given.inputs, factors, given.reduction)
+    return loss, *given.as_results(gradients)
+
+
+def _backward_results(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
+    given = _Arguments(tensors, numbers)
+    return tuple(given.gradient_results(given.surroundings.wanted))
+
+
+@operator(
+    _backward_results,
+    schema=f"({_TENSORS}, Tensor grad_output, *, {_NUMBERS}) -> ({_GRADIENTS})",
+    reads_values=True,
+)
+def _linear_cross_entropy_backward(*tensors: Any, **numbers: Any) -> tuple[Tensor, ...]:
+    given = _Arguments(tensors, numbers)
+    config, factors = given.prepare()
+    return tuple(given.as_results(loss_gradients(config, given.inputs, factors, tensors[-1])))
+
+
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.numbers = keyword_only_inputs
+    given = _Arguments(inputs, keyword_only_inputs)
+    ctx.in_forward = given.in_forward
+    if ctx.in_forward:
+        # make_fx detaches a saved result: it would no longer depend on the inputs. This is another
+        # tensor on its storage; a view would keep the result, whose node keeps the view: a cycle
+        gradients = (torch.ops.aten._unsafe_view(each, each.shape) for each in output[1:])
+        ctx.save_for_backward(given.labels, *gradients)
+    else:
+        ctx.save_for_backward(*inputs)
+
+
+def _backward(
+    ctx: Any, grad_output: Tensor | None, *of_gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if any(each is not None for each in of_gradients):
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative: its gradients are those of a recorded "
+            "backward pass, which cannot be differentiated again. Run it under torch.no_grad()"
+        )
+    wanted, others = ctx.numbers["wanted"], [None] * 4  # labels and weights
+    named = zip(HeadInputs._fields, ctx.needs_input_grad, wanted, strict=False)
+    missing = [name for name, needs, is_wanted in named if needs and not is_wanted]
+    if missing:
+        raise RuntimeError(
+            f"the loss was recorded without gradients of {', '.join(missing)}: record it with "
+            "gradients enabled, and with requires_grad set of all that will be trained"
+        )
+    if grad_output is None:  # no gradient reaches the loss
+        return (*[None] * 5, *others)
+    check_backward("linear_cross_entropy", grad_output)
+    if ctx.in_forward:
+        labels, *gradients = ctx.saved_tensors
+        factor = grad_output
+        if ctx.numbers["reduction"] == "none":
+            # 0 * inf of an ignored token would be nan
+            is_ignored = labels == ctx.numbers["ignore_index"]
+            factor = grad_output.masked_fill(is_ignored, 0.0)[:, None]
+        gradients = [(each.to(factor.dtype) * factor).to(each.dtype) for each in gradients]
+    else:
+        arguments = *ctx.saved_tensors, grad_output
+        gradients = _linear_cross_entropy_backward(*arguments, **ctx.numbers)
+    pairs = zip(gradients, wanted, strict=True)
+    return (*(each if is_wanted else None for each, is_wanted in pairs), *others)
+
+
+torch.library.register_autograd("liger_patch::linear_cross_entropy", _backward, setup_context=_save)
+
+
 def linear_cross_entropy(
     hidden_states: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
@@ -84,7 +252,7 @@ def linear_cross_entropy(
 
     Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
     checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``vocab_shard`` and
-    ``hopper_kernels`` break the graph of ``torch.compile``, and are an error within the others.
+    ``hopper_kernels`` break the graph of ``torch.compile``, and are errors in the next three.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of
@@ -128,58 +296,37 @@ def linear_cross_entropy(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "class_weight": class_weight,
-    }
+    if not (hopper_kernels is None or isinstance(hopper_kernels, bool)):
+        raise ValueError(f"hopper_kernels must be True, False or None, got {hopper_kernels!r}")
+    options = ignore_index, softcap, logit_scale, label_smoothing, z_loss
+    if is_traced() and vocab_shard is None and hopper_kernels is None:
+        inputs = HeadInputs(hidden_states, weight, bias, *(low_rank or (None, None)))
+        wanted, autocast = Surroundings.by(inputs)
+        numbers: dict[str, Any] = dict(zip(_OPTIONS, constants(*options), strict=True))
+        numbers |= {"chunk_mib": chunk_mib, "autocast": autocast, "wanted": [*wanted]}
+        items = traced_items(num_items_in_batch)
+        tensors = *inputs, labels, class_weight, token_weight, items
+        return _linear_cross_entropy(*tensors, reduction=reduction, **numbers)[0]
+    given = hidden_states, weight, labels, bias, low_rank, LossOptions(*options, class_weight)
     how: dict[str, Any] = {
         "reduction": reduction,
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
-    if not (hopper_kernels is None or isinstance(hopper_kernels, bool)):
-        raise ValueError(f"hopper_kernels must be True, False or None, got {hopper_kernels!r}")
-    is_plain = vocab_shard is None and hopper_kernels is None
-    if is_traced() and is_plain:
-        given = hidden_states, weight, bias, low_rank, labels
-        return operators.linear_cross_entropy(*given, options=options, chunk_mib=chunk_mib, **how)
-    given = hidden_states, weight, bias, low_rank, labels
-    shard = vocab_shard
-    return _call(*given, LossOptions(**options), chunk_mib, shard, hopper_kernels, **how)
+    return _call(given, how, chunk_mib, vocab_shard, hopper_kernels)
 
 
 @runs_eagerly
 def _call(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank: tuple[Tensor, Tensor] | None,
-    labels: Tensor,
-    options: LossOptions,
+    given: tuple[Any, ...],
+    how: dict[str, Any],
     chunk_mib: float | None,
     shard: VocabShard | None,
     hopper_kernels: bool | None,
-    *,
-    reduction: str,
-    **how: Any,
 ) -> Tensor:
-    inputs = check_arguments(
-        hidden_states,
-        weight,
-        labels,
-        bias,
-        low_rank,
-        options,
-        shard=shard,
-        reduction=reduction,
-        **how,
-    )
-    config = prepare_chunks(
-        inputs, labels, options, chunk_mib, shard, hopper_kernels=hopper_kernels
-    )
-    factors = loss_factors(config, labels, reduction=reduction, **how)
-    return _LinearCrossEntropy.apply(config, factors, reduction, *inputs)
+    inputs = check_arguments(*given, shard=shard, **how)
+    _, _, labels, _, _, options = given
+    prepared = inputs, labels, options, chunk_mib, shard
+    config = prepare_chunks(*prepared, hopper_kernels=hopper_kernels)
+    factors = loss_factors(config, labels, **how)
+    return _LinearCrossEntropy.apply(config, factors, how["reduction"], *inputs)

@@ -29,6 +29,7 @@ from liger_patch.kernels.head.chunked import (
     bounds_of,
     check_arguments,
     empty_logits,
+    loss_factors,
     row_elements,
 )
 from liger_patch.kernels.head.divergences import (
@@ -49,7 +50,6 @@ from liger_patch.kernels.head.inputs import (
 )
 from liger_patch.kernels.head.labels import compact_labels
 from liger_patch.kernels.head.logits import logits_
-from liger_patch.kernels.head.losses import loss_factors
 from liger_patch.kernels.options import LossOptions
 
 NO_LABELS = -100  # ignore_index where no labels are given

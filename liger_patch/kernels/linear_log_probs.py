@@ -18,27 +18,53 @@ pass over one graph.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import check_backward
-from liger_patch.kernels.graphs import constants, is_traced, runs_eagerly
-from liger_patch.kernels.head import operators
-from liger_patch.kernels.head.chunked import ChunkConfig, check_arguments, prepare_chunks
-from liger_patch.kernels.head.inputs import HeadInputs, save_inputs, saved_inputs
-from liger_patch.kernels.head.losses import (
-    LogProbs,
-    expected_upstream,
-    log_probs_and_gradients,
-    log_probs_gradients_,
+from liger_patch.kernels.backend import accumulation_dtype, check_backward, without_autocast
+from liger_patch.kernels.graphs import runs_eagerly
+from liger_patch.kernels.head.chunked import (
+    ChunkConfig,
+    check_arguments,
+    prepare_chunks,
+    run_chunks,
 )
+from liger_patch.kernels.head.gradients import scale_
+from liger_patch.kernels.head.inputs import HeadInputs, Wanted, save_inputs, saved_inputs
 from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.vocab_shard import VocabShard
+
+SLAB = 1024  # tokens that are converted at a time
+RANGE = 1e-30, 1e30  # of weights whose sums and ratios keep their digits in float32 and bf16
+ROUNDING = 8  # eps that an upstream gradient may be off: a loss multiplies and divides some times
+
+
+class LogProbs(NamedTuple):
+    """Of each token, (N,), 0 (False) where it is ignored; None where not asked for.
+
+    Attributes:
+        log_probs: of the label.
+        entropy: of the distribution, in nats.
+        is_top1: whether the label is the most likely class, or the first of several equal ones.
+            Where logits are never written (bf16 on Hopper), it is False for each of several equal
+            ones in a block of 128 classes.
+        lse: log of the sum of the exponentials of the logits.
+        mean_logits: over the vocabulary, after scale, softcap and temperature. No gradient.
+        log_sum_sq_probs: log of the sum of the squared probabilities. No gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -46,18 +72,32 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx,
         config: ChunkConfig,
-        outputs: Collection[str],
+        outputs: set[str],
         same_gradient: bool,
         row_weights: Tensor | None,
         *inputs: Any,
     ):
         ctx.set_materialize_grads(False)
-        ctx.expected = expected_upstream(config, row_weights)
-        results, gradients = log_probs_and_gradients(
-            config, HeadInputs(*inputs), outputs, ctx.expected, same_gradient=same_gradient
-        )
-        ctx.config, ctx.gradients = config, gradients
-        save_inputs(ctx, inputs, config.options)
+        head, options, labels = HeadInputs(*inputs), config.options, config.labels
+        expected = _expected_upstream(config, row_weights)
+        in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
+        needs_rows = options.softcap is not None or config.shard is not None
+        asked = outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
+        wanted = config.wanted if in_forward else Wanted()
+        result = run_chunks(config, head, -expected, wanted, statistics=asked)
+        values = {"log_probs": -result.losses}
+        if result.statistics is not None:
+            values |= result.statistics._asdict()
+        if "mean_logits" in outputs - asked:
+            values["mean_logits"] = mean_logits(head, options.logit_scale, labels.gather)
+        results = [
+            # no view: autograd forbids in-place changes of the views that a function returns
+            labels.scatter(values[name].clone()) if name in outputs else None
+            for name in LogProbs._fields
+        ]
+        ctx.config, ctx.expected = config, expected
+        ctx.gradients = result.gradients if in_forward else None
+        save_inputs(ctx, inputs, options)
         ctx.mark_non_differentiable(*(r for r in (results[2], *results[4:]) if r is not None))
         return tuple(results)
 
@@ -68,12 +108,120 @@ class _LinearLogProbs(torch.autograd.Function):
         # kept no longer: a second backward pass computes its own
         gradients, ctx.gradients = ctx.gradients, None
         upstream_gradients = UpstreamGradients(dlog_probs, dentropy, dlse)
-        gradients = log_probs_gradients_(
+        gradients = _gradients_(
             ctx.config, lambda: saved_inputs(ctx)[0], ctx.expected, gradients, upstream_gradients
         )
         return None, None, None, None, *gradients
 
 
+def _gradients_(
+    config: ChunkConfig,
+    inputs: Callable[[], HeadInputs],
+    expected: Tensor,
+    gradients: list[Tensor | None] | None,
+    upstream: UpstreamGradients,
+) -> list[Tensor | None]:
+    """Return the gradients for upstream gradients (N,): those of the forward pass, scaled and
+    corrected in place, where they can be; else the chunks are computed again.
+    """
+    labels = config.labels
+    n = labels.read_count()
+    of_rows = (None if each is None else labels.gather(each) for each in upstream)
+    dlog_probs, dentropy, dlse = upstream = UpstreamGradients(*of_rows)
+    if dentropy is None and dlse is None and dlog_probs is not None and gradients is not None:
+        if not n:
+            return gradients
+        expected = expected[:n]
+        if not config.wanted.sums:
+            labels.scale_rows_(gradients, dlog_probs / expected)
+            return gradients
+        factor, places = _fit(expected, dlog_probs)
+        if len(places) < n:
+            scale_([each for each in gradients if each is not None], factor)
+            if not len(places):
+                return gradients
+            of_places = dlog_probs.index_select(0, places)
+            missing = of_places - factor * expected.index_select(0, places)
+            some = replace(config, labels=labels.some(places))
+            how: dict[str, Any] = {"totals": gradients}
+            gradients = run_chunks(some, inputs(), -missing, config.wanted, **how).gradients
+            factors = torch.ones_like(dlog_probs).index_copy_(0, places, of_places / missing)
+            labels.scale_rows_(gradients[::3], factors)  # of states, whose rows are no sums
+            return gradients
+    if gradients is not None:
+        gradients.clear()  # freed before others are computed
+    return _computed_again(config, inputs(), upstream)
+
+
+def _expected_upstream(config: ChunkConfig, row_weights: Tensor | None) -> Tensor:
+    """Return (N,), in the order of the compacted labels, the upstream gradients that the forward
+    pass expects, up to a common factor: with a trained head ``row_weights``, 0 where one is out of
+    RANGE; else those of minus the mean of the log-probabilities.
+    """
+    labels, dtype = config.labels, accumulation_dtype(config.dtype)
+    if row_weights is None or not config.wanted.sums:
+        return -labels.counts[0].clamp(min=1).to(dtype).reciprocal().expand(len(labels.labels))
+    weights = row_weights.to(dtype).index_select(0, labels.rows)
+    size = weights.abs()
+    return weights.masked_fill(~((size > RANGE[0]) & (size < RANGE[1])), 0.0)
+
+
+def _fit(expected: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Return () the factor between expected and true upstream gradients (n,), and (d,) the places
+    where these differ by more than rounding. Those are all n where they have most of the weight:
+    what they added would be subtracted from what remains.
+    """
+    if upstream.is_meta:
+        return upstream[0], torch.empty(0, dtype=torch.int64, device=upstream.device)
+    ratios, _ = (upstream / expected).masked_fill(expected == 0, math.nan).sort()  # nan last
+    middle = ((expected != 0).sum() - 1).clamp(min=0) // 2
+    factor = ratios.index_select(0, middle[None])[0].nan_to_num(0.0, 0.0, 0.0)
+    allowed = ROUNDING * torch.finfo(upstream.dtype).eps * upstream.abs()
+    differs = ~((upstream - factor * expected).abs() <= allowed)
+    weight = expected.abs()
+    has_most = weight.masked_fill(differs, 0.0).sum() * 2 >= weight.sum()
+    is_close = has_most & upstream.isfinite().all()
+    # the one place that waits for the device
+    return factor, (differs | ~is_close).nonzero()[:, 0]
+
+
+def _computed_again(
+    config: ChunkConfig, inputs: HeadInputs, upstream: UpstreamGradients
+) -> list[Tensor | None]:
+    """Compute the chunks once more, with the upstream gradients (n,) in place."""
+    dtype, labels = accumulation_dtype(config.dtype), config.labels
+    dlog_probs, dentropy, dlse = upstream
+    if dlog_probs is None:
+        row_scale = labels.labels.new_zeros(labels.read_count(), dtype=dtype)
+    else:
+        row_scale = (-dlog_probs).to(dtype).contiguous()
+    if dentropy is None and dlse is None:
+        return run_chunks(config, inputs, row_scale, config.wanted).gradients
+    upstream = UpstreamGradients(*(u if u is None else u.contiguous() for u in upstream))
+    return run_chunks(config, inputs, row_scale, config.wanted, upstream=upstream).gradients
+
+
+def mean_logits(
+    inputs: HeadInputs, logit_scale: float, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return (n,) the mean over the vocabulary of logits without a softcap, for the rows that
+    ``gather`` takes: it is linear in the weight.
+    """
+    total = None
+    with without_autocast(inputs.hidden_states.device.type):
+        for states, weight in inputs.products():
+            dtype = accumulation_dtype(states.dtype)
+            rows = weight.sum(0, dtype=dtype)
+            slabs = gather(states).split(SLAB)
+            product = torch.cat([slab.to(dtype) @ rows for slab in slabs])
+            total = product if total is None else total + product
+        assert total is not None
+        if inputs.bias is not None:
+            total = total + inputs.bias.sum(dtype=total.dtype)
+    return total * (logit_scale / inputs.weight.shape[0])
+
+
+@runs_eagerly
 def linear_log_probs(
     hidden_states: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
@@ -93,8 +241,7 @@ def linear_log_probs(
 ) -> LogProbs:
     """Compute ``log_softmax(linear(hidden_states, weight, bias))`` at the labels, without logits.
 
-    Within ``torch.compile`` and the others that ``linear_cross_entropy`` names, it is the operator
-    ``liger_patch::linear_log_probs``.
+    ``torch.compile`` breaks the graph here.
 
     Args:
         hidden_states, weight, labels, bias, low_rank, ignore_index, softcap, logit_scale,
@@ -120,7 +267,6 @@ def linear_log_probs(
             vocabulary.
         RuntimeError: in the backward pass, with ``create_graph=True``.
     """
-    temperature, softcap, logit_scale = constants(temperature, softcap, logit_scale)
     if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
     names = {outputs} if isinstance(outputs, str) else outputs
@@ -128,39 +274,10 @@ def linear_log_probs(
         raise ValueError(f"outputs must be among {LogProbs._fields}, got {outputs!r}")
     LossOptions(ignore_index, softcap, logit_scale)  # refuses what is no number
     # softcap / T * tanh(logit_scale / T * x / (softcap / T)): temperature is no option of its own
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "softcap": None if softcap is None else softcap / temperature,
-        "logit_scale": logit_scale / temperature,
-    }
-    asked, is_expected = {*names, "log_probs"}, same_gradient or row_weights is not None
-    if is_traced() and vocab_shard is None:
-        given = hidden_states, weight, bias, low_rank, labels
-        options |= {"label_smoothing": 0.0, "z_loss": 0.0, "class_weight": None}
-        how: dict[str, Any] = {"outputs": sorted(asked), "same_gradient": is_expected}
-        how |= {"options": options, "chunk_mib": chunk_mib}
-        return operators.linear_log_probs(*given, row_weights=row_weights, **how)
-    given = hidden_states, weight, bias, low_rank, labels
-    how = {"same_gradient": is_expected, "row_weights": row_weights}
-    return _call(*given, LossOptions(**options), chunk_mib, vocab_shard, asked, **how)
-
-
-@runs_eagerly
-def _call(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank: tuple[Tensor, Tensor] | None,
-    labels: Tensor,
-    options: LossOptions,
-    chunk_mib: float | None,
-    shard: VocabShard | None,
-    outputs: Collection[str],
-    *,
-    same_gradient: bool,
-    row_weights: Tensor | None,
-) -> LogProbs:
+    softcap = None if softcap is None else softcap / temperature
+    options = LossOptions(ignore_index, softcap, logit_scale / temperature)
     given = hidden_states, weight, labels, bias, low_rank, options
-    inputs = check_arguments(*given, row_weights=row_weights, shard=shard)
-    config = prepare_chunks(inputs, labels, options, chunk_mib, shard)
-    return LogProbs(*_LinearLogProbs.apply(config, outputs, same_gradient, row_weights, *inputs))
+    inputs = check_arguments(*given, row_weights=row_weights, shard=vocab_shard)
+    config = prepare_chunks(inputs, labels, options, chunk_mib, vocab_shard)
+    how = {*names, "log_probs"}, same_gradient or row_weights is not None, row_weights
+    return LogProbs(*_LinearLogProbs.apply(config, *how, *inputs))

@@ -21,8 +21,8 @@ from slow_cases import pairwise, slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 from torch.nn.functional import linear
 
+from liger_patch.kernels import linear_log_probs as operator
 from liger_patch.kernels import reference
-from liger_patch.kernels.head import losses as operator
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")

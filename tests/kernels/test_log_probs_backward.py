@@ -16,7 +16,7 @@ from log_probs_ways import (
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES, chunk_mib, linear_inputs, paired
 
-from liger_patch.kernels.head import losses as operator
+from liger_patch.kernels import linear_log_probs as operator
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 
 CPU = torch.device("cpu")

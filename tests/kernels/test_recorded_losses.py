@@ -19,7 +19,6 @@ from loss_calls import (
     assert_same,
     frozen,
     inputs,
-    log_probs,
     mean,
     ready_made,
     with_gradients,
@@ -29,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from liger_patch import linear_cross_entropy
+from liger_patch import linear_cross_entropy, linear_distillation, linear_log_probs
 
 pytestmark = MARKS
 
@@ -113,6 +112,26 @@ def test_results_without_values_have_the_shapes_of_those_with(loss: Loss) -> Non
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
 
 
+def log_probs(*given: Tensor) -> Tensor:
+    return linear_log_probs(*given).log_probs.mean()
+
+
+def on_hopper(*given: Tensor) -> Tensor:
+    return linear_cross_entropy(*given, hopper_kernels=True)
+
+
+def distillation(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return linear_distillation(hidden_states, weight, hidden_states, weight, labels)
+
+
+@pytest.mark.parametrize("loss", [log_probs, on_hopper, distillation])
+def test_a_recording_would_hold_the_number_of_supervised_tokens(loss: Loss) -> None:
+    with pytest.raises(RuntimeError, match="reads the number of supervised tokens"):
+        make_fx(loss)(*inputs())
+    given = inputs()
+    assert_same(with_gradients(torch.compile(loss, backend="eager"), *given), loss, *given)
+
+
 class Model(nn.Module):
     def __init__(self, weight: Tensor, loss: Loss) -> None:
         super().__init__()
@@ -123,7 +142,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("loss", [mean, log_probs, ready_made])
+@pytest.mark.parametrize("loss", [mean, ready_made])
 def test_what_is_exported_trains(loss: Loss, strict: bool) -> None:
     hidden_states, weight, labels = inputs()
     tokens = torch.export.Dim("tokens")

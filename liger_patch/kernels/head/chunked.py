@@ -50,6 +50,7 @@ from liger_patch.kernels.head.labels import (
     CompactedLabels,
     check_token_arguments,
     compact_labels,
+    token_factors,
 )
 from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.head.row_sums import TokenStatistics, UpstreamGradients
@@ -238,6 +239,42 @@ def run_chunks(
         memory = memory_c = operands_c = None  # freed before a float32 dweight is rounded
         known = None if form.statistics is None else form.statistics.of(slice(n))
         return ChunkedResult(form.losses[:n], known, gradients.finish())
+
+
+def loss_factors(
+    config: ChunkConfig, labels: Tensor, *, token_weight: Tensor | None, **how: Any
+) -> Tensor:
+    """Return (N,) the factors of the tokens' losses in the order of the compacted labels; ``how``:
+    reduction and ``num_items_in_batch``.
+    """
+    dtype = accumulation_dtype(config.dtype)
+    factors = token_factors(
+        labels, config.labels, config.options, token_weight=token_weight, dtype=dtype, **how
+    )
+    if token_weight is None:
+        return factors.contiguous()
+    return factors.index_select(0, config.labels.rows)
+
+
+def loss_and_gradients(
+    config: ChunkConfig, inputs: HeadInputs, factors: Tensor, reduction: str
+) -> tuple[Tensor, list[Tensor | None] | None]:
+    """Return the loss, (N,) or (), and its gradients where the forward pass can compute them."""
+    in_forward = config.has_gradients_in_forward(same_for_all=reduction != "none")
+    result = run_chunks(config, inputs, factors, config.wanted if in_forward else Wanted())
+    losses = result.losses * factors[: len(result.losses)]
+    loss = config.labels.scatter(losses) if reduction == "none" else losses.sum()
+    return loss, result.gradients if in_forward else None
+
+
+def loss_gradients(
+    config: ChunkConfig, inputs: HeadInputs, factors: Tensor, grad_output: Tensor
+) -> list[Tensor | None]:
+    """Compute the chunks again, with the upstream gradient (N,) or () in place."""
+    labels = config.labels
+    n = labels.read_count()
+    upstream = labels.gather(grad_output) if grad_output.dim() else grad_output
+    return run_chunks(config, inputs, factors[:n] * upstream, config.wanted).gradients
 
 
 def _form(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import serves_triton_device
+from liger_patch.kernels.graphs import is_without_values
 from liger_patch.kernels.options import LossOptions, is_finite
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -58,9 +59,16 @@ class CompactedLabels:
 
         Raises:
             ValueError: a label that is neither ``ignore_index`` nor in [0, V).
+            RuntimeError: in a recording, which would hold n as a constant.
         """
         if self.count is not None:
             return self.count
+        if is_without_values():
+            raise RuntimeError(
+                "the host reads the number of supervised tokens: make_fx, torch.export and "
+                "FakeTensorMode take cross_entropy, and linear_cross_entropy without vocab_shard "
+                "and hopper_kernels"
+            )
         total = len(self.labels)
         if self.counts.is_meta:
             self.count = total  # for shapes, as if all of them counted

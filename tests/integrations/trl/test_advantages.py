@@ -15,7 +15,7 @@ from tiny_text import Writer, tiny_tokenizer
 from training_step import widened
 from trl_models import DEFAULTS, MARKS, assert_fused, lora, make_model, train
 
-from liger_patch.kernels.head import losses as operator
+from liger_patch.kernels import linear_log_probs as operator
 
 pytestmark = MARKS
 GROUP, UPDATES = 4, 3
