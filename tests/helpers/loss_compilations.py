@@ -126,7 +126,7 @@ def odds(target: GPUTarget) -> Cases:
     """What it serves: bf16 on Hopper. Of B200 and B300, where it is not launched, heads without
     adapters: Triton 3.7's compiler fails at those for sm_100.
     """
-    from liger_patch.kernels.head import hopper as kernels
+    from liger_patch.kernels.head import odds as kernels
 
     if target.arch not in (90, 100, 103) or kernels.TensorDescriptor is None:
         return
@@ -153,7 +153,7 @@ def _tile(rows: int, columns: int) -> str:
 
 
 def label_logit(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.head import hopper as kernels
+    from liger_patch.kernels.head import odds as kernels
 
     for softcap, rank in itertools.product((0, 1), repeat=2):
         given = arguments("*bf16", "low_rank_ptr low_rank_weight_ptr", if_=rank)
@@ -167,7 +167,7 @@ def label_logit(target: GPUTarget) -> Cases:
 
 
 def finish(target: GPUTarget) -> Cases:
-    from liger_patch.kernels.head import hopper as kernels
+    from liger_patch.kernels.head import odds as kernels
 
     flags = itertools.product((0, 1), repeat=4)
     for softcap, class_weight, writes, statistics in flags:

@@ -32,14 +32,14 @@ def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str)
     """
     from odds_cases import IS_HOPPER  # skips where Triton is not installed
 
-    from liger_patch.kernels.head import hopper, odds
+    from liger_patch.kernels.head import odds
     from liger_patch.kernels.triton import row_odds as kernels
 
     is_interpreter = device == "cpu"
     if is_interpreter and not INTERPRETED:
         pytest.skip("needs Triton's interpreter")
     if form == "hopper":
-        computes, name = hopper.OddsForm, "run"
+        computes, name = odds.OddsForm, "run"
         if is_interpreter:
             monkeypatch.setattr(odds, "serves_odds", lambda *_: True)
         elif not IS_HOPPER:

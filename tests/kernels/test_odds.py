@@ -12,7 +12,7 @@ from three_ways import (
     loss_and_gradients,
 )
 
-from liger_patch.kernels.head import hopper
+from liger_patch.kernels.head import odds as forms
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = MARKS
@@ -82,13 +82,13 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
     given = []
-    run = hopper.OddsForm.run
+    run = forms.OddsForm.run
 
     def watched(self, *args, memory, **how):
         given.append(memory)
         run(self, *args, memory=memory, **how)
 
-    monkeypatch.setattr(hopper.OddsForm, "run", watched)
+    monkeypatch.setattr(forms.OddsForm, "run", watched)
     with_gradients = loss_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
         inputs,
@@ -124,11 +124,11 @@ def test_any_number_of_chunks(rows, ignored, both_odds):
 @pytest.mark.parametrize("columns", slow_but([16], [8, 16, 24]))
 def test_rows_in_groups_of_any_size(columns, odds, monkeypatch):
     device, dtype = odds
-    monkeypatch.setattr(hopper, "GROUPED_COLUMNS", columns)
-    hopper.tile_constants.cache_clear()
+    monkeypatch.setattr(forms, "GROUPED_COLUMNS", columns)
+    forms.tile_constants.cache_clear()
     inputs, labels = linear_inputs(dtype, device, 260, 8, ignored=0.0)  # three tiles of rows
     check_linear(inputs, labels)
-    hopper.tile_constants.cache_clear()
+    forms.tile_constants.cache_clear()
 
 
 def test_many_tokens_with_the_same_label(both_odds):

@@ -16,7 +16,7 @@ from three_ways import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.head import hopper
+from liger_patch.kernels.head import odds as forms
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 
@@ -49,14 +49,14 @@ def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch):
     """The flag lies in memory that may have been used before: 1 would compute a chunk twice."""
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
-    new_empty, run, flags = torch.Tensor.new_empty, hopper.OddsForm.run, []
+    new_empty, run, flags = torch.Tensor.new_empty, forms.OddsForm.run, []
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **how: new_empty(*a, **how).fill_(1))
 
     def watched(self, *args, **how):
         flags.append(self._overflow.item())
         run(self, *args, **how)
 
-    monkeypatch.setattr(hopper.OddsForm, "run", watched)
+    monkeypatch.setattr(forms.OddsForm, "run", watched)
     linear_cross_entropy(**inputs, labels=labels, chunk_mib=chunk_mib(7, 131, dtype))
     assert len(flags) > 1
     assert not any(flags)

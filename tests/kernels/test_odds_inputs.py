@@ -7,7 +7,7 @@ import torch
 from odds_cases import MARKS, STATISTICS
 from three_ways import check_linear, linear_inputs
 
-from liger_patch.kernels.head import hopper, odds
+from liger_patch.kernels.head import odds
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.options import LossOptions
@@ -23,7 +23,7 @@ def refuse_odds(monkeypatch):
     def refused(*_, **__):
         raise AssertionError("odds are computed")
 
-    monkeypatch.setattr(hopper.OddsForm, "run", refused)
+    monkeypatch.setattr(odds.OddsForm, "run", refused)
 
 
 def test_the_kernels_of_other_gpus_can_be_asked_for(odds, monkeypatch):

@@ -5,7 +5,7 @@ N: tokens, n: supervised tokens, H: hidden size, V: vocabulary, C: tokens in a c
 are dropped. For each chunk, where gradients are wanted:
 
     logits = X_c W^T                 one matrix product into a buffer that every chunk reuses
-    logits -> losses, G in place     G = dloss/dlogits; see ``logits``, ``odds`` and ``hopper``
+    logits -> losses, G in place     G = dloss/dlogits; see ``logits`` and ``odds``
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
@@ -58,7 +58,7 @@ from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from liger_patch.kernels.head.hopper import OddsForm
+    from liger_patch.kernels.head.odds import OddsForm
 
 ALIGNED_V = 64  # elements: Triton's rows of logits start at 128-byte boundaries, whatever V
 
@@ -287,12 +287,12 @@ def _form(
     labels, options, shard = config.labels, config.options, config.shard
     how: dict[str, Any] = {"has_statistics": bool(statistics)}
     if upstream is None and shard is None and serves_triton_device(labels.labels):
-        from liger_patch.kernels.head import hopper, odds
+        from liger_patch.kernels.head import odds
 
         may_be_hopper = config.hopper_kernels is not False
         if config.hopper_kernels or odds.is_worth_odds(len(labels.labels)):
             if may_be_hopper and odds.serves_odds(operands, options, statistics):
-                return hopper.OddsForm(operands, labels, options, **how)
+                return odds.OddsForm(operands, labels, options, **how)
             if odds.serves_row_odds(operands, options):
                 return odds.RowOddsForm(operands, labels, options, **how)
     return LogitsForm(operands, labels, options, upstream=upstream, shard=shard, **how)

@@ -2,7 +2,7 @@
 gradient. Statistics, logits of a vocabulary on several ranks, and PyTorch's operations, for devices
 without Triton and for float64, take two walks: see ``row_sums``.
 
-That is done where odds do not serve, neither those of Hopper (``hopper.OddsForm``) nor those of
+That is done where odds do not serve, neither those of Hopper (``odds.OddsForm``) nor those of
 other GPUs (``odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
 a chunk, N: of the batch, n: of them supervised, V: vocabulary, V_r: its classes on this rank.
 """
@@ -36,7 +36,7 @@ from liger_patch.kernels.vocab_shard import VocabShard
 
 class LogitsForm:
     """Computes losses and gradients of chunks of tokens from their logits. ``odds.RowOddsForm`` and
-    ``hopper.OddsForm`` have the same interface.
+    ``odds.OddsForm`` have the same interface.
 
     Attributes:
         counts_on_device: whether the kernels read on the device where the supervised tokens end.
