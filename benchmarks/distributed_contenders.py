@@ -158,7 +158,7 @@ def _head_loss(
         own = labels % len(weight)
         return lambda: linear_cross_entropy(x, weight, own)
     if name in ("liger_patch", SMALL_CHUNKS):
-        from liger_patch.kernels.vocab_shard import VocabShard
+        from liger_patch.kernels.head.inputs import VocabShard
 
         shard = VocabShard(distributed.group.WORLD, vocab_size)
         how = {"vocab_shard": shard, "chunk_mib": 192 if name == SMALL_CHUNKS else None}

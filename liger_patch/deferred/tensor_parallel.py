@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_patch.deferred.record import HeadCall, Step
 from liger_patch.deferred.tensor import DeferredLogits
-from liger_patch.kernels.vocab_shard import VocabShard
+from liger_patch.kernels.head.inputs import VocabShard
 
 
 class DistributedLogits(DeferredLogits):

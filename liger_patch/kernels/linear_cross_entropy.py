@@ -36,6 +36,7 @@ from liger_patch.kernels.head.gradients import scale_
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
     Surroundings,
+    VocabShard,
     Wanted,
     product_dtype,
     save_inputs,
@@ -43,7 +44,6 @@ from liger_patch.kernels.head.inputs import (
 )
 from liger_patch.kernels.head.labels import traced_items
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.vocab_shard import VocabShard
 
 _OPTIONS = ("ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss")
 _TENSORS = (

@@ -35,10 +35,15 @@ from liger_patch.kernels.head.chunked import (
     run_chunks,
 )
 from liger_patch.kernels.head.gradients import scale_
-from liger_patch.kernels.head.inputs import HeadInputs, Wanted, save_inputs, saved_inputs
+from liger_patch.kernels.head.inputs import (
+    HeadInputs,
+    VocabShard,
+    Wanted,
+    save_inputs,
+    saved_inputs,
+)
 from liger_patch.kernels.head.row_sums import UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB = 1024  # tokens that are converted at a time
 RANGE = 1e-30, 1e30  # of weights whose sums and ratios keep their digits in float32 and bf16

@@ -20,10 +20,9 @@ from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, lin
 from torch import Tensor
 from torch import distributed as dist
 
-from liger_patch.kernels.head.inputs import MIB
+from liger_patch.kernels.head.inputs import MIB, VocabShard
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
-from liger_patch.kernels.vocab_shard import VocabShard
 
 device = torch.device("cpu")
 

@@ -41,6 +41,7 @@ from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
     HeadInputs,
     Surroundings,
+    VocabShard,
     Wanted,
     checked_chunk_bytes,
     checked_inputs,
@@ -55,7 +56,6 @@ from liger_patch.kernels.head.labels import (
 from liger_patch.kernels.head.logits import LogitsForm
 from liger_patch.kernels.head.row_sums import TokenStatistics, UpstreamGradients
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from liger_patch.kernels.head.odds import OddsForm

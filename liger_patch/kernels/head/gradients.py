@@ -15,9 +15,8 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.chunk_sizes import chunk_bounds
-from liger_patch.kernels.head.inputs import HeadInputs, Wanted
+from liger_patch.kernels.head.inputs import HeadInputs, VocabShard, Wanted
 from liger_patch.kernels.products import product_
-from liger_patch.kernels.vocab_shard import VocabShard
 
 SLAB_BYTES = 20 * 2**20  # of a float32 product at a time: 1024 rows of 4096 run at full speed
 

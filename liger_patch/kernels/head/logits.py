@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.head.gradients import OddsFactors
-from liger_patch.kernels.head.inputs import HeadInputs
+from liger_patch.kernels.head.inputs import HeadInputs, VocabShard
 from liger_patch.kernels.head.labels import CompactedLabels
 from liger_patch.kernels.head.row_sums import (
     BASIC,
@@ -31,7 +31,6 @@ from liger_patch.kernels.head.row_sums import (
 )
 from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.products import product_
-from liger_patch.kernels.vocab_shard import VocabShard
 
 
 class LogitsForm:
