@@ -41,24 +41,22 @@ from liger_patch.kernels.backend import (
 from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
 from liger_patch.kernels.expert_parameters import FIELDS, Given, Layer
 from liger_patch.kernels.expert_steps import (
+    ALIGNMENT,
     Activation,
     ExpertProjection,
+    Order,
     add_thin_,
     gated,
     gated_backward_,
     gathered,
-    sum_slots_,
-)
-from liger_patch.kernels.gated import ACTIVATIONS
-from liger_patch.kernels.gated_mlp import Result
-from liger_patch.kernels.grouped import (
-    ALIGNMENT,
-    Order,
     grouped_outer,
     grouped_product,
     order_from,
     order_of,
+    sum_slots_,
 )
+from liger_patch.kernels.gated import ACTIVATIONS
+from liger_patch.kernels.gated_mlp import Result
 
 SWIGLU = Activation()
 

@@ -16,7 +16,7 @@ from kernel_forms import INTERPRETED
 from layer_checks import results_and_gradients
 from slow_cases import slow_but
 
-from liger_patch.kernels import grouped
+from liger_patch.kernels import expert_steps
 from liger_patch.kernels.experts import Activation
 
 ADAPTERS = {"both": (4, 3), "first": (16, 0), "last": (0, 24), "none": (0, 0)}
@@ -143,7 +143,7 @@ def test_the_order_is_a_stable_sort(
     tokens: int, slots: int, count: int, device: torch.device
 ) -> None:
     index = torch.randint(count, (tokens, slots))
-    order = grouped.order_of(index.to(device), count)
+    order = expert_steps.order_of(index.to(device), count)
     offsets, ordered, places = (each.cpu().long() for each in order[1:4])
     assert torch.equal(ordered, index.view(-1).argsort(stable=True))
     assert torch.equal(places.view(-1)[ordered], torch.arange(index.numel()))
@@ -304,12 +304,12 @@ def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> Non
 @pytest.mark.gpu
 def test_grouped_products_run_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper and later, so the host reads no counts."""
-    if torch.cuda.get_device_capability() < (9, 0) or grouped.GROUPED_MM is None:
+    if torch.cuda.get_device_capability() < (9, 0) or expert_steps.GROUPED_MM is None:
         pytest.skip("needs a GPU with grouped products")
 
     def fails(_: Any) -> Any:
         raise AssertionError("the host reads the counts")
 
-    monkeypatch.setattr(grouped, "_groups", fails)
+    monkeypatch.setattr(expert_steps, "_groups", fails)
     tensors = cast(inputs(TOKENS, bias=True), torch.bfloat16, "cuda")
     results_and_gradients(calls()[0], tensors, {"index"})
