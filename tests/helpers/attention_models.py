@@ -10,6 +10,7 @@ from typing import Any
 import plain_flash
 import pytest
 import torch
+import truths
 from exactness import assert_no_worse
 from torch import Tensor, nn
 from training_step import Step, joined
@@ -119,7 +120,7 @@ class Calls:
         def flash(query, key, value, found, scale=None) -> Tensor:
             self.flash.append(found)
             if served:
-                return reference.segment_attention(query, key, value, found, scale).contiguous()
+                return truths.segment_attention(query, key, value, found, scale).contiguous()
             return attention.segment_attention(query, key, value, found, scale)
 
         def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:

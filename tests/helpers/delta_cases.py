@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+import truths
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from liger_patch.kernels import reference
 from liger_patch.kernels.delta_rule import CHUNK
 
 
@@ -35,7 +35,7 @@ def eager(
 ) -> Tensor:
     """In float64 the recurrence, the truth; else chunk by chunk in float32, rounded once."""
     if v.dtype == torch.float64:
-        return reference.gated_delta_rule(q, k, v, g, beta, sequence_ids)
+        return truths.gated_delta_rule(q, k, v, g, beta, sequence_ids)
     if sequence_ids is not None:
         return torch.cat(
             [_sequences(*row) for row in zip(q, k, v, g, beta, sequence_ids, strict=True)]

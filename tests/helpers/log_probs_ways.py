@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import truths
 from exactness import assert_no_worse, error
 from three_ways import ORDERS, _orders, paired
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels import reference
 from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
@@ -131,7 +131,7 @@ def check_log_probs(
         return results
 
     def truth(**x: Tensor) -> LogProbs:
-        return reference.linear_log_probs(**paired(x), labels=labels.long(), **options)
+        return truths.linear_log_probs(**paired(x), labels=labels.long(), **options)
 
     our = results_and_gradients(ours, inputs, upstream, frozen)
     for name, value in inputs.items():

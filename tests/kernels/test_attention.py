@@ -9,6 +9,7 @@ from itertools import accumulate
 import plain_flash
 import pytest
 import torch
+import truths
 from exactness import assert_no_worse
 from torch import Tensor
 
@@ -184,7 +185,7 @@ def test_two_parts_are_exact_in_float64(
     segments = make_segments(*rows)
     states = make_states(segments, 4, key_heads, 8)
     found = results(prefix_attention, states, segments, scale)
-    expected = results(reference.segment_attention, states, segments, scale)
+    expected = results(truths.segment_attention, states, segments, scale)
     for name, true in expected.items():
         torch.testing.assert_close(found[name], true, rtol=1e-12, atol=1e-12)
 
@@ -198,7 +199,7 @@ def test_two_flash_attentions_are_no_worse(key_heads: int, size: int, dtype: tor
     states = make_states(segments, 8, key_heads, size, "cuda")
     low = [each.to(dtype) for each in states]
     ours = results(prefix_attention, low, segments, None)
-    eager = results(reference.segment_attention, low, segments, None)
-    truth = results(reference.segment_attention, [each.double() for each in low], segments, None)
+    eager = results(truths.segment_attention, low, segments, None)
+    truth = results(truths.segment_attention, [each.double() for each in low], segments, None)
     assert_no_worse(ours, eager, truth, dtype)
     assert torch.equal(ours["y"], results(prefix_attention, low, segments, None)["y"])

@@ -5,6 +5,7 @@ Everything is held to the rule of ``exactness``: every result and every gradient
 
 import pytest
 import torch
+import truths
 from exactness import assert_no_worse
 from log_probs_ways import (
     CASES,
@@ -22,7 +23,6 @@ from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
 from torch.nn.functional import linear
 
 from liger_patch.kernels import linear_log_probs as operator
-from liger_patch.kernels import reference
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_reference_is_torch_log_softmax():
     logits += inputs["low_rank"] @ inputs["low_rank_weight"].t()
     pair = inputs.pop("low_rank"), inputs.pop("low_rank_weight")
     how = {"softcap": 5.0, "logit_scale": 0.5, "temperature": 1.6}
-    theirs = reference.linear_log_probs(**inputs, labels=labels, low_rank=pair, **how)
+    theirs = truths.linear_log_probs(**inputs, labels=labels, low_rank=pair, **how)
     z = 5.0 * torch.tanh(0.5 * logits / 5.0) / 1.6
     distribution = torch.distributions.Categorical(logits=z)
     probs = z.softmax(-1)
@@ -148,9 +148,7 @@ def test_reference_is_torch_log_softmax():
     assert not theirs.is_top1.all()
     torch.testing.assert_close(theirs, expected)
     half = torch.where(torch.arange(len(labels)) % 2 == 0, -1, labels)
-    ignored = reference.linear_log_probs(
-        **inputs, labels=half, low_rank=pair, ignore_index=-1, **how
-    )
+    ignored = truths.linear_log_probs(**inputs, labels=half, low_rank=pair, ignore_index=-1, **how)
     for value, whole in zip(ignored, theirs, strict=True):
         assert torch.equal(value[1::2], whole[1::2])
         assert not value[::2].any()
@@ -190,7 +188,7 @@ def test_autocast_is_that_of_linear(dtype, kind):
         upstream,
     )
     exact = results_and_gradients(
-        lambda **x: reference.linear_log_probs(**x, labels=labels),
+        lambda **x: truths.linear_log_probs(**x, labels=labels),
         {name: value.double() for name, value in inputs.items()},
         upstream,
     )

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import truths
 from layer_checks import check
 from slow_cases import pairwise
 from torch import Tensor
@@ -292,7 +293,7 @@ def test_no_worse_than_with_the_mask(
 
     def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.dtype == torch.float64:
-            return reference.segment_attention(query, key, value, found, 0.1)
+            return truths.segment_attention(query, key, value, found, 0.1)
         key, value = (each.repeat_interleave(2, 1) for each in (key, value))
         y = scaled_dot_product_attention(query, key, value, mask[:, None], scale=0.1)
         return y.transpose(1, 2)
