@@ -117,10 +117,3 @@ def size_of_experts(hidden_size: int, size: int, slots: int) -> int:
         slots: the experts of a token.
     """
     return slots * (size + hidden_size // GATED_TENSORS)
-
-
-def check_slice_tokens(slice_tokens: int | None) -> None:
-    """Raise ValueError unless it is a number of tokens or None."""
-    is_number = isinstance(slice_tokens, int) and not isinstance(slice_tokens, bool)
-    if slice_tokens is not None and not (is_number and slice_tokens > 0):
-        raise ValueError(f"slice_tokens must be a number > 0 or None, got {slice_tokens!r}")

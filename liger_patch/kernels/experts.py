@@ -34,11 +34,10 @@ from torch import Tensor
 from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
-    autocast_dtype,
     check_backward,
     without_autocast,
 )
-from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
+from liger_patch.kernels.chunk_sizes import slices_of
 from liger_patch.kernels.expert_parameters import FIELDS, Given, Layer
 from liger_patch.kernels.expert_steps import (
     ALIGNMENT,
@@ -55,10 +54,7 @@ from liger_patch.kernels.expert_steps import (
     order_of,
     sum_slots_,
 )
-from liger_patch.kernels.gated import ACTIVATIONS
 from liger_patch.kernels.gated_mlp import Result
-
-SWIGLU = Activation()
 
 
 def _first_products(
@@ -260,42 +256,6 @@ def _sums(rows: Tensor, offsets: Tensor) -> Tensor:
     return grouped_outer(ones, rows, offsets)[:, 0]
 
 
-def experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    first: ExpertProjection,
-    last: ExpertProjection,
-    *,
-    activation: Activation = SWIGLU,
-    slice_tokens: int | None = None,
-) -> Tensor:
-    """Compute the weighted sum of K gated feed-forward layers for each token.
-
-    Under autocast the products run in the autocast dtype. Each gradient has its input's dtype.
-
-    Args:
-        x: (N, H), floating point.
-        index: (N, K), integers in [0, E): the experts of each token.
-        weights: (N, K): the factor of each expert's result.
-        first: H features to gate and up, 2 I.
-        last: I features to H.
-        activation: what is computed between the two.
-        slice_tokens: the tokens of a slice, as of ``gated_mlp``; None for all tokens at once.
-
-    Returns:
-        (N, H) in the dtype of x.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    _check(x, index, weights, first, last, activation)
-    check_slice_tokens(slice_tokens)
-    dtype = autocast_dtype(x.device.type, x.dtype) or x.dtype
-    return run_experts(x, index, weights, first, last, activation, dtype, slice_tokens)
-
-
 def run_experts(
     x: Tensor,
     index: Tensor,
@@ -306,7 +266,24 @@ def run_experts(
     dtype: torch.dtype,
     slice_tokens: int | None = None,
 ) -> Tensor:
-    """Compute what ``experts`` does, of arguments that fit, with products in a dtype."""
+    """Compute the sum of K weighted feed-forward layers for each token, of arguments that fit.
+
+    Args:
+        x: (N, H), floating point.
+        index: (N, K), integers in [0, E): the experts of each token.
+        weights: (N, K): the factor of each expert's result.
+        first: H features to gate and up, 2 I.
+        last: I features to H.
+        activation: what is computed between the two.
+        dtype: of the products, as autocast has it.
+        slice_tokens: the tokens of a slice, as of ``gated_mlp``; None for all tokens at once.
+
+    Returns:
+        (N, H) in the dtype of x. Each gradient has its input's dtype.
+
+    Raises:
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
     held = [None if isinstance(p.weight, Tensor) else p.weight for p in (first, last)]
     layer = Layer(activation, (first.scaling, last.scaling), dtype, held)
     parameters = [*first[:FIELDS], *last[:FIELDS]]
@@ -339,47 +316,3 @@ def run_experts(
                 return _result_(x.new_empty(x.shape), h, thin, parts[1], weights, order)
 
         return Result.apply(link, result).to(y_dtype)
-
-
-def _check(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    first: ExpertProjection,
-    last: ExpertProjection,
-    activation: Activation,
-) -> None:
-    names = (*ACTIVATIONS, "clamped")
-    if activation.name not in names:
-        raise ValueError(f"activation.name must be one of {names}, got {activation.name!r}")
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (N, H), got {x.dtype} {tuple(x.shape)}")
-    if index.dim() != 2 or index.is_floating_point() or len(index) != len(x):
-        raise ValueError(
-            f"index must be ({len(x)}, K) integers, got {index.dtype} {tuple(index.shape)}"
-        )
-    for name, part in (("first", first), ("last", last)):
-        if len(part.weight.shape) != 3:
-            raise ValueError(f"{name}.weight must be (E, in, out), got {tuple(part.weight.shape)}")
-    count, hidden, size = first.weight.shape[0], x.shape[1], last.weight.shape[1]
-    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"weights": (weights, tuple(index.shape))}
-    for name, part, (source, out) in (
-        ("first", first, (hidden, 2 * size)),
-        ("last", last, (size, hidden)),
-    ):
-        if (part.a is None) != (part.b is None):
-            raise ValueError(f"{name}.a and {name}.b must both be given, or none of them")
-        rank = 0 if part.a is None or part.a.dim() < 2 else part.a.shape[1]
-        expected[f"{name}.weight"] = part.weight, (count, source, out)
-        expected[f"{name}.bias"] = part.bias, (count, out)
-        expected[f"{name}.a"] = part.a, (count, rank, source)
-        expected[f"{name}.b"] = part.b, (count, out, rank)
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-    expected["index"] = index, ()
-    for name, (tensor, _) in expected.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} must be on {x.device}, got {tensor.device}")

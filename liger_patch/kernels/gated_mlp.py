@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
-from liger_patch.kernels.chunk_sizes import check_slice_tokens, slices_of
-from liger_patch.kernels.gated import ACTIVATIONS
+from liger_patch.kernels.chunk_sizes import slices_of
 from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients, Parts
 from liger_patch.kernels.lora.products import (
     new_seed,
@@ -43,12 +42,8 @@ from liger_patch.kernels.lora.products import (
 )
 from liger_patch.kernels.lora.projection import (
     LoraProjection,
-    check_projection,
     flattened,
-    products_dtype,
-    without_adapter,
 )
-from liger_patch.kernels.products import QuantizedWeight
 
 Seeds = list[Tensor | None]  # of what the adapters of gate, up and down drop
 
@@ -187,67 +182,6 @@ def _result_of_slices(
     return y
 
 
-def gated_mlp(
-    x: Tensor,
-    gate: Tensor | QuantizedWeight | LoraProjection,
-    up: Tensor | QuantizedWeight | LoraProjection | None,
-    down: Tensor | QuantizedWeight | LoraProjection,
-    *,
-    activation: str = "silu",
-    slice_tokens: int | None = None,
-) -> Tensor:
-    """Compute ``down(act(gate(x)) * up(x))``, keeping neither the activation nor its product.
-
-    Under autocast the products run in the autocast dtype, as those of
-    ``torch.nn.functional.linear`` do. Each gradient has its input's dtype.
-
-    Args:
-        x: (..., H), floating point.
-        gate, up: weights (I, H), or projections of H features to I. Without ``up``, ``gate`` gives
-            2 I features: the one, then the other.
-        down: (O, I), or a projection of I features to O; O is mostly H. All of the projections have
-            adapters, or none has one.
-        activation: "silu", "gelu_tanh" or "gelu".
-        slice_tokens: the tokens of a slice. Both passes then run slice by slice, only x is kept,
-            and the backward pass computes the first two products again. It is meant for gradient
-            checkpointing, which then need not compute them again. None, and dropout with masks that
-            are tensors: all tokens at once.
-
-    Returns:
-        (..., O), in the dtype of the products.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or values that do not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    dtype = products_dtype(x)
-    given = {"gate": gate, "up": up, "down": down}
-    parts = {
-        name: each if isinstance(each, LoraProjection) else without_adapter(each)
-        for name, each in given.items()
-        if each is not None
-    }
-    features = {"gate": x.shape[-1], "up": x.shape[-1]}
-    for name, part in parts.items():
-        size = parts["gate"].weight.shape[0] // (2 if up is None else 1)
-        check_projection(name, part, features.get(name, size), x, dtype)
-    sizes = {name: part.weight.shape[0] for name, part in parts.items()}
-    if sizes.get("up", sizes["gate"]) != sizes["gate"]:
-        raise ValueError(
-            f"up.weight must have {sizes['gate']} rows as gate.weight has, got {sizes['up']}"
-        )
-    if up is None and sizes["gate"] % 2:
-        raise ValueError(f"gate.weight without up must be (2 I, H), got {sizes['gate']} rows")
-    adapters = [part.a is not None for part in parts.values()]
-    if any(adapters) and (up is None or not all(adapters)):
-        raise ValueError("gate, up and down must all have adapters, or none of them")
-    check_slice_tokens(slice_tokens)
-    up_part = parts.get("up")
-    return run_gated_mlp(x, parts["gate"], up_part, parts["down"], dtype, activation, slice_tokens)
-
-
 def run_gated_mlp(
     x: Tensor,
     gate: LoraProjection,
@@ -257,7 +191,28 @@ def run_gated_mlp(
     activation: str,
     slice_tokens: int | None,
 ) -> Tensor:
-    """Compute what ``gated_mlp`` does, of arguments that fit, with products in a dtype."""
+    """Compute ``down(act(gate(x)) * up(x))``, keeping neither the activation nor its product, of
+    arguments that fit.
+
+    Args:
+        x: (..., H), floating point.
+        gate, up: projections of H features to I. Without ``up``, ``gate`` gives 2 I features: the
+            one, then the other.
+        down: a projection of I features to O, which is mostly H. All of the projections have
+            adapters, or none has one; without ``up`` none has one.
+        dtype: of the products, as autocast has it; that of all tensors outside autocast.
+        activation: "silu", "gelu_tanh" or "gelu".
+        slice_tokens: the tokens of a slice. Both passes then run slice by slice, only x is kept,
+            and the backward pass computes the first two products again. It is meant for gradient
+            checkpointing, which then need not compute them again. None, and dropout with masks that
+            are tensors: all tokens at once.
+
+    Returns:
+        (..., O), in the dtype of the products. Each gradient has its input's dtype.
+
+    Raises:
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+    """
     projections = [gate, down] if up is None else [gate, up, down]
     fixed, parameters = flattened(projections)
     layer = GatedLayer(fixed, dtype, activation)

@@ -11,10 +11,11 @@ from typing import Any
 
 import layer_checks
 import torch
+from layer_calls import SWIGLU, experts
 from layer_checks import ACTIVATIONS
 from torch import Tensor
 
-from liger_patch.kernels.experts import SWIGLU, Activation, ExpertProjection, experts
+from liger_patch.kernels.expert_steps import Activation, ExpertProjection
 
 FIELDS = ("weight", "bias", "a", "b")
 SCALINGS = {"first": 1.5, "last": -0.75}

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from exactness import assert_no_worse
+from layer_calls import gated_mlp
 from layer_checks import ACTIVATIONS
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import QuantizedWeight
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_forms import FORMS, INTERPRETED, form
+from layer_calls import gated_mlp, lora_linears
 from lora_checks import (
     ADAPTERS,
     WAYS,
@@ -27,8 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels import fp8
 from liger_patch.kernels.fp8 import FP8, LARGEST, LEAST_SCALE, Fp8Rows, Fp8Weight
-from liger_patch.kernels.gated_mlp import gated_mlp
-from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 
 HALF_STEP = 2.0**-4  # of e4m3's three bits: the largest relative error of a number that is normal

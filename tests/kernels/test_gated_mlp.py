@@ -11,12 +11,11 @@ import pytest
 import torch
 from eager_layers import mlp
 from exactness import assert_no_worse
+from layer_calls import gated_mlp
 from layer_checks import ACTIVATIONS, check
 from slow_cases import pairwise
 from three_ways import LOW_DTYPES
 from torch import Tensor
-
-from liger_patch.kernels.gated_mlp import gated_mlp
 
 HIDDEN, SIZE = 24, 40
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 3, HIDDEN), "none": (0, HIDDEN)}

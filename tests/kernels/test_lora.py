@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_calls import lora_linears
 from lora_checks import (
     ADAPTERS,
     EVERYTHING,
@@ -22,8 +23,6 @@ from lora_checks import (
 from lora_inputs import PROJECTIONS, SHAPES, linears_inputs, mlp_inputs
 from slow_cases import pairwise
 from torch import Tensor
-
-from liger_patch.kernels.lora.linears import lora_linears
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from layer_calls import lora_linears
 from lora_checks import (
     EVERYTHING,
     WAYS,
@@ -20,7 +21,6 @@ from lora_inputs import HIDDEN, linears_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_patch.kernels.lora.linears import lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection
 
 

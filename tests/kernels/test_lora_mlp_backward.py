@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from layer_calls import gated_mlp
 from lora_checks import ADAPTERS, EVERYTHING, Quantized, our_mlp, results, trainable
 from lora_inputs import SIZE, mlp_inputs
 from slow_cases import pairwise
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora import mlp
 
 

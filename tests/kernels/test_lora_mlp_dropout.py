@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
+from layer_calls import gated_mlp
 from layer_checks import ACTIVATIONS
 from lora_checks import EVERYTHING, WAYS, check, our_mlp, projection, results
 from lora_inputs import HIDDEN, mlp_inputs
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import HAS_TRITON
-from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 SQUARE = 24  # features of x, of gate and of y, so that one adapter can copy any of them

@@ -12,6 +12,7 @@ import pytest
 import torch
 from eager_layers import mlp
 from kernel_forms import INTERPRETED
+from layer_calls import gated_mlp
 from layer_checks import ACTIVATIONS
 from layer_checks import check as check_plain
 from lora_checks import (
@@ -34,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_patch.kernels.chunk_sizes import LONG_BYTES, SLICE_BYTES, slice_tokens
-from liger_patch.kernels.gated_mlp import gated_mlp
 from liger_patch.kernels.lora.projection import LoraProjection
 
 HIDDEN, SIZE = 24, 40

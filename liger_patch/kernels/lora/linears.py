@@ -40,9 +40,7 @@ from liger_patch.kernels.lora.projection import (
     Constants,
     LoraProjection,
     cast_adapters,
-    check_projection,
     flattened,
-    products_dtype,
     restored,
 )
 from liger_patch.kernels.rms_norm import NormInputs
@@ -104,40 +102,27 @@ class _LoraLinears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *[None] * 4, *gradients
 
 
-def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
-    """Compute several linear layers with LoRA adapters of the same input.
-
-    Under autocast the products run in the autocast dtype, as those of
-    ``torch.nn.functional.linear`` do. Each gradient has its input's dtype.
-
-    Args:
-        x: (..., H), floating point.
-        projections: of x, each with its own O and R.
-
-    Returns:
-        (..., O) of each projection, in the dtype of the products.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or values that do not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    dtype = products_dtype(x)
-    for i, projection in enumerate(projections):
-        check_projection(f"projections[{i}]", projection, x.shape[-1], x, dtype)
-    return run_lora_linears(x, projections, dtype, None)
-
-
 def run_lora_linears(
     x: Tensor,
     projections: Sequence[LoraProjection],
     dtype: torch.dtype,
     source: NormInputs | None,
 ) -> tuple[Tensor, ...]:
-    """Compute what ``lora_linears`` does, of arguments that fit, with products in a dtype.
+    """Compute several linear layers with LoRA adapters of the same input, of arguments that fit.
 
     Args:
+        x: (..., H), floating point.
+        projections: of x, each with its own O and R.
+        dtype: of the products, as autocast has it; that of all tensors outside autocast.
         source: the inputs of the norm that gave x. They are kept in place of x, which is computed
             again in the backward pass. None keeps x.
+
+    Returns:
+        (..., O) of each projection, in the dtype of the products. Each gradient has its input's
+        dtype.
+
+    Raises:
+        RuntimeError: in the backward pass, with ``create_graph=True``.
     """
     fixed, tensors = flattened(projections)
     (cast,) = cast_adapters([projections], dtype)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.fp8 import Fp8Weight
 from liger_patch.kernels.products import QuantizedWeight
 
@@ -121,43 +120,3 @@ def cast_adapters(
     if sources:
         torch._foreach_copy_(copies, sources)  # pyright: ignore[reportPrivateImportUsage]
     return found
-
-
-def products_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products with x (..., H) now; ValueError unless x can be multiplied."""
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (..., H), got {x.dtype} {tuple(x.shape)}")
-    return autocast_dtype(x.device.type, x.dtype) or x.dtype
-
-
-def check_projection(
-    name: str, projection: LoraProjection, features: int, x: Tensor, dtype: torch.dtype
-) -> None:
-    """Raise ValueError unless a projection of so many features fits, beside x (..., H) and for
-    products in a dtype.
-    """
-    weight, bias, a, b, _, dropout = projection
-    size, rank = weight.shape[0], 0 if a is None else a.shape[0]
-    casts = autocast_dtype(x.device.type, x.dtype) is not None
-    if len(weight.shape) != 2 or weight.shape[1] != features:
-        raise ValueError(
-            f"{name}.weight must have shape (O, {features}), got {tuple(weight.shape)}"
-        )
-    for which, tensor, shape in (
-        ("bias", bias, (size,)),
-        ("a", a, (rank, features)),
-        ("b", b, (size, rank)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}.{which} must have shape {shape}, got {tuple(tensor.shape)}")
-    for which, tensor in (("weight", weight), ("bias", bias), ("a", a), ("b", b)):
-        if tensor is None:
-            continue
-        if tensor.device != x.device:
-            raise ValueError(f"{name}.{which} must be on {x.device} as x is, got {tensor.device}")
-        if tensor.dtype != dtype and not (casts and tensor.dtype.is_floating_point):
-            raise ValueError(
-                f"{name}.{which} must be {dtype} as x is, outside autocast, got {tensor.dtype}"
-            )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{name}.dropout must be in [0, 1), got {dropout}")
