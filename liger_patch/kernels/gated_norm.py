@@ -23,9 +23,7 @@ from liger_patch.kernels.backend import (
     serves_triton,
 )
 from liger_patch.kernels.graphs import differentiable, operator
-from liger_patch.kernels.rms_norm import NUMBERS
 
-ACTIVATIONS = ("silu", "sigmoid")
 MAX_GROUP_SIZE = 8192  # of the Triton form: a group's registers
 
 
@@ -47,6 +45,16 @@ def _gated_norm(
     gate_first: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
+    """Return y (..., H) in a dtype, and rstd (..., H / G).
+
+    Args:
+        x, gate: (..., H) of one shape, floating point; of any strides.
+        weight: (H,) on the same device.
+        eps: added to the mean of the squares, >= 0.
+        group_size: G, a divisor of H: of how many features a mean is.
+        activation: "silu" or "sigmoid".
+        gate_first: whether the gate is in front of the norm.
+    """
     y, rstd = results = _gated_norm_results(x, gate, weight, eps, group_size, dtype)
     if group_size <= MAX_GROUP_SIZE and serves_triton(x, gate, weight):
         from liger_patch.kernels.triton import gated_norm as gated_norm_triton
@@ -144,57 +152,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None, None, None, None, None
 
 
-# what ``gated_norm`` computes, of arguments that fit and in the order of ``_gated_norm``'s
+# of arguments that fit, in the order of ``_gated_norm``'s; y (..., H) is contiguous
 run_gated_norm = differentiable(_gated_norm, _save, _backward, first_alone=True)
-
-
-def gated_norm(
-    x: Tensor,  # (..., H)
-    gate: Tensor,  # (..., H)
-    weight: Tensor,  # (H,)
-    eps: float,
-    *,
-    group_size: int | None = None,
-    activation: str = "silu",
-    gate_first: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute ``rms_norm(x) * weight * act(gate)``, or ``rms_norm(x * act(gate)) * weight``.
-
-    Args:
-        x, gate: (..., H) of one shape, floating point; of any strides.
-        weight: (H,) on the same device.
-        eps: added to the mean of the squares, >= 0.
-        group_size: G, a divisor of H: of how many features a mean is; by default H.
-        activation: "silu" or "sigmoid".
-        gate_first: whether the gate is in front of the norm.
-        dtype: of the result; by default that of ``x``.
-
-    Returns:
-        (..., H), contiguous.
-
-    Raises:
-        ValueError: what does not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if x.dim() == 0 or not x.shape[-1] or not x.is_floating_point():
-        given = f"{x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"x must be floating point (..., H) with H > 0, got {given}")
-    size = x.shape[-1]
-    for name, tensor, shape in (("gate", gate, x.shape), ("weight", weight, x.shape[-1:])):
-        if tensor.shape != shape or not tensor.is_floating_point():
-            given = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
-    group_size = size if group_size is None else group_size
-    if group_size < 1 or size % group_size:
-        raise ValueError(f"group_size must be a divisor of H = {size}, got {group_size}")
-    if not (isinstance(eps, NUMBERS) and eps >= 0):
-        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be floating point or None, got {dtype}")
-    form = group_size, activation, gate_first, dtype or x.dtype
-    return run_gated_norm(x, gate, weight, eps, *form)

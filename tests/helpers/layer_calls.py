@@ -10,6 +10,7 @@ from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.expert_steps import Activation, ExpertProjection
 from liger_patch.kernels.experts import run_experts
 from liger_patch.kernels.gated_mlp import run_gated_mlp
+from liger_patch.kernels.gated_norm import run_gated_norm
 from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection, without_adapter
 
@@ -52,3 +53,18 @@ def experts(
 ) -> Tensor:
     how = activation, dtype_of_products(x), slice_tokens
     return run_experts(x, index, weights, first, last, *how)
+
+
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    group_size: int | None = None,
+    activation: str = "silu",
+    gate_first: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    how = group_size or x.shape[-1], activation, gate_first, dtype or x.dtype
+    return run_gated_norm(x, gate, weight, eps, *how)

@@ -16,7 +16,7 @@ import expert_cases
 import layer_checks
 import torch
 from distillation_ways import check_distillation, heads
-from layer_calls import gated_mlp, lora_linears
+from layer_calls import gated_mlp, gated_norm, lora_linears
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
 from lora_checks import FIELDS, eager_linears, eager_mlp
 from lora_inputs import linears_inputs, mlp_inputs
@@ -27,7 +27,6 @@ from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.gated import gated
-from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import linear_log_probs

@@ -7,12 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 from eager_layers import EPS, GATES, gate_behind, gate_in_front
+from layer_calls import gated_norm
 from layer_checks import check
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
-from liger_patch.kernels.gated_norm import MAX_GROUP_SIZE, gated_norm
+from liger_patch.kernels.gated_norm import MAX_GROUP_SIZE
 
 SHAPES = {  # of x, and features of a group
     "one row": ((1, 64), 64),

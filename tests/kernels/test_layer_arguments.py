@@ -14,7 +14,6 @@ from torch import zeros
 from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.gated import gated
-from liger_patch.kernels.gated_norm import gated_norm
 from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
@@ -25,7 +24,6 @@ FITTING: dict[Callable[..., Any], dict[str, Any]] = {
     causal_conv: {"x": ROWS, "weight": TAPS},
     gated: {"gate": X, "up": X},
     gated_delta_rule: {"q": HEADS, "k": HEADS, "v": V, "g": G, "beta": G},
-    gated_norm: {"x": X, "gate": X, "weight": X[0], "eps": 1e-5},
     rms_norm: {"x": X, "weight": None, "eps": 1e-5},
     rotary: {"q": Q, "k": Q, "cos": COS, "sin": COS},
 }
@@ -64,17 +62,6 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
             {"sequence_ids": zeros(3, dtype=torch.int)},
             r"sequence_ids must be integers \(2, 3\), got torch.int32 \(3,\)",
         ),
-    ],
-    gated_norm: [
-        ({"activation": "relu"}, "activation must be one of"),
-        ({"x": X.int()}, "x must be floating point"),
-        ({"gate": X[:1]}, r"gate must be floating point \(2, 8\), got .* \(1, 8\)"),
-        ({"weight": X[0, :4]}, r"weight must be floating point \(8,\), got .* \(4,\)"),
-        ({"gate": X.to("meta")}, "gate must be on cpu as x is, got meta"),
-        ({"group_size": 3}, "group_size must be a divisor of H = 8, got 3"),
-        ({"group_size": 0}, "group_size must be a divisor of H = 8, got 0"),
-        ({"dtype": torch.int8}, "dtype must be floating point or None"),
-        ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
     ],
     rms_norm: [
         ({"x": X.long()}, "x must be floating point"),
