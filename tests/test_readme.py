@@ -96,6 +96,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     ),
     "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
     "soaks": (soak_table, "soak", ""),
+    "soak_trainer": (soak_table, "soak_trainer", ""),
 }
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
