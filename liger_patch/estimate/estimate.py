@@ -14,14 +14,15 @@ from liger_patch.estimate.model import Sizes, TrainingStep, build, described, wi
 from liger_patch.estimate.operations import CHUNK
 from liger_patch.estimate.step import (
     CONTENDERS,
+    EAGER,
     Contender,
     chunk_bytes,
+    host_bytes,
     trace_step,
 )
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
 from liger_patch.layers.checks import LONG_INPUT_BYTES, TOP_HOOKS
-from liger_patch.patch.layer_input import PIECE_BYTES
 from liger_patch.patch.offload import MIN_BYTES
 
 GIB = 2**30
@@ -30,6 +31,7 @@ WORKSPACES = 64 * 2**20  # that cuBLAS holds on a Hopper GPU: two of 32 MiB
 BYTES_OF_A_TOKEN = 24  # of inputs: its id, label and mask
 LONGEST = 2**24  # tokens: longer sequences are not tried
 LEAST_PROBED = 1024  # tokens of a sequence
+SHORT = 8, 16  # tokens of the sequences by which loops over tokens are found
 PARTS = (
     "weights",
     "optimizer states",
@@ -83,27 +85,39 @@ def estimate(config: Any, step: TrainingStep, reserve: int = GIB) -> list[Estima
     found = []
     with explained(config, "can be built from its config with these options"):
         build(config, step)
+    with explained(config, f"takes steps of {SHORT[0]} and {SHORT[1]} tokens"):
+        is_slow = _loops_over_tokens(config, step)
     for contender in CONTENDERS:
         what = f"takes a step of {step.length} tokens, as {contender.name} runs it,"
         with explained(config, what):
             trace, sizes = trace_step(config, step, contender)
         with explained(config, "takes steps of several lengths"):
-            rows = longest_rows(config, step, contender, sizes, reserve)
-        parts, hosts = parts_at_peak(trace, sizes, step), {}
-        offloads = step.checkpoint_offload and contender.head == "chunks"
-        if offloads:
-            hosts = {card: host_bytes(config, step, tokens) for card, tokens in rows.items()}
-        host = host_bytes(config, step, step.length) if offloads else 0
-        found.append(Estimate(contender.name, parts, rows, host, hosts))
+            try:
+                rows = {} if is_slow else longest_rows(config, step, contender, sizes, reserve)
+            except RuntimeError:
+                if (most_positions(config) or LONGEST) > LEAST_PROBED:
+                    raise
+                rows = {}  # BERT slices its table of positions, beyond which rows are traced
+        found.append(
+            Estimate(
+                contender.name,
+                parts_at_peak(trace, sizes, step),
+                {card: tokens for card, (tokens, _) in rows.items()},
+                sum(host_bytes(each.size) for each in trace.sent),
+                {card: host for card, (_, host) in rows.items()},
+            )
+        )
     return found
 
 
-def host_bytes(config: Any, step: TrainingStep, length: int) -> int:
-    """Return the bytes of host memory that the inputs of all layers but the last take."""
-    text = config.get_text_config()
-    size = step.batch * length * text.hidden_size * step.dtype.itemsize
-    pieces = -(-size // PIECE_BYTES) if size >= MIN_BYTES else 0
-    return (text.num_hidden_layers - 1) * pieces * PIECE_BYTES
+def _loops_over_tokens(config: Any, step: TrainingStep) -> bool:
+    """Return whether a model's own code runs once for each token, as that of Mamba does without its
+    kernels: a trace takes as many times longer, and no longest rows are estimated.
+    """
+    counts = [
+        len(trace_step(config, replace(step, length=each), EAGER)[0].allocations) for each in SHORT
+    ]
+    return counts[1] - counts[0] >= SHORT[1] - SHORT[0]
 
 
 @contextmanager
@@ -164,8 +178,10 @@ def longest_rows(
     contender: Contender,
     sizes: Sizes,
     reserve: int,
-) -> dict[float, int]:
-    """Return the tokens of the longest sequences that fit each GPU, by its GiB."""
+) -> dict[float, tuple[int, int]]:
+    """Return the tokens of the longest sequences that fit each GPU, by its GiB, and the bytes of
+    host memory for them.
+    """
     growth = Growth.of(config, step, replace(contender, slices=False))
     if growth is None:
         return {}
@@ -185,7 +201,7 @@ def longest_rows(
                 middle = (low + high + 1) // 2
                 fits = each.peak(middle) + _beside(replace(step, length=middle)) <= room
                 low, high = (middle, high) if fits else (low, middle - 1)
-            found[card] = low
+            found[card] = low, each.host_bytes(low)
             if low > shortest:
                 break
     return found
@@ -236,6 +252,8 @@ class Growth:
         self._births = torch.tensor([each.birth for each in pieces])
         self._deaths = torch.tensor([each.death or count - 1 for each in pieces])
         self._count = count
+        sent = {id(each) for each in traces[0].sent}
+        self._sent = [i for i, each in enumerate(pieces) if id(each) in sent]
         self._chunks = [i for i, each in enumerate(pieces) if each.purpose == CHUNK]
         powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
         sizes = [[float(each.size) for each in trace.allocations] for trace in traces]
@@ -271,9 +289,16 @@ class Growth:
             growth._head = head.weight.requires_grad_(step.lora_rank is None)
         return growth
 
+    def host_bytes(self, length: int) -> int:
+        """Return the bytes of host memory that a step of sequences of this length takes."""
+        return sum(host_bytes(round(each)) for each in self._sizes(length)[self._sent].tolist())
+
+    def _sizes(self, length: int) -> Tensor:
+        return torch.tensor([1.0, length, length * length], dtype=torch.float64) @ self._factors
+
     def peak(self, length: int) -> float:
         """Return the most bytes that a step of sequences of this length has allocated."""
-        sizes = torch.tensor([1.0, length, length * length], dtype=torch.float64) @ self._factors
+        sizes = self._sizes(length)
         if self._head is not None:
             sizes[self._chunks] = float(chunk_bytes(self._head, replace(self._step, length=length)))
         changes = torch.zeros(self._count, dtype=torch.float64)

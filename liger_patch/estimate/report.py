@@ -84,7 +84,8 @@ def notes(class_name: str, is_tested: bool, estimates: Sequence[Estimate]) -> li
         whose = "" if len(unknown) == len(estimates) else f" of {'; '.join(unknown)}"
         found.append(
             f"The longest sequences{whose} are not estimated: how many tensors {class_name} makes "
-            "depends on the length. --length estimates the peak of another length."
+            "depends on the length, or it takes no longer ones. --length estimates the peak of "
+            "another length."
         )
     return found
 

@@ -34,7 +34,7 @@ from liger_patch.kernels.segments import Segments
 from liger_patch.layers import experts, lora, masked_attention, masks, mlp
 from liger_patch.layers.replace import replace_layers
 from liger_patch.patch import offload as checkpoints
-from liger_patch.patch.layer_input import PIECE_BYTES, Lane
+from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 from liger_patch.readers.quantized_weights import reader_of
 
 IS_AUTOCAST_ENABLED, AUTOCAST = torch.is_autocast_enabled, torch.autocast
@@ -117,6 +117,8 @@ def trace_step(
         stand_ins = STAND_INS + [(*place, getattr(operations, place[1])) for place in OF_GPU]
         if not short_masks:
             stand_ins.append((masks, "LEAST_NUMBERS", 1))
+        if offload is not None:
+            stand_ins.append((checkpoints, "LayerInput", _noting_input(memory)))
         for place in stand_ins:
             stack.enter_context(_replaced(*place))
         stack.enter_context(masked_attention.UsedTokens())
@@ -149,6 +151,23 @@ class MetaOffload(checkpoints.CheckpointOffload):
 
     def lane(self, device: torch.device) -> Lane:
         return self._lanes.setdefault(device, self._lane)
+
+
+def _noting_input(memory: MemoryTrace) -> type[LayerInput]:
+    """Return a class for ``patch.offload`` that tells a trace of each copy to the host."""
+
+    class NotedInput(LayerInput):
+        def send(self, pieces) -> None:
+            super().send(pieces)
+            assert self.source is not None
+            memory.note_sent(self.source)
+
+    return NotedInput
+
+
+def host_bytes(size: float) -> int:
+    """Return the bytes of host memory that a layer input of so many bytes takes."""
+    return PIECE_BYTES * math.ceil(size / PIECE_BYTES)
 
 
 @contextmanager

@@ -52,11 +52,17 @@ class Allocation:
 
 @dataclass
 class Trace:
-    """The pieces of memory of one step; ``forward_end``: the event between both passes."""
+    """The pieces of memory of one step.
+
+    Attributes:
+        forward_end: the event between both passes.
+        sent: the pieces that are copied to the host.
+    """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: int = 0
     forward_end: int = 0
+    sent: list[Allocation] = field(default_factory=list)
 
     def alive(self, event: int) -> list[Allocation]:
         """Return the pieces that exist at an event."""
@@ -165,6 +171,10 @@ class MemoryTrace(TorchDispatchMode):
             yield
         finally:
             self.purpose = before
+
+    def note_sent(self, tensor: Tensor) -> None:
+        """Note that a tensor is copied to the host."""
+        self.trace.sent.append(self._made[_key(tensor)])
 
     def start_backward(self) -> None:
         """Note that the forward pass has ended."""

@@ -175,7 +175,8 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
     assert main(["estimate", str(tmp_path), "--length", "64"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "The longest sequences are not estimated: how many tensors Qwen3NextForCausalLM makes "
-        "depends on the length. --length estimates the peak of another length."
+        "depends on the length, or it takes no longer ones. --length estimates the peak of "
+        "another length."
     )
 
 

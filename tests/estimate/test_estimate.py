@@ -151,9 +151,12 @@ def test_a_table_of_positions_that_ends_before_the_usual_lengths() -> None:
         vocab_size=VOCABULARY,
         max_position_embeddings=TOKENS,
     )
-    message = r"takes steps of several lengths on .* 'bert', with 512 positions"
+    step = replace(STEP, length=TOKENS // 4)
+    found = estimates.estimate(config, step)
+    assert all(each.peak and not each.longest for each in found)
+    message = rf"a step of {2 * TOKENS} tokens, as eager runs it, on .* 'bert', with 512 positions"
     with pytest.raises(ValueError, match=message):
-        estimates.estimate(config, replace(STEP, length=TOKENS // 4))
+        estimates.estimate(config, replace(step, length=2 * TOKENS))
 
 
 def test_eager_holds_the_logits_in_float32_three_times(config: LlamaConfig) -> None:
@@ -189,6 +192,8 @@ def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
 def test_inputs_take_whole_pieces_of_host_memory() -> None:
     """All inputs but the last."""
     config = LlamaConfig(**TINY | {"num_hidden_layers": 6})
+    trace, _ = trace_step(config, OFFLOADED, OURS)
+    assert len(trace.sent) == 5
     (*_, ours) = estimates.estimate(config, OFFLOADED)
     assert ours.host == 5 * PIECE_BYTES
 
