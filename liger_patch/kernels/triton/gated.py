@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_patch.kernels.triton.cross_entropy import tanh, tanh_derivative
 from liger_patch.kernels.triton.launch import launch
+from liger_patch.kernels.triton.softcap import tanh, tanh_derivative
 
 # elements of a program: half of these in the backward pass, where more live at once, are up to 5 %
 # faster, twice as many 40 % slower with gelu

@@ -11,14 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_patch.kernels.options import LossOptions
-from liger_patch.kernels.triton.cross_entropy import (
-    LOWEST,
+from liger_patch.kernels.triton.cross_entropy import LOWEST, block_and_warps
+from liger_patch.kernels.triton.launch import launch
+from liger_patch.kernels.triton.softcap import (
     apply_softcap,
-    block_and_warps,
     distance_from_max,
     tanh_derivative,
 )
-from liger_patch.kernels.triton.launch import launch
 
 
 @triton.jit
