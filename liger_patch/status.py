@@ -20,9 +20,10 @@ from liger_patch.layers.quantized_base import Fp8Linear
 from liger_patch.layers.recurrent import ways_of_packed_rows
 from liger_patch.layers.replace import count_layers
 from liger_patch.patch import flags
+from liger_patch.patch.adapters import follow_adapters
 from liger_patch.patch.fallback import class_name
 from liger_patch.patch.forward import record_of
-from liger_patch.patch.settings import LossSettings, PatchRecord, follow_adapters
+from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.readers.wrapped_model import transformers_model
 
 

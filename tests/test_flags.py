@@ -58,6 +58,9 @@ def test_an_unknown_variable_warns_once_and_names_the_closest(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         apply_patch(model)
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")  # of 0.1.0, and like none that is left
+    with pytest.warns(UserWarning, match=r"no LIGER_PATCH_VERIFY$"):
+        apply_patch(model)
 
 
 def test_return_logits_is_read_at_every_forward(

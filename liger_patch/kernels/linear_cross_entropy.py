@@ -252,7 +252,8 @@ def linear_cross_entropy(
 
     Within ``torch.compile``, ``torch.export``, ``make_fx``, ``FakeTensorMode`` and selective
     checkpointing it is the operator ``liger_patch::linear_cross_entropy``. A ``vocab_shard`` and
-    ``hopper_kernels`` break the graph of ``torch.compile``, and are errors in the next three.
+    ``hopper_kernels`` break the graph of ``torch.compile``, and are errors in ``torch.export``,
+    ``make_fx`` and ``FakeTensorMode``.
 
     Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
     defined. Under autocast the products run in the autocast dtype, as those of

@@ -246,7 +246,8 @@ def linear_log_probs(
 ) -> LogProbs:
     """Compute ``log_softmax(linear(hidden_states, weight, bias))`` at the labels, without logits.
 
-    ``torch.compile`` breaks the graph here.
+    ``torch.compile`` breaks the graph here; ``torch.export``, ``make_fx`` and ``FakeTensorMode``
+    get an error.
 
     Args:
         hidden_states, weight, labels, bias, low_rank, ignore_index, softcap, logit_scale,

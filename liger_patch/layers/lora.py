@@ -224,6 +224,7 @@ def computed_together(layer: nn.Module) -> AbstractContextManager[object]:
     members: list[Any] = []
     held: Any = layer._modules.items()
     for name, each in held:
+        # as is_on_kernels does, at each call of each layer
         if name in SIBLINGS and "lora" in getattr(type(each), LAYER_NAMES, ()):
             members.append(each)
             if each.in_features != members[0].in_features:

@@ -7,6 +7,7 @@ import os
 import warnings
 from difflib import get_close_matches
 
+PREFIX = "LIGER_PATCH_"
 RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
 NAMES = (
     RETURN_LOGITS,
@@ -19,14 +20,16 @@ NAMES = (
 def warn_of_unknown() -> None:
     """Warn, once each, of environment variables that begin as ours and are none of them."""
     for name in os.environ:
-        if name.startswith("LIGER_PATCH_") and name not in NAMES:
+        if name.startswith(PREFIX) and name not in NAMES:
             _warn_of(name)
 
 
 @functools.cache
 def _warn_of(name: str) -> None:
-    closest = "".join(f": is {each} meant?" for each in get_close_matches(name, NAMES, 1, 0.8))
-    warnings.warn(f"liger_patch reads no {name}{closest}", stacklevel=4)
+    ends = {each.removeprefix(PREFIX): each for each in NAMES}
+    closest = get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.75)
+    meant = "".join(f": is {ends[each]} meant?" for each in closest)
+    warnings.warn(f"liger_patch reads no {name}{meant}", stacklevel=4)
 
 
 def return_logits() -> bool | None:

@@ -28,6 +28,7 @@ from liger_patch.layers.checks import decoding
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.layers.recurrent import PACKED
 from liger_patch.patch import flags
+from liger_patch.patch.adapters import follow_adapters, follow_classes, warning_of_dtypes
 from liger_patch.patch.fallback import (
     note_loss_outside,
     note_other_forward,
@@ -51,14 +52,7 @@ from liger_patch.patch.packing import (
     leaking_labels,
     look_at_packing,
 )
-from liger_patch.patch.settings import (
-    LOGITS_ASKED,
-    PatchRecord,
-    TrialRecord,
-    follow_adapters,
-    follow_classes,
-    warning_of_dtypes,
-)
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
 from liger_patch.patch.verify import compare_losses
 from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
 

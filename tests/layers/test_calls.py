@@ -44,6 +44,21 @@ def test_torch_func_takes_the_models_own_way() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(weights), expected)
 
 
+def test_tables_of_angles_that_train_get_their_gradients() -> None:
+    """No kernel computes them: MLCD's first angle is a parameter."""
+    model = make_model().double()
+    x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.float64)
+    tables = [each.requires_grad_() for each in model.model.rotary_emb(x, torch.arange(5)[None])]
+
+    def gradients_of_tables() -> tuple[torch.Tensor, ...]:
+        y, _ = model.model.layers[0].self_attn(x, tuple(tables), None)
+        return torch.autograd.grad(y.square().sum(), tables)
+
+    expected = gradients_of_tables()
+    apply_patch(model, layers=True)
+    torch.testing.assert_close(gradients_of_tables(), expected)
+
+
 def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
     model = apply_patch(make_model(), layers=True)
     loss = model(**tiny_batch(model)).loss

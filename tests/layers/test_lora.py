@@ -322,3 +322,4 @@ def test_dropout(rate: float, calls: Calls) -> None:
         for other in (again[name], checkpointed[name]):
             assert other is not None
             assert torch.equal(value, other), name  # type: ignore[arg-type]
+    assert torch.equal(model.eval()(**batch).loss, ours)

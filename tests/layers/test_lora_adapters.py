@@ -286,7 +286,7 @@ def test_autocast_between_steps() -> None:
     eager = adapted()
     model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     truth = training_step(copy.deepcopy(eager).double(), batch)
-    for autocast in (False, True, False):
+    for autocast in (True, False, True, False):
         steps = (training_step(each, batch, autocast=autocast) for each in (eager, model))
         wide, plain, ours = joined(truth, *steps)
         assert_no_worse(ours, plain, wide, torch.bfloat16 if autocast else torch.float32)

@@ -36,7 +36,7 @@ from liger_patch.kernels.backend import accumulation_dtype, serves_triton
 from liger_patch.kernels.options import LossOptions
 
 SCRATCH_BYTES = 32 * 2**20  # for the copies: long vector loops, small beside a chunk of logits
-COPIES = 4  # of a block of rows that live at once: x, tanh, z or exp(z - max), z - max
+COPIES = 4  # of a block of rows that live at once: x, slope, odds, deviation
 LOWEST = -3.0e38  # stands for the largest of no logits, and finite: -inf - -inf is nan
 
 
