@@ -159,12 +159,13 @@ def test_sft_logs_the_same_with_and_without_the_flag(tmp_path: Path):
 def test_qlora_trains_and_measures_without_logits(tmp_path: Path):
     options = ["--conversations", "100", "--hidden-size", "64", "--length", "48", "--steps", "4"]
     printed = run_alone(EXAMPLES / "qlora.py", *options, folder=tmp_path)
-    loss, perplexity, accuracy, _ = (
-        held_out(name, printed) for name in ("loss", "perplexity", "accuracy", "entropy")
-    )
-    assert loss[1] < loss[0]
-    assert perplexity == pytest.approx([math.exp(each) for each in loss], rel=0.05)
-    assert 0 <= accuracy[0] <= accuracy[1] <= 1
+    found = dict(re.findall(r"held out (\w+) +([\d.]+)$", printed, re.M))  # on a CPU, once
+    loss, perplexity, accuracy, entropy = map(float, found.values())
+    assert [*found] == ["loss", "perplexity", "accuracy", "entropy"]
+    assert loss < math.log(2197) - 0.02  # the tokens of its vocabulary, in uniform guessing
+    assert perplexity == pytest.approx(math.exp(loss), rel=0.05)
+    assert 0 <= accuracy <= 1
+    assert 0 < entropy < math.log(2197)
     assert re.search(r"last loss +fused", printed)
 
 
