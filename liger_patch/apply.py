@@ -104,7 +104,7 @@ def apply_patch(
         record.replacements = replacements
         record.settings, record.layers, record.adapters = settings, asked, None
         record.unpacks = count_layers(target)["recurrent"]
-        record.verified, record.compared = False, None
+        record.checked, record.verified, record.compared = False, False, None
         record.distrusted, record.differs = None, False
         _set_offload(record, checkpoint_offload)
         return model

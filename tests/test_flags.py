@@ -18,7 +18,7 @@ from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 from liger_patch.kernels.head import logits as head_logits
 
-FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_CHUNK_MIB")
+FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [
         *itertools.product(FLAGS, ["yes", "true", "-1", "nan", "inf", " "]),
-        ("LIGER_PATCH_RETURN_LOGITS", "2"),  # 2 MiB is a budget
+        *itertools.product(FLAGS[:2], ["2"]),  # 2 MiB is a budget
         ("LIGER_PATCH_CHUNK_MIB", "0"),
     ],
 )
@@ -58,8 +58,8 @@ def test_an_unknown_variable_warns_once_and_names_the_closest(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         apply_patch(model)
-    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")  # of 0.1.0, and like none that is left
-    with pytest.warns(UserWarning, match=r"no LIGER_PATCH_VERIFY$"):
+    monkeypatch.setenv("LIGER_PATCH_VERSION", "1")  # like none
+    with pytest.warns(UserWarning, match=r"no LIGER_PATCH_VERSION$"):
         apply_patch(model)
 
 

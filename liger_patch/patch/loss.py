@@ -23,8 +23,8 @@ from liger_patch.kernels.graphs import runs_eagerly
 from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.fallback import description
 from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, flat_targets
-from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
-from liger_patch.patch.verify import loss_rounding
+from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
+from liger_patch.patch.verify import why_distrusted
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
 
@@ -199,16 +199,8 @@ class ForwardPass:
             return Decision(
                 reason=f"{head} or the model does more to the logits than a fused loss can follow"
             )
-        self._note_rounding(logits, product, labels, **options)
-        return Decision(product)
-
-    def _note_rounding(
-        self, logits: DeferredLogits, product: HeadProduct, labels: Tensor, **options: Any
-    ) -> None:
-        """Note in a trial what one rounding may do to its loss."""
-        if isinstance(self.record, TrialRecord):
-            rounding = loss_rounding(logits, product, labels, **options)
-            self.record.rounding = max(self.record.rounding, rounding)
+        reason = why_distrusted(self.record, logits, product, labels, **options)
+        return Decision(product) if reason is None else Decision(reason=reason)
 
     @runs_eagerly
     def cross_entropy(
@@ -252,7 +244,8 @@ class ForwardPass:
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
-            self._note_rounding(input, product, target, **options)
+            if why_distrusted(self.record, input, product, target, **options) is not None:
+                return NotImplemented
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
             self.record.note(None)

@@ -1,217 +1,263 @@
-"""The comparison in the first call of an architecture without a row: when, and without a trace."""
+"""LIGER_PATCH_VERIFY=1: a broken kernel is found at the first training step, and not used."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from compiled_graphs import MARKS, Graphs
-from tiny_models import tiny_batch, tiny_model
+from exactness import assert_no_worse
+from slow_cases import slow_but
+from tiny_models import LLAMA, VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
-from training_step import call, step
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
+from training_step import call, joined, step, widened
 
-from liger_patch import apply_patch, patch_status
-from liger_patch.patch import forward, verify
+from liger_patch import apply_patch, patch_status, registry
+from liger_patch.deferred.fuse import HeadProduct
+from liger_patch.kernels.head import gradients
+from liger_patch.kernels.head import logits as head_logits
+from liger_patch.patch import verify
+from liger_patch.patch.forward import record_of
 
-pytestmark = pytest.mark.usefixtures("no_rows")
-
-
-class InMapping(Tomorrow):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return dict(super().forward(*args, **kwargs))
-
-
-class Renamed(Tomorrow):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().forward(*args, **kwargs)
-        return {"lm_loss": outputs.loss, "logits": outputs.logits}
+ROWS = [
+    row for row in registry.available() if row.model_type in ("llama", "gemma2", "phi", "cohere")
+]
 
 
-@pytest.mark.parametrize("cls", [InMapping, Renamed])
-def test_outputs_in_a_mapping_are_compared_once(cls: Any) -> None:
-    model, batch = apply_patch(make_model(cls)), tiny_batch(make_model())
-    calls: list[Any] = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    said = NOTICE if cls is InMapping else "was not compared with .*, which its outputs do not"
-    with torch.no_grad(), pytest.warns(UserWarning, match=said):
-        model(**batch)
-    calls.clear()
-    model(**batch)
-    assert len(calls) == 1
-    assert patch_status(model).fused
-    assert patch_status(model).architecture == ("verified" if cls is InMapping else "not tested")
+@pytest.fixture(autouse=True)
+def every_step_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
 
 
-def test_a_batch_without_supervised_tokens_leaves_the_comparison_to_the_next() -> None:
-    model = apply_patch(make_model(LooksAtTypes))
-    batch = tiny_batch(model)
-    assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
-    assert patch_status(model).architecture == "not tested"
-    with pytest.warns(UserWarning, match="its own loss is"):
-        call(model, batch)
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each comparison found."""
+    found = []
+    disagreement = verify.disagreement
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        found.append(disagreement(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(verify, "disagreement", recorded)
+    return found
 
 
-def test_an_evaluation_is_compared() -> None:
-    model, batch = apply_patch(make_model()), tiny_batch(make_model())
-    with torch.no_grad(), pytest.warns(UserWarning, match=NOTICE):
-        call(model, batch)
-    assert patch_status(model).fused
-    assert "verified: its own loss" in str(patch_status(model))
-    call(model, batch)
-    with torch.no_grad():
-        other = apply_patch(make_model(LooksAtTypes), layers=False)
-        with pytest.warns(UserWarning, match="its own loss is"):
-            ours = call(other, batch).loss
-        torch.testing.assert_close(ours, call(make_model(LooksAtTypes), batch).loss)
-
-
-def test_options_are_left_out_of_the_comparison() -> None:
-    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
-    model, known = make_model().double(), tiny_model(LLAMA).double()
-    batch = tiny_batch(model)
-    with pytest.warns(UserWarning, match=NOTICE):
-        expected = step(apply_patch(known, **options), batch)
-    with pytest.warns(UserWarning, match=NOTICE):
-        ours = step(apply_patch(model, **options), batch)
-    torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("why", ["group", "memory"])
-def test_where_losses_cannot_be_compared_one_warning_says_so(
-    why: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sum"}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
+def test_a_sound_model_agrees_and_stays_fused(
+    verified: list[Any], row: registry.Architecture, dtype: Any, options: dict[str, Any]
 ) -> None:
-    def out_of_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    if why == "group":
-        monkeypatch.setattr(verify, "in_process_group", lambda: True)
-        monkeypatch.setattr(verify.distributed, "get_world_size", lambda: 2)
-    else:
-        monkeypatch.setattr(verify, "_loss_of", out_of_memory)
-    model = apply_patch(make_model())
-    batch = tiny_batch(model)
-    with pytest.warns(UserWarning, match=f"was not compared with the model's own, .*{why}"):
-        call(model, batch)
-    call(model, batch)
-    status = patch_status(model)
-    assert (status.fused, status.architecture) == (True, "not tested")
-
-
-def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    batch = tiny_batch(model)
-    with pytest.warns(UserWarning, match=NOTICE):
-        call(model, batch)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        call(other, batch)
-        assert patch_status(other).architecture == "verified"
-
-
-class TestCompiled:
-    pytestmark = MARKS
-
-    @pytest.mark.slow
-    def test_the_comparison_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[int] = []
-        compare_losses = forward.compare_losses
-        monkeypatch.setattr(
-            forward, "compare_losses", lambda *each: (calls.append(1), compare_losses(*each))
-        )
-        model, eager = tiny_model(LLAMA), tiny_model(LLAMA)
-        for each in (model, eager):
-            del each.model.layers[1:]  # each takes the compiler seconds
-        apply_patch(model, layers=False)
-        batch, graphs = tiny_batch(model), Graphs("eager")
-        compiled: Any = torch.compile(model, backend=graphs)
-        with pytest.warns(UserWarning, match=NOTICE):
-            compiled(**batch)
-        first, outputs = len(graphs.linears), [compiled(**batch) for _ in range(3)][-1]
-        assert calls == [1]
-        assert patch_status(model).fused
-        torch.testing.assert_close(outputs.loss, call(eager, batch).loss)
-        torch._dynamo.reset()
-        again = Graphs("eager")
-        torch.compile(model, backend=again)(**batch)
-        assert len(again.linears) == first
-
-
-def test_the_first_step_under_autocast_has_every_gradient() -> None:
-    """Autocast of torch 2.6 keeps casts of weights, also those that were made without gradients."""
-    model = apply_patch(tiny_model(LLAMA))
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=NOTICE):
+    autocast = dtype == "autocast"
+    model = apply_patch(tiny_model(row, dtype=torch.float32 if autocast else dtype), **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         outputs = call(model, tiny_batch(model))
-    outputs.loss.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []
-
-
-def test_an_argument_that_changes_in_a_call_is_left_to_it() -> None:
-    model = tiny_model(LLAMA)
-    arguments = tiny_batch(model)
-    caches = [transformers.DynamicCache() for _ in range(2)]
-    expected = model(**arguments, past_key_values=caches[0])
-    with pytest.warns(UserWarning, match="the model's own, as an argument may change"):
-        ours = apply_patch(model)(**arguments, past_key_values=caches[1])
+    assert verified == [None]
     assert patch_status(model).fused
-    torch.testing.assert_close(ours.loss, expected.loss)
-    assert caches[1].get_seq_length() == caches[0].get_seq_length()
+    assert not outputs.logits.is_computed
 
 
-class KeepsState(Tomorrow):
-    """Its loss depends on random numbers, on a counter and on buffers, and it writes to labels."""
-
-    calls = 0
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.register_buffer("average", torch.ones(()))  # set anew
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))  # written to
-
-    def loss_of(self, logits: Any, labels: Tensor) -> Any:
-        self.calls, self.average = self.calls + 1, 0.5 * self.average
-        self.count += 1
-        labels[:, 0] += 1
-        computed = super().loss_of(logits, labels) * torch.rand(())
-        return computed * self.calls * self.count + self.average
-
-
-def test_what_a_model_keeps_and_draws_is_that_of_one_call() -> None:
-    eager, model = make_model(KeepsState), apply_patch(make_model(KeepsState), layers=False)
-    batches, results = [tiny_batch(eager) for _ in range(2)], []
-    for each, batch in zip((eager, model), batches, strict=True):
-        torch.manual_seed(3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results.append((call(each, batch).loss, torch.rand(())))
-    torch.testing.assert_close(results[1], results[0])
-    assert patch_status(model).architecture == "verified"
-    assert (model.calls, model.average, model.count) == (1, 0.5, 1)
-    torch.testing.assert_close(batches[1]["labels"], batches[0]["labels"])
+def test_only_the_first_training_step_is_compared_and_with_the_flag(
+    verified: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    with torch.no_grad():
+        call(model, tiny_batch(model))
+    for value in ("0", ""):
+        monkeypatch.setenv("LIGER_PATCH_VERIFY", value)
+        call(model, tiny_batch(model))
+    assert verified == []
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    model = apply_patch(tiny_model(LLAMA))
+    for _ in range(3):
+        call(model, tiny_batch(model))
+    assert verified == [None]
 
 
-class Checkpointed(Tomorrow):
-    """Computes head and loss again in the backward pass."""
-
-    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
-        def loss_of(hidden_states: Tensor) -> Any:
-            return self.loss_of(self.lm_head(hidden_states), labels)
-
-        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        loss = torch.utils.checkpoint.checkpoint(loss_of, hidden_states, use_reentrant=False)
-        return CausalLMOutputWithPast(loss=loss)
+def test_the_comparison_leaves_loss_and_gradients_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    compared = step(model, tiny_batch(model))
+    ordinary = step(model, tiny_batch(model))
+    for name, value in ordinary.items():
+        assert torch.equal(compared[name], value), name
 
 
-def test_a_checkpoint_around_head_and_loss_is_computed_again() -> None:
-    eager = tiny_model(LLAMA)
-    eager.__class__ = Checkpointed
-    model = apply_patch(copy.deepcopy(eager))
-    expected = step(eager, tiny_batch(eager))
-    with pytest.warns(UserWarning, match=NOTICE):
-        ours = step(model, tiny_batch(model))
-    torch.testing.assert_close(ours, expected)  # its gradients are those of the ordinary path
+def no_head_gradient(product_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def broken(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
+        product_(out, a, b, add=add)
+        return out.zero_() if len(out) == VOCAB_SIZE else out
+
+    return broken
+
+
+def wrong_losses(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: rows(*args, **kwargs).mul_(1.01)
+
+
+def gradients_of(value: float) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def replacement(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def broken(*args: Any, dlogits: Tensor | None = None, **kwargs: Any) -> Tensor:
+            losses = rows(*args, dlogits=dlogits, **kwargs)
+            if dlogits is not None:
+                dlogits.fill_(value)
+            return losses
+
+        return broken
+
+    return replacement
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+NAN, STATES = float("nan"), "gradient of the hidden states"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "replacement", "differs"),
+    [
+        (gradients, "product_", no_head_gradient, "gradient of the weight"),
+        (head_logits, "cross_entropy_rows", wrong_losses, "loss"),
+        (head_logits, "cross_entropy_rows", gradients_of(0.0), STATES),
+        (head_logits, "cross_entropy_rows", gradients_of(NAN), STATES),
+    ],
+    ids=["head", "loss", "zero gradients", "nan gradients"],
+)
+def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    function: str,
+    replacement: Callable,
+    differs: str,
+) -> None:
+    model = tiny_model(LLAMA)
+    batch = tiny_batch(model)
+    truth, eager = step(widened(model), batch), step(model, batch)
+    monkeypatch.setattr(module, function, replacement(getattr(module, function)))
+    apply_patch(model)
+    message = f"LIGER_PATCH_VERIFY found a difference .* The fused {differs} is off by"
+    with pytest.warns(UserWarning, match=message) as warned:
+        first = step(model, batch)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = step(model, batch)
+    status = patch_status(model)
+    assert status.fused is False
+    assert status.reason in str(warned[0].message)
+    truth, eager, first, second = joined(truth, eager, first, second)
+    assert_no_worse(first, eager, truth, torch.float32)
+    assert_no_worse(second, eager, truth, torch.float32)
+
+
+def test_a_distributed_vocabulary_is_not_compared_and_a_warning_says_so(
+    verified: list[Any],
+) -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    record, (product, labels) = record_of(model), learnt(torch.float32, 1.0, None)
+    assert record is not None
+    vars(product.weight)["_local_tensor"] = product.weight  # as a DTensor's
+    logits: Any = None
+    with pytest.warns(UserWarning, match="does not verify a head whose vocabulary is distributed"):
+        assert verify.why_distrusted(record, logits, product, labels) is None
+    assert verified == []
+
+
+def learnt(
+    dtype: torch.dtype, scale: float, softcap: float | None, tokens: int = 20
+) -> tuple[HeadProduct, Tensor]:
+    """A head whose labels are likely: with a large scale, all others are next to impossible."""
+    labels, weight = torch.randint(131, (tokens,)), torch.randn(131, 16)
+    states = scale * (weight[labels] + 0.3 * torch.randn(tokens, 16))
+    return HeadProduct(states.to(dtype), weight.to(dtype), None, None, 1.0, softcap, None), labels
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("softcap", "options"), [(None, {}), (None, {"label_smoothing": 0.1}), (5.0, {}), (30.0, {})]
+)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], DTYPES), ids=str)
+def test_rounding_is_no_difference(
+    dtype: torch.dtype, scale: float, softcap: float | None, options: Any, tokens: int
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        parts, labels = learnt(dtype, scale, softcap, tokens)
+        assert verify.disagreement(parts, labels, **options) is None
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "labels": lambda labels, **options: {"labels": labels.roll(1), **options},
+    "weights": lambda labels, **options: {
+        "labels": labels,
+        "token_weight": 1 + torch.arange(20) % 2 / 2,
+        **options,
+    },
+    "scale": lambda labels, **options: {"labels": labels, **options, "logit_scale": 1.2},
+    "softcap": lambda labels, **options: {"labels": labels, **options, "softcap": 8.0},
+    "smoothing": lambda labels, **options: {"labels": labels, **options, "label_smoothing": 0.2},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_arguments_are_found(
+    dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear_cross_entropy = verify.linear_cross_entropy
+
+    def broken(states: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return linear_cross_entropy(states, weight, **WRONG[wrong](labels=labels, **options))
+
+    monkeypatch.setattr(verify, "linear_cross_entropy", broken)
+    parts, labels = learnt(dtype, 0.1, 5.0)
+    assert "found a difference" in str(verify.disagreement(parts, labels))
+
+
+@pytest.mark.parametrize("weight", [None, float("nan"), float("inf")])
+def test_a_loss_of_nothing_or_not_finite_leaves_the_comparison_to_the_next(
+    weight: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch without supervised tokens, or of a head of these weights."""
+    model = apply_patch(tiny_model(LLAMA))
+    batch, own = tiny_batch(model), model.lm_head.weight.data.clone()
+    if weight is None:
+        assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
+    else:
+        model.lm_head.weight.data.fill_(weight)
+        assert not call(model, batch).loss.isfinite()
+    model.lm_head.weight.data.copy_(own)
+    monkeypatch.setattr(gradients, "product_", no_head_gradient(gradients.product_))
+    with pytest.warns(UserWarning, match="LIGER_PATCH_VERIFY found a difference"):
+        call(model, batch)
+
+
+@pytest.mark.parametrize(("length", "hopper_kernels"), [(256, None), (257, True)])
+def test_the_kernels_of_the_batch_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+    verified: list[Any],
+    length: int,
+    hopper_kernels: bool | None,
+) -> None:
+    """Hopper has others for small batches, as the slice that is compared is one."""
+    asked = []
+    linear_cross_entropy = verify.linear_cross_entropy
+
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        asked.append((len(args[0]), options["hopper_kernels"]))
+        return linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr(verify, "linear_cross_entropy", recorded)
+    monkeypatch.setattr("liger_patch.kernels.head.odds.SMALL_BATCH", 512)
+    model = apply_patch(tiny_model(LLAMA))
+    ids = torch.randint(VOCAB_SIZE, (2, length))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert verified == [None]
+    assert asked == [(256, hopper_kernels)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_CHUNK_MIB")
+FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,6 +28,7 @@ from trl_models import (
 from unusual_heads import sharded
 
 from liger_patch import apply_patch, patch_status
+from liger_patch.patch import verify
 
 pytestmark = MARKS
 
@@ -125,3 +126,31 @@ def test_where_fusing_is_demanded_a_head_that_cannot_be_fused_is_an_error(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"LIGER_PATCH_RETURN_LOGITS=0 demands.*the head"):
             model(**batch, fused_lm_head=True)
+
+
+def test_verify_compares_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    disagreement = verify.disagreement
+    monkeypatch.setattr(
+        verify, "disagreement", lambda *a, **k: found.append(disagreement(*a, **k)) or found[-1]
+    )
+    unverified = train(sft_trainer(make_model("gemma2"), tmp_path, True))
+    assert found == []
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
+    assert_bitwise(train(trainer), unverified)
+    assert found == [None]
+    assert_fused(trainer.model)
+
+
+def test_a_model_that_verify_distrusts_is_left_to_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
+    monkeypatch.setattr(verify, "disagreement", lambda *args, **options: "the kernel is broken")
+    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
+    trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
+    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
+        assert_bitwise(train(trainer), trls)
+    reason = patch_status(trainer.model).reason
+    assert reason == "LIGER_PATCH_VERIFY the kernel is broken"
