@@ -35,15 +35,8 @@ from torch import Tensor
 from liger_patch.kernels.backend import LAYER_ADVICE, check_backward, rows_of, without_autocast
 from liger_patch.kernels.chunk_sizes import slices_of
 from liger_patch.kernels.lora.mlp import FIELDS, GatedLayer, Gates, Gradients, Parts
-from liger_patch.kernels.lora.products import (
-    new_seed,
-    products,
-    serves_lora,
-)
-from liger_patch.kernels.lora.projection import (
-    LoraProjection,
-    flattened,
-)
+from liger_patch.kernels.lora.products import new_seed, products, serves_lora
+from liger_patch.kernels.lora.projection import LoraProjection, flattened
 
 Seeds = list[Tensor | None]  # of what the adapters of gate, up and down drop
 
