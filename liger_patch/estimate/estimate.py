@@ -22,7 +22,8 @@ from liger_patch.estimate.step import (
 )
 from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
-from liger_patch.layers.checks import LONG_INPUT_BYTES, TOP_HOOKS
+from liger_patch.layers.checks import TOP_HOOKS
+from liger_patch.layers.long_rows import LONG_INPUT_BYTES
 from liger_patch.patch.offload import MIN_BYTES
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from liger_patch.kernels.chunk_sizes import (
 from liger_patch.kernels.products import QuantizedWeight
 from liger_patch.kernels.rms_norm import NormInputs
 from liger_patch.kernels.segments import Segments
-from liger_patch.layers.checks import is_checkpointed, source_of
+from liger_patch.layers.long_rows import is_checkpointed, source_of
 from liger_patch.layers.lora import Dtypes
 
 PRODUCTS = (
@@ -83,7 +83,7 @@ class GpuOperations(TorchFunctionMode):
         return self._copies[id(value)]
 
     def tokens_of_slice(self, x: Tensor, size: int, _: torch.dtype) -> int | None:
-        """Return what ``layers/checks`` does on a GPU, with one size in rows of any length."""
+        """Return what ``layers/long_rows`` does on a GPU, with one size in rows of any length."""
         itemsize = (self.autocast or x.dtype).itemsize
         is_short = x.numel() // x.shape[-1] <= longest_at_once(size, itemsize)
         if not self.slices or is_short or not is_checkpointed():

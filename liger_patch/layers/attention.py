@@ -37,15 +37,8 @@ from liger_patch.layers.masked_attention import (
     is_causal_by_table,
     own_attention_with_sinks,
 )
-from liger_patch.subclass import (
-    OtherTable,
-    decorated_again,
-    derived_class,
-    is_transformers,
-    once_for_each_class,
-    own_name,
-    with_other_globals,
-)
+from liger_patch.layers.other_globals import OtherTable, decorated_again, with_other_globals
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class, own_name
 
 NAMES = "rotary", "attention"  # of the layers that an attention may be
 

@@ -1,14 +1,12 @@
 """Which modules run on kernels, and which calls of them do. And probes: whether a kernel computes
 what a layer's own forward computes, tried on the CPU with a few numbers. Layers of one
-configuration need one probe. And what saves memory for long rows under gradient checkpointing:
-whether a feed-forward layer runs in slices, and from which input a norm can be computed again.
+configuration need one probe.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,13 +20,10 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from liger_patch.kernels.backend import HAS_TRITON, PLAIN_TENSORS, TRITON_DEVICES
-from liger_patch.kernels.chunk_sizes import slice_tokens
-from liger_patch.kernels.graphs import in_tracing_mode, is_exporting
-from liger_patch.kernels.rms_norm import NormInputs
+from liger_patch.kernels.graphs import is_exporting
 
 LAYER_NAMES = "_liger_patch_layers"  # attribute of the classes on kernels
 EVERYWHERE = "_liger_patch_everywhere"  # attribute of layers that apply_patch was asked for by name
@@ -39,7 +34,6 @@ ZERO3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"  # modules of its hook
 PLAIN = bool, int, float, str, type(None), torch.dtype  # compared by value
 # the tensors, modules and hooks that each module holds
 CONTAINERS = vars(nn.Module()).keys() - {"training"}
-LONG_INPUT_BYTES = 128 * 2**20  # of x: 16k tokens of 4096 features in 16 bits
 _call = threading.local()  # whether the call that this thread runs decodes
 # the hooks of saved tensors; torch 2.6 has no such function
 TOP_HOOKS = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
@@ -212,68 +206,3 @@ def _compared(value: object) -> Hashable:
         options = frozenset((name, _compared(each)) for name, each in value.keywords.items())
         return id(value.func), tuple(_compared(each) for each in value.args), options
     return (type(value), value) if isinstance(value, PLAIN) else id(value)
-
-
-def is_checkpointed() -> bool:
-    """Return whether gradient checkpointing runs a layer now: for the first time, or again.
-
-    Non-reentrant checkpointing has hooks of saved tensors, both times. Reentrant checkpointing runs
-    a layer without gradients, as evaluation does, and then within the backward pass. False with
-    torch 2.6, which does not tell its hooks.
-
-    The answer must be the same both times, whatever other threads do. So neither this function nor
-    those below ask ``torch.compiler.is_compiling``, which is true in all threads while one
-    compiles.
-    """
-    if TOP_HOOKS is None or torch.compiler.is_dynamo_compiling():
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    hooks = TOP_HOOKS(False)
-    if hooks is None:
-        return torch._C._current_graph_task_id() != -1
-    return getattr(hooks[0], "__module__", None) == checkpoint.__name__
-
-
-def tokens_of_slice(x: Tensor, size: int, dtype: torch.dtype) -> int | None:
-    """Return the tokens of a slice, for a feed-forward layer of x (..., H). None for no slices: if
-    the row is short, or if checkpointing does not compute the layer again.
-
-    Args:
-        size: the intermediate size.
-        dtype: of the products.
-    """
-    if not is_checkpointed() or _is_in_graph() or torch._C._is_tracing() or x.dim() == 0:
-        return None
-    return slice_tokens(math.prod(x.shape[:-1]), size, dtype.itemsize)
-
-
-def note_source(y: Tensor, x: Tensor, weight: Tensor | None, *how: Any) -> None:
-    """Note on a norm's result the input that it was computed from, if the result is large: a layer
-    behind the norm then keeps only that input. For layers that checkpointing computes again.
-
-    Args:
-        how: eps, offset and dtype of the norm.
-    """
-    if _is_in_graph() or y.dim() > 3:  # of queries or keys: nothing keeps these
-        return
-    if y.nbytes > LONG_INPUT_BYTES:
-        noted: Any = y
-        source = NormInputs(x.detach(), weight, *how)
-        noted._liger_patch_source = source, x._version, y._version
-
-
-def source_of(x: Tensor) -> NormInputs | None:
-    """Return what ``note_source`` has noted on x; None where x or that input has changed since."""
-    noted = getattr(x, "_liger_patch_source", None)
-    if noted is None:
-        return None
-    source, *versions = noted
-    return source if [source.x._version, x._version] == versions else None
-
-
-def _is_in_graph() -> bool:
-    """Return whether this thread traces a graph. Slices would make the graph large, and comparing
-    sizes would add guards.
-    """
-    return torch.compiler.is_dynamo_compiling() or in_tracing_mode()

@@ -26,7 +26,8 @@ from liger_patch.layers.checks import (
     needs_own_code,
     results_match,
 )
-from liger_patch.subclass import decorated_again, is_transformers, with_other_globals
+from liger_patch.layers.other_globals import decorated_again, with_other_globals
+from liger_patch.subclass import is_transformers
 
 RULE, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"  # the globals
 CACHES = "cache", "cache_params", "past_key_values"  # arguments of forward

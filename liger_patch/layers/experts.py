@@ -32,8 +32,8 @@ from liger_patch.layers.checks import (
     needs_own_code,
     probe_of,
     results_match,
-    tokens_of_slice,
 )
+from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.mlp import ACTIVATIONS
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 

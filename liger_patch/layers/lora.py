@@ -32,9 +32,8 @@ from liger_patch.layers.checks import (
     is_left_to_model,
     layers_of,
     needs_own_code,
-    source_of,
-    tokens_of_slice,
 )
+from liger_patch.layers.long_rows import source_of, tokens_of_slice
 from liger_patch.readers.quantized_weights import reader_of
 from liger_patch.subclass import derived_class, once_for_each_class
 

@@ -31,16 +31,14 @@ from liger_patch.kernels.graphs import in_tracing_mode, is_compiled_here, is_wat
 from liger_patch.kernels.segments import Segments, segments_of_intervals
 from liger_patch.layers.checks import is_left_to_model, layers_of
 from liger_patch.layers.masked_attention import DeferredMask, UsedTokens, used_tokens_of_call
-from liger_patch.layers.unpadded import NEED_MASKS, without_padding
-from liger_patch.subclass import (
+from liger_patch.layers.other_globals import (
     OtherTable,
     decorated_again,
-    derived_class,
-    is_transformers,
     names_in,
-    once_for_each_class,
     with_other_globals,
 )
+from liger_patch.layers.unpadded import NEED_MASKS, without_padding
+from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 DEFERS_MASKS = "_liger_patch_defers_masks"  # attribute of such a class
 TABLE = "ALL_MASK_ATTENTION_FUNCTIONS"  # the name by which these look a mask function up

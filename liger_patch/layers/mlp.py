@@ -29,8 +29,8 @@ from liger_patch.layers.checks import (
     packs_saved_tensors,
     probe_of,
     results_match,
-    tokens_of_slice,
 )
+from liger_patch.layers.long_rows import tokens_of_slice
 from liger_patch.layers.lora import lora_feed_forward
 from liger_patch.readers.quantized_weights import quantized_weight
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class

@@ -17,14 +17,13 @@ from liger_patch.kernels.gated_norm import run_gated_norm
 from liger_patch.kernels.rms_norm import run_rms_norm
 from liger_patch.layers.checks import (
     configuration,
-    is_checkpointed,
     is_left_to_model,
     needs_own_code,
-    note_source,
     probe_of,
     results_match,
     with_weight,
 )
+from liger_patch.layers.long_rows import is_checkpointed, note_source
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 

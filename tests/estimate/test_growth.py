@@ -19,7 +19,7 @@ from liger_patch.estimate.model import build
 from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, host_bytes, trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import chunk_sizes, gated_mlp
-from liger_patch.layers import checks
+from liger_patch.layers import long_rows
 from liger_patch.layers.checks import TOP_HOOKS
 
 
@@ -60,7 +60,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> int:
         pytest.skip("torch 2.6 runs no slices")
     token_bytes = 5 * 2 * SIZE
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 1024 * token_bytes)
-    for module in (checks, estimates):
+    for module in (long_rows, estimates):
         monkeypatch.setattr(module, "LONG_INPUT_BYTES", 1024 * 2 * HIDDEN)
     for module in (chunk_sizes, operations):
         monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)

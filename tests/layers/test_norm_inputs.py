@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from liger_patch import apply_patch
 from liger_patch.kernels import rms_norm
-from liger_patch.layers import checks, lora
+from liger_patch.layers import checks, long_rows, lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_row_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "LONG_INPUT_BYTES", 0)
+    monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
 
 
 class Kept:
@@ -54,7 +54,7 @@ def test_projections_of_a_norm_keep_its_input(
     lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
     results = []
     for least in (2**40, 0):
-        monkeypatch.setattr(checks, "LONG_INPUT_BYTES", least)
+        monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
         kept = Kept(monkeypatch)
         model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
         model.enable_input_require_grads()
@@ -80,8 +80,8 @@ def test_norms_of_queries_and_keys_are_not_noted() -> None:
 
     def layer(x: Tensor) -> Tensor:
         y = rms_norm.rms_norm(x, None, 1e-6)
-        checks.note_source(y, x, None, 1e-6, 0.0, x.dtype)
-        assert checks.source_of(y) is None
+        long_rows.note_source(y, x, None, 1e-6, 0.0, x.dtype)
+        assert long_rows.source_of(y) is None
         return y.sum()
 
     x = torch.randn(1, 3, 2, 8, requires_grad=True)
@@ -96,10 +96,10 @@ def test_a_norm_that_has_changed_is_kept(which: str) -> None:
     def layer(x: Tensor) -> Tensor:
         x = x * 2.0
         y = rms_norm.rms_norm(x, weight, 1e-6)
-        checks.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
+        long_rows.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
         with torch.no_grad():
             CHANGES[which](x, y)
-        found.append((checks.source_of(y), y.detach()))
+        found.append((long_rows.source_of(y), y.detach()))
         return y.sum()
 
     checkpoint.checkpoint(layer, torch.randn(3, 8, requires_grad=True), use_reentrant=False)

@@ -23,7 +23,7 @@ from training_step import call, joined, step, widened
 
 from liger_patch import apply_patch
 from liger_patch.kernels import chunk_sizes, gated_mlp
-from liger_patch.layers import checks
+from liger_patch.layers import checks, long_rows
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -39,7 +39,7 @@ FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_t
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many slices each run of a sliced layer had, forward; every row is a long one."""
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
-    monkeypatch.setattr(checks, "LONG_INPUT_BYTES", 0)
+    monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
     monkeypatch.setattr(
         chunk_sizes, "SLICE_BYTES", 5 * 4 * 64 * 7
     )  # 7 tokens of 64 float32 features
@@ -313,7 +313,7 @@ def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPa
     layer = apply_patch(tiny_model(ROWS["llama"])).double().model.layers[0]
     size, hidden_size = layer.mlp.gate_proj.weight.shape
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 8 * size * 20)
-    monkeypatch.setattr(checks, "LONG_INPUT_BYTES", 8 * hidden_size * 20)
+    monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 8 * hidden_size * 20)
     norm_and_mlp = nn.Sequential(layer.input_layernorm, layer.mlp)
     short, long = (torch.randn(1, n, hidden_size).double() for n in (9, 99))
     lengths = ({1: torch.export.Dim("length")},)
