@@ -2,15 +2,18 @@
 
 A layer's own code runs, with other functions in the place of those that Transformers falls back to
 without flash-linear-attention and causal-conv1d: globals of the layer's module. Functions of those
-libraries stay, and so do layers of Transformers 5.0, which hold theirs as attributes.
+libraries stay where they train right, and so do layers of Transformers 5.0, which hold theirs as
+attributes.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,8 +40,8 @@ PROBED_TOKENS, PROBED_HEADS, PROBED_SIZE = 5, 2, 4
 def is_delta_net(module: Any) -> bool:
     """Return whether a module is a gated delta net that kernels serve.
 
-    They do not where its functions are those of a library or compute something else, and where its
-    code is not Transformers' own.
+    They do not where its functions are those of a library that trains right or compute something
+    else, and where its code is not Transformers' own.
     """
     own = type(module).forward
     if not is_transformers(own) or decorated_again(own, inspect.unwrap(own)) is None:
@@ -67,10 +70,14 @@ def of_libraries(model: nn.Module) -> Counter[str]:
 
 
 def _own_functions(module: Any) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a layer that are Transformers' own, by the names of the globals."""
+    """Return the functions of a layer that kernels may replace, by the names of the globals."""
     names = names_of(type(module))
     found = inspect.unwrap(type(module).forward).__globals__
-    return {n: found[n] for n in (RULE, CONV) if n in names and _is_fallback(found.get(n))}
+    return {n: found[n] for n in (RULE, CONV) if n in names and _is_replaced(found.get(n))}
+
+
+def _is_replaced(function: Any) -> bool:
+    return _is_fallback(function) or _cannot_train(function)
 
 
 def _is_fallback(function: Any) -> bool:
@@ -78,6 +85,20 @@ def _is_fallback(function: Any) -> bool:
     in a library: its decorator holds that, beside the function in its place.
     """
     return all(inspect.isfunction(f) and is_transformers(f) for f in (function, _held(function)))
+
+
+def _cannot_train(function: Any) -> bool:
+    """Return whether a function is flash-linear-attention's on a Hopper GPU with Triton 3.4 to
+    3.7.0, where its gradients are wrong, and an error since 0.5 (without tilelang).
+
+    Source: https://github.com/fla-org/flash-linear-attention/issues/640
+    """
+    if (getattr(_held(function), "__module__", None) or "").partition(".")[0] != "fla":
+        return False
+    fla: Any = sys.modules.get("fla.utils")
+    is_hit = getattr(fla, "IS_NVIDIA_HOPPER", False) and getattr(fla, "TRITON_ABOVE_3_4_0", False)
+    is_mended = getattr(fla, "TRITON_ABOVE_3_7_1", False) or find_spec("tilelang") is not None
+    return is_hit and not is_mended
 
 
 def _held(function: Any) -> Any:
@@ -94,7 +115,7 @@ def delta_net_forward(original: Any) -> Any:
     """
     own = inspect.unwrap(original.forward)
     functions = {name: own.__globals__[name] for name in names_of(original) & WAYS.keys()}
-    values = {name: WAYS[name](f) for name, f in functions.items() if _is_fallback(f)}
+    values = {name: WAYS[name](f) for name, f in functions.items() if _is_replaced(f)}
     forward = _with_globals(own, values)
     if values.keys() == WAYS.keys():
         vars(forward)["keeps_apart"] = lambda *call: not _is_left(call, {})
@@ -179,7 +200,8 @@ def _agree(functions: dict[str, Any]) -> bool:
         return found
 
     ours = {name: WAYS[name](function) for name, function in functions.items()}
-    return results_match(lambda: results(functions), lambda: results(ours))
+    plain = {name: inspect.unwrap(function) for name, function in functions.items()}
+    return results_match(lambda: results(plain), lambda: results(ours))
 
 
 WAYS = {RULE: _rule_or_own, CONV: _conv_or_own}
