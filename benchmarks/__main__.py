@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .benchmark import Benchmark, command_line, in_json, provenance
-from .markdown import measured
+from .markdown import measured, plain_table
 from .report import read, tables
 
 BENCHMARKS = {  # the module's name, and what it measures
@@ -70,9 +70,9 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
                 written = path.with_suffix(".new")  # what is there stays whole if this one ends
                 written.write_text(in_json(report), encoding="utf-8")
                 written.replace(path)
-            print(benchmark.table(rows), flush=True)
+            print(plain_table(rows), flush=True)
     print(f"wrote {path}")
-    _draw(report, path)
+    _draw(read(path), path)
     return benchmark.finish(report)
 
 

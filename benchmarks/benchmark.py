@@ -28,7 +28,6 @@ class Benchmark:
     Attributes:
         packages: whose versions the report names.
         cases: returns the cases that the options choose.
-        table: formats the rows of one case for the terminal.
         rounds: default of --rounds, None for a benchmark without that option.
         add_options: adds the benchmark's own options.
         header: returns what else the report says in front of its lists.
@@ -37,7 +36,6 @@ class Benchmark:
 
     packages: tuple[str, ...]
     cases: Callable[[argparse.Namespace], Cases]
-    table: Callable[[Rows], str]
     rounds: int | None = None
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     header: Callable[[argparse.Namespace], dict] = lambda options: {}

@@ -39,7 +39,7 @@ from examples.small_model import move_within_rounding, small_model, text_model_t
 from liger_patch import apply_patch, patch_status, quantize_base
 
 from .benchmark import Benchmark, Cases
-from .convergence_report import judgement, terminal_convergence_table, verdicts
+from .convergence_report import judgement, verdicts
 from .lora_contenders import LORA
 from .measure import release_memory
 
@@ -283,7 +283,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "peft", "bitsandbytes", "tokenizers"),
     cases=cases,
-    table=terminal_convergence_table,
     add_options=_add_options,
     header=header,
     finish=finish,

@@ -70,26 +70,6 @@ def curve_difference(run: dict, other: dict) -> float:
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def terminal_convergence_table(rows: list[dict]) -> str:
-    """Format the runs of one model: last held-out loss, its difference from eager's, the spread of
-    eager's seeds, the mean absolute difference of the training losses, and the verdict.
-    """
-    eager = rows[0]
-    said = {verdict.contender: verdict for verdict in verdicts(rows)}
-    columns = f"{'held-out':>10s}{'difference':>12s}{'spread':>10s}{'training':>10s}"
-    lines = [_trained(eager), f"  {'':24s}{columns}"]
-    for row in rows:
-        line = f"  {row['contender']:24s}{row['held_out'][-1]:10.5f}"
-        if row is not eager:
-            line += f"{row['held_out'][-1] - eager['held_out'][-1]:+12.5f}"
-            verdict = said.get(row["contender"])
-            line += f"{verdict.spread:10.5f}" if verdict else " " * 10
-            line += f"{curve_difference(row, eager):10.5f}"
-            line += f"  {verdict}" if verdict else ""
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def losses(report: dict) -> list[list[str]]:
     """Return cells: a line a model, the last held-out losses, eager's other seeds in one column."""
     lines = []

@@ -36,7 +36,6 @@ from .measure import (
     release_memory,
 )
 from .names import EAGER, LOWER_BOUND, OURS, UNSLOTH
-from .terminal import terminal_table
 
 TOKENS = 1000  # that are compared with float64
 
@@ -252,7 +251,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("liger-kernel", "trl", "unsloth_zoo"),
     cases=_cases,
-    table=terminal_table,
     rounds=10,
     add_options=_add_options,
 )

@@ -43,7 +43,6 @@ from .distributed_contenders import (
 from .lora_step import LLAMA, QWEN
 from .measure import Failure, attempt
 from .models import Model
-from .terminal import terminal_distributed_table
 from .training_step import MAX_LOSS_DIFFERENCE
 
 MODELS = (LLAMA.resized(4, 2048), QWEN.resized(2, 2048))  # a GPU
@@ -148,7 +147,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "accelerate", "deepspeed"),
     cases=cases,
-    table=terminal_distributed_table,
     rounds=8,
     add_options=_add_options,
 )

@@ -26,9 +26,11 @@ from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
 from .distributed_contenders import compile_no_collectives, leave
-from .distributed_tables import ALONE, ROUNDED, ROUNDINGS
 from .measure import release_memory
 from .names import EAGER, OURS
+
+ALONE, ROUNDED = "one GPU", f"{EAGER}, rounded"
+ROUNDINGS = 4  # of the first weights: one drifts 0.0026 nats, another 0.0089
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from .heads import HEADS, Head, batch
 from .lower_bounds import head_matmuls
 from .measure import MAX_RELATIVE_ERROR, Failure, attempt, measure, relative_error, release_memory
 from .names import LOWER_BOUND
-from .terminal import terminal_table
 
 (LLAMA,) = (head for head in HEADS if head.name == "Llama-3-8B, frozen")
 QWEN = Head("Qwen3-8B, frozen", 4096, 151936, 8192, frozen=True)
@@ -119,6 +118,5 @@ BENCHMARK = Benchmark(
     cases=lambda options: {
         "heads": [partial(run_kind, kind, rounds=options.rounds) for kind in KINDS]
     },
-    table=terminal_table,
     rounds=10,
 )

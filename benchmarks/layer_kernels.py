@@ -35,7 +35,6 @@ from .benchmark import Benchmark
 from .layer_cases import CASES, Case
 from .measure import Errors, Failure, Measurement, attempt, is_right, relative_error, release_memory
 from .names import COPY
-from .terminal import terminal_layer_kernels_table
 
 
 def contenders(case: Case) -> dict[str, Function]:
@@ -131,7 +130,6 @@ BENCHMARK = Benchmark(
             if (options.case or "") in case.name
         ]
     },
-    table=terminal_layer_kernels_table,
     rounds=8,
     add_options=_add_options,
 )

@@ -37,7 +37,6 @@ from .measure import (
     release_memory,
 )
 from .names import EAGER, LOWER_BOUND, OURS
-from .terminal import terminal_table
 
 # Not a power of two: there, eager's factor 1/N is exact, and its gradients better than elsewhere.
 # A multiple of 8, because QuACK asks for one.
@@ -210,7 +209,6 @@ BENCHMARK = Benchmark(
         "unsloth_zoo",
     ),
     cases=cases,
-    table=terminal_table,
     rounds=10,  # fewer beyond LOAD_TOKENS
     add_options=_add_options,
 )

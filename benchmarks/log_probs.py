@@ -27,7 +27,6 @@ from .head_contenders import Loss, refuse_softcap, trl_log_probs
 from .heads import HEADS, IGNORE_INDEX, Head
 from .linear_cross_entropy import run_case
 from .names import EAGER, OURS
-from .terminal import terminal_table
 
 # head, hidden states (N, H), weight (V, H), labels (N,) -> (N,), 0 where ignored
 LogProbs = Callable[[Head, Tensor, Tensor, Tensor], Tensor]
@@ -176,7 +175,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("trl", "liger-kernel", "verl"),
     cases=_cases,
-    table=terminal_table,
     rounds=10,
     add_options=_add_options,
 )

@@ -38,7 +38,6 @@ from liger_patch import apply_patch, patch_status, revert_patch
 from . import attention_blocks
 from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
-from .longest_report import terminal_check_table
 from .longest_row import MODELS, positive_gib
 from .lora_contenders import LORA, OFFLOADED, autocast_loss, fill_adapters
 from .measure import MIB, relative_error, release_memory
@@ -333,7 +332,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "peft", "bitsandbytes"),
     cases=cases,
-    table=terminal_check_table,
     add_options=_add_options,
     finish=finish,
 )

@@ -40,7 +40,6 @@ from transformers import LlamaConfig
 
 from .attention_blocks import BLOCK
 from .benchmark import Benchmark, Cases
-from .longest_report import terminal_longest_table
 from .lora_contenders import CONTENDERS as LORA_CONTENDERS
 from .lora_contenders import Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
@@ -312,7 +311,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "peft", "bitsandbytes", "liger-kernel", "unsloth", "unsloth_zoo"),
     cases=cases,
-    table=terminal_longest_table,
     rounds=2,
     add_options=_add_options,
 )

@@ -41,7 +41,6 @@ from .measure import Failure, attempt, release_memory
 from .models import FULL_WIDTH, Model
 from .names import FP8, LOWER_BOUND
 from .sft_step import tiny_tokenizer
-from .step_tables import terminal_lora_table
 from .training_step import agrees
 
 ROOT = Path(__file__).parents[1]
@@ -319,7 +318,6 @@ BENCHMARK = Benchmark(
         *("flash-linear-attention", "causal-conv1d"),
     ),
     cases=cases,
-    table=terminal_lora_table,
     rounds=8,
     add_options=_add_options,
 )

@@ -1,4 +1,4 @@
-"""Format rows of a report as a table in Markdown: lines, columns, cells and the caption."""
+"""Format rows of a report: any as they are, or as a table in Markdown with its caption."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from .names import LOWER_BOUND
 
 TIME_AND_MEMORY = "forward + backward, ms / GiB"
+FEW = 8  # numbers of a list that are all shown: errors of gradients
 
 Row = dict
 
@@ -79,3 +80,31 @@ def cells_of(
     names = dict.fromkeys(map(line_of, rows))
     lines = ([name, *(found.get((name, each), "") for each in contenders)] for name in names)
     return [[heading, *contenders], *lines]
+
+
+def plain_table(rows: list[Row]) -> str:
+    """Return the rows of any list: above what is the same in all of them, then a column for each
+    other field. Of the losses of a training run it has the last.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = {name: [_shown(row.get(name)) for row in rows] for name in names}
+    same = [
+        f"{name} {found[0]}" for name, found in shown.items() if len({*found}) == 1 and found[0]
+    ]
+    different = {name: found for name, found in shown.items() if len({*found}) > 1}
+    if not different:
+        return ", ".join(same)
+    widths = [max(map(len, (name, *found))) for name, found in different.items()]
+    lines = ([*different], *zip(*different.values(), strict=True))
+    padded = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join([", ".join(same), *padded])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        if any(isinstance(each, dict) for each in value):  # of collectives
+            return str(len(value))
+        return " ".join(map(_shown, value if len(value) <= FEW else value[-1:]))
+    if isinstance(value, float):
+        return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
+    return "" if value is None else str(value)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .convergence_report import by_model
-from .names import KERNELS_OF_OTHERS, LOWER_BOUND, OURS, by_default
+from .names import KERNELS_OF_OTHERS, LOWER_BOUND, OURS
 
 GIB = 1024  # MiB
 COLUMNS = 3
@@ -33,7 +33,7 @@ ROOM_FOR_LABELS = 1.15  # of the highest bar
 
 def draw_all(report: dict, path: Path) -> list[Path]:
     """Draw every list of the report that has a picture, beside ``path``, its place."""
-    report, drawn = by_default(report), []
+    drawn = []
     for key, ending, draw_part in (
         ("results", "", draw),
         ("sweep", "_sweep", draw_sweep),

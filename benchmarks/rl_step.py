@@ -41,7 +41,6 @@ from .rl_updates import (
     grpo_loss,
     make_trainer,
 )
-from .terminal import terminal_steps_table
 from .training_step import agrees, run_model
 
 GENERATION = "generation by transformers"  # a row beside the contenders
@@ -245,7 +244,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "trl", "peft", "unsloth", "unsloth_zoo"),
     cases=_cases,
-    table=terminal_steps_table,
     rounds=8,
     add_options=_add_options,
 )

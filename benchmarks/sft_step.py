@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from .benchmark import Benchmark
 from .model_contenders import Loss, shared_copy
 from .models import MODELS
-from .terminal import terminal_steps_table
 from .training_step import run_model
 
 NAMES = ("Llama-3.2-1B, 8 x 2048", "Gemma-3-270M, 8 x 2048")
@@ -91,6 +90,5 @@ BENCHMARK = Benchmark(
             if model.name in NAMES
         ]
     },
-    table=terminal_steps_table,
     rounds=8,
 )

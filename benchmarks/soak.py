@@ -29,7 +29,6 @@ from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
 from .benchmark import Benchmark, Cases
-from .convergence_report import curve_difference
 from .names import EAGER, OURS
 
 ROUNDED = f"{EAGER}, rounded"
@@ -196,19 +195,6 @@ def _corpus() -> Corpus:
     return build_corpus(VOCABULARY, LENGTH)
 
 
-def terminal_soak_table(rows: list[dict]) -> str:
-    """Format the contenders of one run."""
-    eager = rows[0]
-    lines = [f"{eager['model']}, {eager['steps']:,d} steps"]
-    lines.append(f"  {'':18s}{'last loss':>10s}{'held out':>10s}{'drift':>9s}{'growth MiB':>12s}")
-    for row in rows:
-        lines.append(
-            f"  {row['contender']:18s}{row['training'][-1]:10.4f}{row['held_out'][-1]:10.4f}"
-            f"{curve_difference(row, eager):9.4f}{row['growth_mib']:12.2f}"
-        )
-    return "\n".join(lines)
-
-
 def cases(options: argparse.Namespace) -> Cases:
     """Return the runs, each with its contenders; eager is always one."""
     device = options.device or "cuda"
@@ -233,6 +219,5 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "peft", "trl"),
     cases=cases,
-    table=terminal_soak_table,
     add_options=_add_options,
 )

@@ -31,7 +31,6 @@ from .measure import Failure, attempt, measure, release_memory
 from .model_contenders import FLEX_LAYERS, NAMES, Loss, contenders, some_contenders
 from .models import MODELS, Model
 from .names import LOWER_BOUND
-from .terminal import terminal_steps_table
 
 MAX_LOSS_DIFFERENCE = 0.02  # of eager's loss
 MAX_NORM_DIFFERENCE = 0.05  # of eager's norm of all gradients
@@ -188,7 +187,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     packages=("transformers", "peft", "bitsandbytes", "liger-kernel"),
     cases=cases,
-    table=terminal_steps_table,
     rounds=8,
     add_options=_add_options,
 )

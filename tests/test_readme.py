@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 from documents import check_section
 
-from benchmarks.distributed_tables import distributed_table
-from benchmarks.head_tables import distillation_table, readme_table
 from benchmarks.markdown import versions_of
 from benchmarks.names import LOWER_BOUND
-from benchmarks.report import RESULTS, read
-from benchmarks.step_tables import (
+from benchmarks.quoted_tables import (
     convergence_table,
+    distillation_table,
+    distributed_table,
     longest_rows_table,
     lora_steps_table,
     lora_summary,
+    readme_table,
     rl_steps_table,
     soak_table,
     steps_table,
 )
+from benchmarks.report import RESULTS, read
 from liger_patch.layers.replace import LAYERS
 from liger_patch.registry import ARCHITECTURES, Architecture
 
@@ -64,7 +65,7 @@ def versions() -> str:
     return f"Versions: {versions_of(*reports)}."
 
 
-WITHOUT_LAYERS = "contender liger_patch;"  # as files name it: see by_default
+WITHOUT_LAYERS = "contender liger_patch, layers=False;"
 # section of the page -> table, file, and which rows are left to the file
 QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "steps": (steps_table, "training_step", ""),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.longest_report import terminal_check_table
+from benchmarks.markdown import plain_table
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
@@ -37,6 +37,6 @@ def test_the_gradients_of_a_row_are_those_of_its_blocks(tmp_path: Path, capsys):
     assert all(0 < row["eager_error"] < 0.05 for row in errors)
     assert all(row["error"] > 0 for row in errors)
     assert {row["loss"] > 0 for row in rows if "loss" in row} == {True}
-    table = terminal_check_table(rows)
+    table = plain_table(rows)
     assert table in capsys.readouterr().out
     assert "160     gradient of the embeddings, 80 to 95 " in table

@@ -1,39 +1,63 @@
-"""Format the tables of training steps and longest rows: whole models on one GPU."""
+"""Format the tables that README and docs quote."""
 
 from __future__ import annotations
 
+import re
+
+from .attention_blocks import BLOCK
 from .convergence_report import curve_difference, judgement, losses
-from .longest_report import (
-    attention_note,
-    check_cells,
-    longest_cells,
-    of_all_runs,
-    runs_note,
+from .markdown import (
+    TIME_AND_MEMORY,
+    Row,
+    case_of,
+    cells_of,
+    document,
+    head_and_tokens,
+    model_of,
+    time_and_memory,
+    versions_of,
 )
-from .markdown import Row, cells_of, document, model_of, time_and_memory, versions_of
-from .names import EAGER, LOWER_BOUND, OURS, UNSLOTH, by_default
+from .names import EAGER, KERNELS_OF_OTHERS, LOWER_BOUND, OURS, PYTORCH, QUACK, UNSLOTH
 
 RATIO = f"{OURS} / {UNSLOTH}, time and memory"
 
 
+PEERS = {  # of a head, which a report may lack -> what they are
+    PYTORCH: "PyTorch's own linear_cross_entropy (needs torch 2.13)",
+    QUACK: "QuACK",
+    UNSLOTH: "Unsloth's fused loss",
+}
+OTHERS_SAID = f" With {KERNELS_OF_OTHERS}: the kernels that GPUs other than Hopper run."
+
+
+def readme_table(report: dict) -> str:
+    note = (
+        ": memory over the inputs. The matmul-only bound is the matrix products alone, a lower "
+        "bound for any exact loss."
+    )
+    contenders = {row["contender"] for row in report["results"]}
+    if absent := [what for name, what in PEERS.items() if name not in contenders]:
+        note += f" Not measured: {', '.join(absent)}."
+    if any(KERNELS_OF_OTHERS in name for name in contenders):
+        note += OTHERS_SAID
+    return document(report, cells_of(TIME_AND_MEMORY, report["results"], head_and_tokens), note)
+
+
+def distillation_table(report: dict) -> str:
+    rows = [
+        row | {"peak_mib": row["peak_mib"] - row["gradients_mib"]} if "peak_mib" in row else row
+        for row in report["distillation"]
+    ]
+    note = ": memory over inputs and gradients. The matmul-only bound is the four products alone."
+    return document(report, cells_of(TIME_AND_MEMORY, rows, case_of), note)
+
+
 def steps_table(report: dict) -> str:
-    report = by_default(report)
     note = (
         ": forward and backward, random weights, 40 % of the labels ignored, no checkpointing; "
         "memory over the weights, gradients included."
     )
     return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), note)
-
-
-def sft_steps_table(report: dict) -> str:
-    report = by_default(report)
-    note = (
-        ": loss, metrics and backward pass, random weights, all of them trained, 40 % of the "
-        "labels ignored, no checkpointing; memory over the weights."
-    )
-    return document(
-        report, cells_of("step of SFTTrainer, ms / GiB", report["sft_steps"], model_of), note
-    )
 
 
 def rl_steps_table(report: dict) -> str:
@@ -104,15 +128,6 @@ def longest_rows_table(report: dict) -> str:
     return document(of_all_runs(report), longest_cells(rows), note)
 
 
-def long_row_check_table(report: dict) -> str:
-    note = (
-        ": one row under autocast, random weights, QLoRA of rank 16, offloaded checkpoints, "
-        "attention within blocks of 8192 tokens. Errors by norm, against the blocks one by one in "
-        "float32; eager computes the same blocks. A gradient may have twice eager's error."
-    )
-    return document(report, check_cells(report["long_row_check"]), note)
-
-
 def soak_table(report: dict) -> str:
     cells = [["", "last held-out loss", "training loss, from eager's", "growth of memory, MiB"]]
     eager: Row = {}
@@ -135,7 +150,6 @@ def soak_table(report: dict) -> str:
 
 
 def convergence_table(report: dict) -> str:
-    report = by_default(report)
     tokens = report["settings"]["batch_size"] * report["settings"]["length"]
     has_adapters = any(" + " in row["model"] for row in report["convergence"])
     weights = "a frozen base, with adapters in float32" if has_adapters else "float32 weights"
@@ -146,19 +160,6 @@ def convergence_table(report: dict) -> str:
         f"{judgement(report['convergence'])}"
     )
     return document(report, losses(report), note)
-
-
-def terminal_lora_table(rows: list[dict]) -> str:
-    """Format the rows of one model: time, also over Unsloth's, peak memory, first step, loss."""
-    columns = f"{'ms':>10s}{'/ Unsloth':>11s}{'peak GiB':>10s}{'first s':>9s}"
-    columns += f"{'loss':>10s}{'gradient':>12s}"
-    lines = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        of_name = [row for row in rows if row["model"] == name]
-        peer = _ms(of_name, UNSLOTH)
-        lines += [name, f"  {'':22s}{columns}"]
-        lines += [f"  {row['contender']:22s}{_line(row, peer)}".rstrip() for row in of_name]
-    return "\n".join(lines)
 
 
 def ratios(rows: list[dict]) -> dict[str, str]:
@@ -187,16 +188,93 @@ def first_steps(rows: list[dict]) -> str:
     return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest.items())
 
 
-def _line(row: dict, peer: float | None) -> str:
+def longest_cells(rows: list[dict]) -> list[list[str]]:
+    """Return lines of cells, a column a contender; the first line is the heading."""
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    is_timed = any("timed" in row for row in rows)
+    what = "longest row, tokens; time per token, µs" if is_timed else "longest row, tokens"
+    cells = [[what, *contenders]]
+    found = {(_line(row), row["contender"]): _cell(row, rows) for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (models.index(row["model"]), row.get("gib", 0)))
+    for line in dict.fromkeys(map(_line, ordered)):
+        cells.append([line, *(found.get((line, each), "") for each in contenders)])
+    return cells
+
+
+def attention_note(rows: list[dict]) -> str:
+    """Say which rows attended to all tokens before, of each run that differs."""
+    runs: dict[int, set[int]] = {}
+    for row in rows:
+        runs.setdefault(row["whole_attention"], set()).add(row.get("run", 1))
+    whole, *others = sorted(runs, key=lambda tokens: min(runs[tokens]))
+    differing = "".join(f"; in some runs, those of more than {tokens:,}" for tokens in others)
+    return f"Rows of more than {whole:,} tokens attend within blocks of {BLOCK}{differing}."
+
+
+def runs_note(rows: list[dict]) -> str:
+    """Say how to read times where the report is of several runs; their rows have a ``run``."""
+    if not any("run" in row and "timed" in row for row in rows):
+        return ""
+    return " Times are compared within a run only; a length does not depend on the run."
+
+
+def of_all_runs(report: dict) -> dict:
+    """Return the report with the first and the last day of its runs."""
+    days = sorted(re.findall(r"\d{4}-\d\d-\d\d", report["date"]))
+    return report | {"date": " to ".join(dict.fromkeys((days[0], days[-1])))}
+
+
+def _line(row: dict) -> str:
+    if "timed" in row:
+        run = f", run {row['run']}" if "run" in row else ""  # times of two runs have no line
+        return f"{row['model']}, {row['timed']:,} tokens{run}"
+    return f"{row['model']}, {row['gib']:g} GiB"
+
+
+def _cell(row: dict, rows: list[dict]) -> str:
     if "failure" in row:
-        return f"  {row['failure']}"
-    ratio = f"{row['ms'] / peer:.2f}" if peer else ""
-    line = f"{row['ms']:10.1f}{ratio:>11s}"
-    if "loss" not in row:
-        return line
-    line += f"{row['peak_mib'] / 1024:10.1f}{row['first_step_s']:9.1f}{row['loss']:10.4f}"
-    return line + f"{row['gradient_norm']:12.4g}" + ("  wrong" if row.get("wrong") else "")
+        return row["failure"]
+    if "timed" not in row:
+        ends = f" ({row['ends_with']})" if "ends_with" in row else ""  # not for want of memory
+        if not row["tokens"]:
+            return f"< {BLOCK:,}"  # the shortest row that is tried
+        return f"{'>= ' if row.get('at_least') else ''}{row['tokens']:,}{ends}"
+    micros = 1000 * row["ms"] / row["timed"]
+    eager = next((e["ms"] for e in rows if e["contender"] == EAGER and _is_same(e, row)), None)
+    return f"{micros:.1f}" + (f" ({row['ms'] / eager:.2f} of eager)" if eager else "")
 
 
-def _ms(rows: list[dict], contender: str) -> float | None:
-    return next((row["ms"] for row in rows if row["contender"] == contender and "ms" in row), None)
+def _is_same(eager: dict, row: dict) -> bool:
+    same = ("model", "timed", "run")
+    return "ms" in eager and all(eager.get(field) == row.get(field) for field in same)
+
+
+def distributed_table(report: dict) -> str:
+    rows = report["distributed_steps"]
+    differ = list(dict.fromkeys(row["model"] for row in _with_other_collectives(rows)))
+    ran = {row["model"] for row in rows if row["contender"] == EAGER and "ms" in row}
+    said = "all rows" if ran == {row["model"] for row in rows} else "all rows in which eager ran"
+    if differ:
+        said += f", except: {'; '.join(differ)}"
+    note = (
+        ": forward and backward, time of the slowest rank, peak memory of a rank over its shards "
+        f"of the weights. The same collectives as eager in {said}."
+    )
+    cells = cells_of("training step, ms / GiB a GPU", rows, model_of)
+    return document(report, cells, note)
+
+
+def _with_other_collectives(rows: list[Row]) -> list[Row]:
+    """Return the rows whose collectives are not those of eager in the same step."""
+    measured = [row for row in rows if "collectives" in row]
+    eager = {row["model"]: row for row in measured if row["contender"] == EAGER}
+    return [
+        row
+        for row in measured
+        if _kinds_and_sizes(row) != _kinds_and_sizes(eager.get(row["model"], row))
+    ]
+
+
+def _kinds_and_sizes(row: Row) -> list[tuple]:
+    return sorted((each["kind"], each["mib"], each["calls"]) for each in row["collectives"])
