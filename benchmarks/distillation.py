@@ -28,8 +28,8 @@ from .heads import Head, batch
 from .measure import (
     MIB,
     Failure,
-    Measurement,
     attempt,
+    checked_rows,
     is_right,
     measure,
     relative_error,
@@ -161,7 +161,7 @@ def run_case(
     rows = attempt(lambda: _rows(case, losses, rounds, device))
     release_memory()
     if isinstance(rows, Failure):
-        return [{**_key(case, LOWER_BOUND), **asdict(rows)}]
+        return [{**_key(case), "contender": LOWER_BOUND, **asdict(rows)}]
     return rows
 
 
@@ -172,23 +172,7 @@ def _rows(case: Case, losses: Mapping[str, Loss], rounds: int, device: torch.dev
     bound = _matmuls(*inputs)
     steps = {name: partial(step, loss, *inputs) for name, loss in right.items()}
     measured = measure({LOWER_BOUND: bound, **steps}, before=bound, rounds=rounds, device=device)
-    least = measured[LOWER_BOUND]
-    if isinstance(least, Failure):
-        raise RuntimeError(least.failure)
-    rows = []
-    for name in (LOWER_BOUND, *losses):
-        row = _key(case, name)
-        if isinstance(errors := checks.get(name), list):
-            row["gradient_errors"] = errors
-        outcome = measured.get(name, errors)
-        if isinstance(outcome, Measurement):
-            row |= {**asdict(outcome), "floor_over_time": least.ms / outcome.ms}
-        elif isinstance(outcome, Failure):
-            row |= asdict(outcome)
-        else:
-            row["wrong"] = True
-        rows.append(row)
-    return rows
+    return checked_rows(_key(case), checks, measured)
 
 
 def _gradient_errors(
@@ -224,11 +208,11 @@ def _matmuls(
     return matmuls
 
 
-def _key(case: Case, contender: str) -> dict:
+def _key(case: Case) -> dict:
     head = case.head
     gradients = (head.tokens + head.vocab_size) * head.hidden_size * 2 / MIB
     sizes = {"tokens": head.tokens, "gradients_mib": round(gradients)}
-    return {"case": case.name, **sizes, "contender": contender}
+    return {"case": case.name, **sizes}
 
 
 def _cases(options: argparse.Namespace) -> dict:

@@ -110,7 +110,7 @@ def run_rank(
 
 def measure_step(rank: int, request: Request, ranks: int, folder: str) -> Failure:
     """Measure one contender; the first rank writes the row."""
-    device = _join(rank, ranks, folder, request.device)
+    device = join(rank, ranks, folder, request.device)
     model = _model(request, device, folder)
     step = ENGINES[request.engine](model, request, device)
     with Collectives() as counted:
@@ -125,7 +125,7 @@ def measure_step(rank: int, request: Request, ranks: int, folder: str) -> Failur
 
 def measure_head(rank: int, request: HeadRequest, ranks: int, folder: str) -> Failure:
     """Measure one contender of a head; the first rank writes the row."""
-    device = _join(rank, ranks, folder, request.device)
+    device = join(rank, ranks, folder, request.device)
     head, generator = request.head, torch.Generator(device).manual_seed(0)
     how = {"device": device, "generator": generator}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -206,12 +206,16 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def _join(rank: int, ranks: int, folder: str, device: str) -> torch.device:
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+def join(
+    rank: int, ranks: int, folder: str, device: str, *, local_rank: int | None = None
+) -> torch.device:
+    """Join the group of all processes; ``local_rank``: of the GPU, by default ``rank``."""
+    local_rank = rank if local_rank is None else local_rank
+    local = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in local.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # which libraries ask for
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(local_rank)
         cores = sorted(os.sched_getaffinity(0))  # each rank has a part: times vary less
         os.sched_setaffinity(
             0, cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
@@ -225,7 +229,7 @@ def _join(rank: int, ranks: int, folder: str, device: str) -> torch.device:
         world_size=ranks,
         timeout=timedelta(minutes=10),
     )
-    return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    return torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def _measured(step: Step, rounds: int, device: torch.device) -> dict | Failure:

@@ -11,13 +11,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
@@ -25,7 +24,7 @@ from examples.corpus import Corpus
 from examples.small_model import move_within_rounding, small_model
 from liger_patch import apply_patch, patch_status
 
-from .distributed_contenders import compile_no_collectives, leave
+from .distributed_contenders import compile_no_collectives, join, leave
 from .measure import release_memory
 from .names import EAGER, OURS
 
@@ -56,7 +55,7 @@ def train_all(
     alone = [(EAGER, 0), *((ROUNDED, draw) for draw in range(ROUNDINGS)), (OURS, 0)]
     for name, draw in alone[rank::ranks]:  # rank 0 has the first, whatever ranks is
         rows.append(_row(ALONE, name, settings, corpus, settings.batch_size, draw))
-    _join(rank, ranks, settings.device, folder)
+    join(rank, ranks, folder, settings.device, local_rank=0)
     for engine in ENGINES:
         for name in (EAGER, OURS):
             row = _row(engine, name, settings, corpus, settings.batch_size // ranks)
@@ -120,19 +119,6 @@ def _prepare(name: str, settings: Settings) -> Callable[[nn.Module], object]:
     dtype = getattr(torch, settings.dtype)
     rounded = partial(move_within_rounding, dtype=dtype)
     return {EAGER: lambda model: model, ROUNDED: rounded, OURS: apply_patch}[name]
-
-
-def _join(rank: int, ranks: int, device: str, folder: str) -> None:
-    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # which libraries ask for
-    distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/group",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=5),
-    )
 
 
 def _fsdp2(model: nn.Module, settings: Settings) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from liger_patch import linear_cross_entropy
 from .benchmark import Benchmark, Rows
 from .heads import HEADS, Head, batch
 from .lower_bounds import head_matmuls
-from .measure import MAX_RELATIVE_ERROR, Failure, attempt, measure, relative_error, release_memory
+from .measure import (
+    MAX_RELATIVE_ERROR,
+    Failure,
+    attempt,
+    checked_rows,
+    measure,
+    relative_error,
+    release_memory,
+)
 from .names import LOWER_BOUND
 
 (LLAMA,) = (head for head in HEADS if head.name == "Llama-3-8B, frozen")
@@ -57,7 +65,7 @@ def run_kind(kind: Kind, *, rounds: int, device: torch.device | str = "cuda") ->
     rows = attempt(lambda: _rows(kind, rounds, device))
     release_memory()
     if isinstance(rows, Failure):
-        return [{**_key(kind, LOWER_BOUND), **asdict(rows)}]
+        return [{**_key(kind), "contender": LOWER_BOUND, **asdict(rows)}]
     return rows
 
 
@@ -79,18 +87,11 @@ def _rows(kind: Kind, rounds: int, device: torch.device | str) -> Rows:
     if max(errors) > MAX_RELATIVE_ERROR:
         raise RuntimeError(f"{kind.name}: gradients differ from eager's by {errors}")
     measured = measure({LOWER_BOUND: bound, **steps}, before=bound, rounds=rounds, device=device)
-    rows = []
-    for name, outcome in measured.items():
-        row = {**_key(kind, name), **asdict(outcome)}
-        lower_bound = measured[LOWER_BOUND]
-        if "ms" in row and not isinstance(lower_bound, Failure):
-            row["floor_over_time"] = lower_bound.ms / row["ms"]
-        rows.append(row)
-    return rows
+    return checked_rows(_key(kind), {"eager": [0.0], "liger_patch": errors}, measured)
 
 
-def _key(kind: Kind, contender: str) -> dict:
-    return {"case": kind.name, "tokens": kind.head.tokens, "contender": contender}
+def _key(kind: Kind) -> dict:
+    return {"case": kind.name, "tokens": kind.head.tokens}
 
 
 def _adapter(x: Tensor, adapter: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:

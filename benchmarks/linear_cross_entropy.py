@@ -31,6 +31,7 @@ from .measure import (
     Failure,
     Measurement,
     attempt,
+    checked_rows,
     is_right,
     measure,
     relative_error,
@@ -123,7 +124,7 @@ def run_case(
     rows = attempt(lambda: _rows(head, losses, rounds, device, is_loaded))
     release_memory()
     if isinstance(rows, Failure):  # of the inputs, the true gradients or the lower bound
-        return [{**_key(head, LOWER_BOUND), **asdict(rows)}]
+        return [{**_key(head), "contender": LOWER_BOUND, **asdict(rows)}]
     return rows
 
 
@@ -144,26 +145,10 @@ def _rows(
         device,
         is_loaded,
     )
-    bound = measured[LOWER_BOUND]
-    if isinstance(bound, Failure):
-        raise RuntimeError(bound.failure)
-    rows = []
-    for name in (LOWER_BOUND, *losses):
-        row = _key(head, name)
-        for field, errors in (
-            ("gradient_errors", checks.get(name)),
-            ("gradient_errors_power_of_two", others.get(name)),
-        ):
-            if isinstance(errors, list):
-                row[field] = errors
-        outcome = measured.get(name, checks.get(name))
-        if isinstance(outcome, Measurement):
-            row |= {**asdict(outcome), "floor_over_time": bound.ms / outcome.ms}
-        elif isinstance(outcome, Failure):
-            row |= asdict(outcome)
-        else:
-            row["wrong"] = True
-        rows.append(row)
+    rows = checked_rows(_key(head), checks, measured)
+    for row in rows:
+        if isinstance(errors := others.get(row["contender"]), list):
+            row["gradient_errors_power_of_two"] = errors
     return rows
 
 
@@ -184,8 +169,8 @@ def _measured(
     return measure({LOWER_BOUND: bound, **steps}, before=before, rounds=rounds, device=device)
 
 
-def _key(head: Head, contender: str) -> dict:
-    return {"case": head.name, "tokens": head.tokens, "contender": contender}
+def _key(head: Head) -> dict:
+    return {"case": head.name, "tokens": head.tokens}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

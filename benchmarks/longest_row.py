@@ -45,14 +45,13 @@ from .lora_contenders import Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
-from .names import COMPILED, FLEX, FP8
+from .names import FP8
 from .row_search import Search, width
 
 LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
 POSITIONS = 2**21
 MOST = 2**20 + 2**18  # tokens
-# no windows slide here, and compiling takes long
-CONTENDERS = tuple(name for name in LORA_CONTENDERS if name not in (FLEX, COMPILED, FP8))
+CONTENDERS = tuple(name for name in LORA_CONTENDERS if name != FP8)
 WHOLE = 65536  # tokens of a row that attends to all before
 TIMED = (16384, 65536, 262144)
 QWEN_CONFIG = copy.deepcopy(QWEN.config)

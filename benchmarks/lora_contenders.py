@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -25,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from liger_patch import apply_patch, quantize_base, quantize_experts
 
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
-from .models import Model, has_sliding_attention, quantise
-from .names import COMPILED, FLEX, FP8, LOWER_BOUND, OURS
+from .models import Model, quantise
+from .names import FP8, LOWER_BOUND, OURS
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -96,12 +95,17 @@ class Request:
 
 
 def main(request: Path, results: Path) -> None:
+    """Measure what a file asks for."""
+    fields = json.loads(request.read_text(encoding="utf-8"))
+    settings = tuple(Setting(**each) for each in fields.pop("settings"))
+    write(rows(Request(**fields, settings=settings)), results)
+
+
+def write(rows: Iterable[dict], results: Path) -> None:
     """Append one line of JSON to ``results`` for each row, as soon as it is measured, and print it:
     so nothing is lost when a time limit ends this process or all.
     """
-    fields = json.loads(request.read_text(encoding="utf-8"))
-    settings = tuple(Setting(**each) for each in fields.pop("settings"))
-    for row in rows(Request(**fields, settings=settings)):
+    for row in rows:
         line = json.dumps(row)
         with results.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
@@ -181,7 +185,7 @@ def _allocated_mib(count: Callable[[], int]) -> float:
     return count() / MIB if torch.cuda.is_available() else 0.0
 
 
-def _eager(request: Request, setting: Setting, attention: str | None = None) -> Any:
+def _eager(request: Request, setting: Setting) -> Any:
     """Return PEFT's model: a frozen base in bf16 or 4 bits, adapters in float32.
 
     ``prepare_model_for_kbit_training`` would also make float32 copies of norms and head.
@@ -199,7 +203,7 @@ def _eager(request: Request, setting: Setting, attention: str | None = None) -> 
     model = AutoModelForCausalLM.from_pretrained(
         request.folder,
         dtype=torch.bfloat16,
-        attn_implementation=attention or request.attention,
+        attn_implementation=request.attention,
         device_map={"": request.device},
         quantization_config=in_4_bits if setting.quantized else None,
     )
@@ -259,19 +263,6 @@ def _ours_fp8(request: Request, setting: Setting) -> Any:
     return model
 
 
-def _ours_flex(request: Request, setting: Setting) -> Any:
-    model = _eager(request, setting, "flex_attention")
-    apply_patch(model)
-    return model
-
-
-def _ours_compiled(request: Request, setting: Setting) -> Any:
-    model = _ours(request, setting)
-    for layer in model.get_base_model().get_decoder().layers:
-        layer.compile(dynamic=False)
-    return model
-
-
 OFFLOADED = "liger_patch, offloaded"  # its checkpoints: for the rows that have some
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
@@ -280,26 +271,18 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     OURS: _ours,
     FP8: _ours_fp8,
     OFFLOADED: _ours_offloaded,
-    FLEX: _ours_flex,
-    COMPILED: _ours_compiled,
 }
 
 
-def is_measured(contender: str, config: Any, setting: Setting) -> bool:
-    """Return whether a contender differs from the others for a model and a setting."""
+def is_measured(contender: str, setting: Setting) -> bool:
+    """Return whether a contender differs from the others for a setting."""
     if setting.held:  # bitsandbytes leaves experts as they are
         return contender == OURS
     if setting.experts and contender == ("Liger-Kernel" if setting.rank else "Unsloth"):
         return False  # it does not train these adapters, or all weights in 16 bits
     if contender == FP8:
         return bool(setting.rank) and not (setting.quantized or setting.experts)
-    if contender == OFFLOADED:
-        return setting.checkpointing
-    return contender != FLEX or has_sliding_attention(config)
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return contender != OFFLOADED or setting.checkpointing
 
 
 def held_model(config: Any, lora: dict[str, Any], quant_type: str, device: str) -> Any:

@@ -12,9 +12,8 @@ one process, whose kernels are compiled anew: so its first row has the longest f
 the peak of the process, weights included.
 
 Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
-flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. So ours has a contender
-with flex attention there. Checkpointing is Transformers' (non-reentrant), and Unsloth's own.
-Unsloth compiles each layer, and so does one of ours: its LoRA layers then run PEFT's own forward.
+flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. Checkpointing is
+Transformers' (non-reentrant), and Unsloth's own, which compiles each layer.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def run_case(
         saved = attempt(lambda: save(model, folder, "meta" if is_held else device))
         release_memory()
         for contender in contenders:
-            settings = tuple(s for s in case.settings if is_measured(contender, model.config, s))
+            settings = tuple(s for s in case.settings if is_measured(contender, s))
             if not settings:
                 continue
             sizes = (model.sequences, model.length)

@@ -11,11 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from .names import LOWER_BOUND
 
 MIB = 2**20
 MAX_RELATIVE_ERROR = 0.02  # by norm: bf16 rounding leaves about 0.003
@@ -102,6 +104,37 @@ def is_right(errors: Errors, eager_errors: Errors) -> bool:
     return all(
         error <= max(MAX_RELATIVE_ERROR, 2 * own) for error, own in zip(errors, plain, strict=True)
     )
+
+
+def checked_rows(
+    key: Mapping[str, object],
+    checks: Mapping[str, Errors],
+    measured: Mapping[str, Measurement | Failure],
+) -> list[dict]:
+    """Return a row for the lower bound and one for each contender: the errors of its gradients, and
+    its times, why there are none, or that it is wrong.
+
+    Args:
+        key: what all rows begin with.
+    """
+    bound = measured[LOWER_BOUND]
+    if isinstance(bound, Failure):
+        raise RuntimeError(bound.failure)
+    rows = []
+    for name in (LOWER_BOUND, *checks):
+        row: dict = {**key, "contender": name}
+        errors = checks.get(name)
+        if isinstance(errors, list):
+            row["gradient_errors"] = errors
+        outcome = measured.get(name, errors)
+        if isinstance(outcome, Measurement):
+            row |= {**asdict(outcome), "floor_over_time": bound.ms / outcome.ms}
+        elif isinstance(outcome, Failure):
+            row |= asdict(outcome)
+        else:
+            row["wrong"] = True
+        rows.append(row)
+    return rows
 
 
 def measure(

@@ -27,8 +27,6 @@ from .models import has_sliding_attention
 Loss = Callable[[Mapping[str, Tensor]], Tensor]  # batch -> ()
 
 MASKED = "liger_patch, layers, with masks"  # of packed and padded rows, and sliding windows
-NORMS_LEFT = "liger_patch, layers but norms, compiled by layer"  # Inductor fuses those itself
-FLEX_LAYERS = "liger_patch, layers, flex attention"  # of models with sliding windows
 NAMES = (
     "eager",
     "torch.compile",
@@ -37,10 +35,8 @@ NAMES = (
     "liger_patch",
     "liger_patch, layers",
     MASKED,
-    FLEX_LAYERS,
     "liger_patch, layers, compiled",
     "liger_patch, layers, compiled by layer",
-    NORMS_LEFT,
 )
 LOSS_ONLY = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
 
@@ -62,13 +58,10 @@ def contenders(
     layers = partial(_ours, model, layers=True)
     found["liger_patch, layers"] = layers
     if masked or has_sliding_attention(model.config):
-        found[MASKED] = partial(_ours, model, layers=True, without="attention")
-    if has_sliding_attention(model.config):
-        found[FLEX_LAYERS] = partial(layers, attention="flex_attention")
+        found[MASKED] = partial(_ours, model, layers=True, masked=True)
     if compiled:
         found["liger_patch, layers, compiled"] = partial(layers, compiled=_whole)
         found["liger_patch, layers, compiled by layer"] = partial(layers, compiled=_by_layer)
-        found[NORMS_LEFT] = partial(layers, compiled=_by_layer, without="rms_norm")
     return found
 
 
@@ -99,16 +92,13 @@ def _ours(
     model: nn.Module,
     *,
     layers: bool = False,
-    without: str | None = None,
-    attention: str | None = None,
+    masked: bool = False,
     compiled: Callable[[Any], Any] | None = None,
 ) -> Loss:
     own = shared_copy(model)
-    if attention is not None:
-        own.set_attn_implementation(attention)
     apply_patch(own, layers=layers)
-    if without is not None:
-        names = [name for name, count in count_layers(own).items() if count and name != without]
+    if masked:
+        names = [name for name, n in count_layers(own).items() if n and name != "attention"]
         apply_patch(own, layers=names)
     if compiled is None:
         return partial(_loss, own)

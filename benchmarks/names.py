@@ -8,6 +8,4 @@ OTHER_GPUS = f"{OURS}, {KERNELS_OF_OTHERS}"
 OF_HOPPER = f"{OURS}, of Hopper"  # for small batches, which run those of others
 PYTORCH, QUACK, UNSLOTH = "PyTorch", "QuACK", "Unsloth"
 COPY = "copy"
-FLEX = f"{OURS}, flex attention"  # of models with sliding windows
 FP8 = f"{OURS}, FP8"  # its frozen base
-COMPILED = f"{OURS}, compiled by layer"

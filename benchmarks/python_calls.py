@@ -28,6 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger_patch
 from liger_patch.layers import checks
 
+from .models import quantise
+
 PACKAGE = str(Path(liger_patch.__file__).parent)
 LAYERS = 2  # of the smaller model
 TIMED = 20  # steps
@@ -126,25 +128,7 @@ def _with_adapters(model: Any, *, packed: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     if packed:
-        import bitsandbytes
-
-        for layer in model.model.layers:
-            for parent, name in [
-                (part, name)
-                for part in (layer.self_attn, layer.mlp)
-                for name in PROJECTIONS
-                if hasattr(part, name)
-            ]:
-                plain = getattr(parent, name)
-                in_4_bits = bitsandbytes.nn.Linear4bit(
-                    plain.in_features,
-                    plain.out_features,
-                    bias=False,
-                    compute_dtype=torch.bfloat16,
-                    quant_type="nf4",
-                )
-                in_4_bits.load_state_dict(plain.state_dict())
-                setattr(parent, name, in_4_bits.to("cpu"))
+        quantise(model)
     return get_peft_model(model, LoraConfig(r=8, target_modules=PROJECTIONS, lora_dropout=0.0))
 
 

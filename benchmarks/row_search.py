@@ -63,18 +63,12 @@ class Search:
 
 
 def main(request: Path, results: Path) -> None:
-    """Append one line of JSON to ``results`` for each row, as soon as it is measured, and print it:
-    so nothing is lost when a time limit ends this process or all.
-    """
+    """Search for what a file asks for."""
     fields = json.loads(request.read_text(encoding="utf-8"))
     fields["setting"] = Setting(**fields["setting"])
     fields["tries"] = tuple((gib, tokens) for gib, tokens in fields["tries"])
     fields |= {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
-    for row in rows(Search(**fields)):
-        line = json.dumps(row)
-        with results.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-        print(line, flush=True)
+    lora_contenders.write(rows(Search(**fields)), results)
 
 
 def rows(search: Search) -> Iterator[dict]:

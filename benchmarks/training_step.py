@@ -28,7 +28,7 @@ from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
 from .lower_bounds import step_matmuls
 from .measure import Failure, attempt, measure, release_memory
-from .model_contenders import FLEX_LAYERS, NAMES, Loss, contenders, some_contenders
+from .model_contenders import NAMES, Loss, contenders, some_contenders
 from .models import MODELS, Model
 from .names import LOWER_BOUND
 
@@ -89,8 +89,7 @@ def _rows(
     measured = measure({**bounds, **steps}, rounds=rounds, device=device)
     rows += [{"model": model.name, "contender": name, **asdict(measured[name])} for name in bounds]
     for name, first in first_steps.items():
-        how = "flex_attention" if name == FLEX_LAYERS else attention
-        row: dict = {"model": model.name, "attention": how, "contender": name}
+        row: dict = {"model": model.name, "attention": attention, "contender": name}
         row |= asdict(first) if isinstance(first, Failure) else first
         if name in measured:
             row |= asdict(measured[name])

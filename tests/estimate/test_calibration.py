@@ -62,9 +62,6 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
 QUICK_MODEL, QUICK_CONTENDERS = "Gemma-3-270M, 8 x 2048", ("eager", "liger_patch, layers")
 NOT_ESTIMATED = {  # contenders, and why
     "matmul-only bound": "the lower bound: no model's step",
-    "liger_patch, flex attention": "estimate knows SDPA and eager attention",
-    "liger_patch, layers, flex attention": "the same",
-    "liger_patch, compiled by layer": "Inductor decides what it keeps",
     "torch.compile": "Inductor decides what it keeps",
     "liger_patch, layers, compiled": "Inductor decides what it keeps",
     "Liger, loss only": "not our kernels",
