@@ -177,7 +177,8 @@ def _choose_layers(
             "layer that has a kernel. Its class must be Transformers' own, and have no "
             "hook of accelerate. The activation of gated layers and experts must be silu or gelu, "
             "with no dropout behind it, "
-            "an attention must be causal and take its function from Transformers' table"
+            "an attention must be causal and take its function from Transformers' table; gated "
+            f"delta nets need Transformers 5.15, got {transformers.__version__}"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes

@@ -44,7 +44,7 @@ class ForwardPass:
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
         read_by: the first operation that needed the values of the logits; None if none did.
-        unreached: whether a loss of the model's own could not be given an option of ``changed``.
+        unreached: the options of ``changed`` that a loss of the model's own has otherwise.
         head_defers: whether the head's last call returned deferred logits; None before the first.
         expected: the labels of the call, counted before the model ran; None where they were not.
         used: the tokens whose results model and loss use; None in a call without gradients.
@@ -60,7 +60,7 @@ class ForwardPass:
     is_causal: bool = False
     running: bool = True
     read_by: str | None = None
-    unreached: bool = False
+    unreached: str = ""
     head_defers: bool | None = None
     expected: ExpectedLabels | None = None
     used: UsedTokens | None = None
@@ -77,9 +77,11 @@ class ForwardPass:
 
     @property
     def changed(self) -> str:
-        """What the loss is asked to differ in from Transformers', for messages; "" for nothing."""
+        """What the loss is asked to differ in from Transformers', for messages; "" for nothing.
+        Once some of it could not be reached, that alone.
+        """
         weights = "" if self.loss_weights is None else LOSS_WEIGHTS
-        return ", ".join(filter(None, (self.record.settings.changed, weights)))
+        return self.unreached or ", ".join(filter(None, (self.record.settings.changed, weights)))
 
     @property
     def why_not_recorded(self) -> str:
@@ -122,6 +124,8 @@ class ForwardPass:
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = self.is_causal = True
+        if isinstance(num_items_in_batch, bool):
+            raise ValueError(f"num_items_in_batch must be a number, got {num_items_in_batch!r}")
         shifted = shift_labels is not None
         given = labels if shift_labels is None else shift_labels
         is_tensor = isinstance(given, Tensor)
@@ -233,14 +237,16 @@ class ForwardPass:
         }
         if self.running:
             # the model computes its own loss: the options of apply_patch are meant for this one
-            settings = self.record.settings
-            if (
-                self.loss_weights is not None  # the places of the labels are not known here
-                or (label_smoothing and settings.label_smoothing not in (0.0, label_smoothing))
-                # what follows a loss that is not a mean is the model's own
-                or (reduction != "mean" and settings.reduction != "mean")
-            ):
-                self.unreached = True
+            settings, unreached = self.record.settings, []
+            if label_smoothing and settings.label_smoothing not in (0.0, label_smoothing):
+                unreached.append(f"label_smoothing={settings.label_smoothing!r}")
+            # what follows a loss that is not a mean is the model's own
+            if reduction != "mean" and settings.reduction != "mean":
+                unreached.append(f"reduction={settings.reduction!r}")
+            if self.loss_weights is not None:  # the places of the labels are not known here
+                unreached.append(LOSS_WEIGHTS)
+            if unreached:
+                self.unreached = ", ".join(unreached)
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss

@@ -250,6 +250,12 @@ def test_labels_that_are_no_tensor_are_named(name: str) -> None:
         call(model, batch)
 
 
+def test_a_truth_value_is_no_number_of_items() -> None:
+    model = apply_patch(tiny_model(LLAMA))
+    with pytest.raises(ValueError, match="num_items_in_batch must be a number, got True"):
+        call(model, tiny_batch(model), num_items_in_batch=True)
+
+
 def test_shift_labels_alone_give_no_loss_as_in_eager() -> None:
     row = next(row for row in registry.ARCHITECTURES if row.model_type == "qwen3_moe")
     model = tiny_model(row)
