@@ -35,7 +35,6 @@ class TrainingStep:
 
     Attributes:
         batch, length: sequences, and tokens of each.
-        dtype: of the weights.
         autocast: the dtype of products (``Trainer(bf16=True)``), None for no autocast.
         lora_rank: of adapters on all linear layers but the head and on all experts; None trains
             every weight.
@@ -45,10 +44,9 @@ class TrainingStep:
         fp8_base: whether ``quantize_base`` holds linear layers in FP8.
         expert_bytes: a number of experts that ``quantize_experts`` holds in 4 bits, which puts them
             on kernels in all contenders; None for experts in ``dtype``.
-        checkpointing: whether layers are computed again in the backward pass.
-        checkpoint_offload: whether their inputs wait in host memory, where liger_patch runs them.
+        checkpoint_offload: whether the inputs of checkpointed layers wait in host memory, where
+            liger_patch runs them.
         optimizer: a name of OPTIMIZERS.
-        chunk_mib: MiB of logits that liger_patch holds; None for its default.
         supervised: share of the labels that are not ignored.
         attention: "sdpa" or "eager"; None for what Transformers chooses.
     """

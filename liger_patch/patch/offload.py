@@ -59,7 +59,7 @@ class CheckpointOffload:
         self.min_bytes = min_bytes
         self.host_gib = host_gib
         self._lanes: dict[torch.device, Lane] = {}
-        self._most_pinned = math.inf  # bytes: less than that once pinning has failed
+        self.most_pinned = math.inf  # bytes: less than that once pinning has failed
         self._running: _Checkpoints | None = None
         self._status = "on, no eager training step yet"
         self._warned: set[str] = set()
@@ -116,7 +116,7 @@ class CheckpointOffload:
     @property
     def has_failed(self) -> bool:
         """Return whether the system has refused memory."""
-        return self._most_pinned < math.inf
+        return self.most_pinned < math.inf
 
     @property
     def used_bytes(self) -> int:
@@ -126,15 +126,10 @@ class CheckpointOffload:
     def bound(self) -> float:
         """Return the bytes that ``host_bytes`` may grow to, as far as is known now."""
         if self.host_gib is not None:
-            return min(self.host_gib * GIB, self._most_pinned)
+            return min(self.host_gib * GIB, self.most_pinned)
         available = available_bytes()
         most = math.inf if available is None else self.host_bytes + available
-        return min(most, self._most_pinned)
-
-    def note_failure(self) -> float:
-        """Note that no more host memory can be pinned, and return the bytes that there are."""
-        self._most_pinned = self.host_bytes
-        return self._most_pinned
+        return min(most, self.most_pinned)
 
     def free(self) -> None:
         """Give the host memory back that no graph waiting for its backward pass needs."""
@@ -161,9 +156,8 @@ class _Checkpoints:
     """The layer inputs that one forward pass has checkpointed.
 
     Attributes:
-        calls: the number of calls of checkpoint functions.
-        saved: the number of inputs that can be offloaded, the last one among them.
-        sent: the number of inputs that were sent to the host.
+        calls, saved, sent: numbers of calls of checkpoint functions, of inputs that can be
+            offloaded, the last one among them, and of those that were sent to the host.
         kept: for each input that the host had no memory for, the bytes that it needed there.
         last: the input that was saved last, on each device.
     """
@@ -186,7 +180,6 @@ class _Checkpoints:
 
     @property
     def stay(self) -> int:
-        """The number of inputs that stay on the device."""
         return self.saved - self.sent
 
     @property
@@ -259,7 +252,7 @@ class _Checkpoints:
                 layer_input.send(pieces)
                 self.sent += 1
                 return
-            self._bound = offload.note_failure()
+            self._bound = offload.most_pinned = offload.host_bytes  # no more can be pinned
         self.kept.append(PIECE_BYTES * count)
 
 

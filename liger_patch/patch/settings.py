@@ -18,19 +18,9 @@ CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction")  # of LossSettings
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The options of ``apply_patch`` that concern the loss.
+    """The options of ``apply_patch`` that concern the loss, which documents and checks them.
 
-    Attributes:
-        label_smoothing: in [0, 1].
-        z_loss: >= 0.
-        chunk_mib: MiB of logits held at once, > 0; None for the operator's default.
-            LIGER_PATCH_CHUNK_MIB overrides it.
-        reduction: "mean" or "sum" over the supervised tokens where no ``num_items_in_batch`` is
-            given.
-        changed: those that change the loss, with their values, for messages; "" for none.
-
-    Raises:
-        ValueError: names the option, its value and what was expected.
+    ``changed``: those that change the loss, with their values, for messages; "" for none.
     """
 
     label_smoothing: float = 0.0
@@ -57,14 +47,11 @@ class PatchRecord:
     """The options and the state of one patched model.
 
     Attributes:
-        settings: the options of ``apply_patch`` that concern the loss.
-        fused: whether the last loss was fused; None before the first.
-        reason: why the last loss was not fused; None if it was.
+        fused, reason: as ``patch_status`` gives them.
         warned: the warnings that were given.
         tested: whether the architecture has a row in the registry, and its class Transformers' own
             forward. Any other is compared with the ordinary path at its first call, by
             ``patch.verify``, and its labels are masked in Transformers' loss only.
-        architecture: the model's class and model type, for messages.
         compared: for an architecture without a row, what its first call compared, in words, or why
             it did not; None before the first call with labels.
         verified: whether that loss agreed with the fused one.
@@ -78,13 +65,11 @@ class PatchRecord:
             calls may leave it out.
         fused_head_call: a second way to call the model, which TRL has added by replacing
             ``forward``: see ``integrations.trl_head.LogProbsCall``. None where there is none.
-        layers: the argument ``layers`` of ``apply_patch``.
         replacements: ``subclass.count_replacements`` when layers were put on kernels.
         adapters: the model's ``peft_config`` for which its LoRA layers were put on kernels, and a
             copy of it from that time, which shows what has been added since.
         checked_dtypes: whether the dtypes of these adapters have been looked at, and warned of
             where they make layers run PEFT's own forward.
-        offload: holds checkpoints on the host, None where they stay on the device.
         looks_at_packing: how many training calls ``packing`` has searched.
         unpacks: how many recurrent layers take packed rows: see ``layers.recurrent``.
     """
