@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -61,13 +60,6 @@ def test_an_option_out_of_range_is_named_with_its_value(
     assert patch_status(model) == status
 
 
-def test_options_are_keywords_and_unknown_ones_are_errors(model: Any) -> None:
-    with pytest.raises(TypeError):
-        apply_patch(model, 0.1)
-    with pytest.raises(TypeError, match="smoothing"):
-        apply_patch(model, smoothing=0.1)
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing": 0.1},
     {"label_smoothing": 1.0},
@@ -124,18 +116,6 @@ def test_num_items_in_batch_comes_before_the_reduction(model: Any) -> None:
     with patched(model, reduction="sum"):
         ours = step(model, batch)
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-def test_labels_may_be_given_by_position(model: Any) -> None:
-    batch = tiny_batch(model)
-    names = list(inspect.signature(model.forward).parameters)
-    arguments = [batch.get(name) for name in names[: names.index("labels") + 1]]
-    expected = model(*arguments)
-    with patched(model):
-        outputs = model(*arguments)
-        assert patch_status(model).fused
-        assert not outputs.logits.is_computed
-    torch.testing.assert_close(outputs.loss, expected.loss)
 
 
 def test_patching_twice_is_patching_once_with_the_new_options(model: Any) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exactness import assert_no_worse
 from tiny_models import ROWS, tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch as patch_layers_too
@@ -284,40 +283,6 @@ def test_class_that_is_not_tested_is_compared_first() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(fused(student, teacher, batch, labels), real)
-
-
-def test_trainer_with_a_loss_of_its_own(tmp_path: Path, reads: list[Any]) -> None:
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    from trainers import QUIET
-    from transformers import Trainer, TrainingArguments
-
-    def train(student: PreTrainedModel, teacher: PreTrainedModel, loss: Any) -> list[float]:
-        class Distilled(Trainer):
-            def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **how: Any) -> Any:
-                labels = inputs.pop("labels")
-                return loss(
-                    model, teacher, inputs, labels, num_items_in_batch=how["num_items_in_batch"]
-                )
-
-        batch = tiny_batch(student, batch=4)
-        samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(4)]
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            max_grad_norm=0.0,
-            **QUIET,
-        )
-        trainer = Distilled(student, arguments, train_dataset=samples)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    expected = train(*models(dtype=torch.float32), eager)
-    patched = (patch_layers_too(each) for each in models(dtype=torch.float32))
-    assert train(*patched, fused) == pytest.approx(expected, rel=1e-3)
-    assert not reads
 
 
 def test_distributed_vocabulary_is_an_error() -> None:

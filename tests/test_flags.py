@@ -74,21 +74,6 @@ def test_return_logits_is_read_at_every_forward(
         assert patch_status(model).fused is (kind is DeferredLogits)
 
 
-def test_returned_logits_and_their_loss_are_eagers(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = tiny_batch(model)
-    logits, eager = call(model, batch).logits, step(model, batch)
-    truth = step(widened(model), batch)
-    apply_patch(model)
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    outputs = call(model, batch)
-    assert torch.equal(outputs.logits, logits)
-    assert outputs.logits.grad_fn is not None
-    truth, eager, ours = joined(truth, eager, step(model, batch))
-    assert_no_worse(ours, eager, truth, torch.float32)
-
-
 def own_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     return logits.float().square().mean() + 0.0 * labels.float().mean()
 
@@ -104,23 +89,6 @@ def test_a_loss_function_of_ones_own_is_called_on_the_logits(model: Any) -> None
     assert patch_status(model).fused is False
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, torch.float32)
-
-
-def test_demanding_the_fused_loss_with_a_loss_function_of_ones_own_is_an_error(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model.loss_function = own_loss
-    apply_patch(model)
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
-    with pytest.raises(RuntimeError, match="computes a loss of its own"):
-        call(model, tiny_batch(model))
-
-
-def test_options_that_cannot_reach_a_loss_of_ones_own_are_an_error(model: Any) -> None:
-    model.loss_function = own_loss
-    apply_patch(model, label_smoothing=0.1)
-    with pytest.raises(ValueError, match=r"label_smoothing=0.1.* cannot reach the loss"):
-        call(model, tiny_batch(model))
 
 
 @pytest.mark.parametrize(("flag", "chunks"), [(None, 1), ("0.0005", 7), ("1000", 1)])

@@ -60,25 +60,14 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )
 QUICK_MODEL, QUICK_CONTENDERS = "Gemma-3-270M, 8 x 2048", ("eager", "liger_patch, layers")
-NOT_ESTIMATED = {  # contenders, and why
-    "matmul-only bound": "the lower bound: no model's step",
-    "torch.compile": "Inductor decides what it keeps",
-    "liger_patch, layers, compiled": "Inductor decides what it keeps",
-    "Liger, loss only": "not our kernels",
-    "Liger, all kernels": "the same",
-    "Liger-Kernel": "the same",
-    "TRL": "TRL's own chunked loss, with metrics",
-    "Unsloth": "its own layers, and checkpoints in host memory",
-}
-
-
 NOT_WHOLE = ", packed", ", padded"  # rows of a batch: estimate has whole ones
 
 
 def _rows(file: str, key: str) -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))[key]
     rows = [row for row in rows if not row["model"].endswith(NOT_WHOLE)]
-    return [row for row in rows if row["contender"] not in NOT_ESTIMATED and "peak_mib" in row]
+    estimated = {*CONTENDERS, *LORA_CONTENDERS}  # others have other kernels, or Inductor's choice
+    return [row for row in rows if row["contender"] in estimated and "peak_mib" in row]
 
 
 def _measured() -> list[Any]:
@@ -139,12 +128,15 @@ def _steps(file: str, setting: str) -> list[Any]:
 
 
 @functools.cache
-def _traced_lora_mib(setting: str, contender: str) -> tuple[float, float]:
-    """Return the peak with the weights, and the weights."""
-    (model,) = (case.model for case in CASES if setting.startswith(f"{case.model.name}, "))
+def _traced_lora_mib(
+    setting: str, contender: str, tokens: int | None = None
+) -> tuple[float, float]:
+    """Return the peak with the weights, and the weights; ``tokens``: of one long row."""
+    models = [case.model for case in CASES] if tokens is None else LONG_MODELS
+    (model,) = (each for each in models if setting.startswith(f"{each.name}, "))
     step = TrainingStep(
         batch=model.sequences,
-        length=model.length,
+        length=tokens or model.length,
         lora_rank=16,
         bits=4 if "QLoRA" in setting else None,
         double_quant=True,
@@ -212,27 +204,12 @@ def _long_rows() -> list[Any]:
     return slow_but([next(row for row in rows if row["contender"] == OFFLOADED)], rows)
 
 
-@functools.cache
-def _traced_long_mib(setting: str, contender: str, tokens: int) -> float:
-    (model,) = (each for each in LONG_MODELS if setting.startswith(f"{each.name}, "))
-    step = TrainingStep(
-        length=tokens,
-        lora_rank=16,
-        bits=4 if "QLoRA" in setting else None,
-        double_quant=True,
-        checkpointing=True,
-        checkpoint_offload=contender == OFFLOADED,
-        supervised=SUPERVISED,
-    )
-    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[contender])
-    return (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
-
-
 @pytest.mark.parametrize("measured", _long_rows(), ids=lambda row: row["contender"])
 def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
     if checks.TOP_HOOKS is None and LORA_CONTENDERS[measured["contender"]] is OURS:
         pytest.skip("torch 2.6 runs no slices")
-    traced = _traced_long_mib(measured["model"], measured["contender"], measured["timed"])
+    how = (measured[name] for name in ("model", "contender", "timed"))
+    traced, _ = _traced_lora_mib(*how)
     assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
 
 
@@ -260,10 +237,8 @@ def _named(row: dict[str, Any]) -> list[str]:
 
 
 def _estimated(row: dict[str, Any]) -> float:
-    if row["file"] == "lora_step.json":
-        return _traced_lora_mib(row["model"], row["contender"])[0]
-    if row["file"] == "longest_row.json":
-        return _traced_long_mib(row["model"], row["contender"], row["timed"])
+    if row["file"] in ("lora_step.json", "longest_row.json"):
+        return _traced_lora_mib(row["model"], row["contender"], row.get("timed"))[0]
     return _traced_mib(row["model"], CONTENDERS[row["contender"]])
 
 
@@ -290,14 +265,3 @@ def test_the_documents_table_has_the_measured_peaks() -> None:
         rounded = [float(each.replace(",", "")) for each in (measured, estimated)]
         assert rounded[1] == pytest.approx(rounded[0], rel=WITHIN)
     assert lines[-1] == _promise(), written
-
-
-def test_every_contender_is_estimated_or_has_a_reason() -> None:
-    files = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
-    files["moe_step.json"] = "lora_steps"
-    named = {
-        row["contender"]
-        for file, key in files.items()
-        for row in json.loads((RESULTS / file).read_text(encoding="utf-8"))[key]
-    }
-    assert named <= {*CONTENDERS, *LORA_CONTENDERS, *NOT_ESTIMATED}

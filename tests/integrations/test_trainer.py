@@ -160,20 +160,6 @@ def test_resumed_training_is_bitwise_uninterrupted_training(bf16: bool, tmp_path
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_checkpoint_is_one_of_the_eager_model(tmp_path: Path) -> None:
-    model = make_model("gemma2")
-    eager_class = type(model)
-    trainer = make_trainer(apply_patch(model), tmp_path)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = eager_class.from_pretrained(tmp_path / "saved")
-    assert type(loaded) is eager_class
-    assert loaded.config.architectures == [eager_class.__name__]
-    expected = model.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
 def without_labels(samples: list[Batch]) -> list[Batch]:
     return [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
 

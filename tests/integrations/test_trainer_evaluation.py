@@ -12,7 +12,6 @@ from trainer_runs import (
     assert_fused,
     assert_same_training,
     eager_and_patched,
-    make_samples,
     make_trainer,
 )
 from trainers import LargestTensor
@@ -78,19 +77,3 @@ def test_compute_metrics_gets_eagers_logits(
         assert isinstance(ours, type(eager))
         assert np.array_equal(ours, eager)
     assert_fused(model)
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_predict_gives_eagers_logits(labels: bool, tmp_path: Path) -> None:
-    predictions = []
-    for model in eager_and_patched("gemma2"):
-        samples = make_samples(model)
-        if not labels:
-            samples = [{k: v for k, v in sample.items() if k != "labels"} for sample in samples]
-        predictions.append(make_trainer(model, tmp_path).predict(samples))
-    eager, ours = predictions
-    assert isinstance(ours.predictions, np.ndarray)
-    assert np.array_equal(ours.predictions, eager.predictions)
-    if labels:
-        assert np.array_equal(ours.label_ids, eager.label_ids)
-        assert ours.metrics["test_loss"] == pytest.approx(eager.metrics["test_loss"], rel=1e-6)

@@ -128,21 +128,6 @@ def test_where_fusing_is_demanded_a_head_that_cannot_be_fused_is_an_error(
             model(**batch, fused_lm_head=True)
 
 
-def test_verify_compares_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    disagreement = verify.disagreement
-    monkeypatch.setattr(
-        verify, "disagreement", lambda *a, **k: found.append(disagreement(*a, **k)) or found[-1]
-    )
-    unverified = train(sft_trainer(make_model("gemma2"), tmp_path, True))
-    assert found == []
-    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    trainer = sft_trainer(make_model("gemma2"), tmp_path, True)
-    assert_bitwise(train(trainer), unverified)
-    assert found == [None]
-    assert_fused(trainer.model)
-
-
 def test_a_model_that_verify_distrusts_is_left_to_trl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,21 +30,9 @@ from trl_models import (
     with_head,
 )
 
-from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch import apply_patch, revert_patch
 
 pytestmark = MARKS
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_trained_model_can_be_reverted(bf16: bool, tmp_path: Path) -> None:
-    trainer = sft_trainer(make_model(), tmp_path, True, bf16=bf16, max_steps=1)
-    model, batch = trainer.model, tiny_batch(trainer.model)
-    trainer.train()
-    revert_patch(model)
-    assert not patch_status(model).patched
-    trls = with_head(make_model(), ("log_probs", "entropy", "is_top1"))
-    trls.load_state_dict(model.state_dict())
-    assert_bitwise(call(model, batch), call(trls, batch))
 
 
 def sft_again(model: PreTrainedModel, folder: Path, patch: bool | None, bf16: bool) -> Any:
