@@ -52,7 +52,6 @@ def distillation_loss(
     reduction: str = "mean",
     num_items_in_batch: Tensor | int | None = None,
     chunk_mib: float | None = None,
-    **others: Any,
 ) -> Tensor:
     """Compute the divergence of a student from a teacher, from their deferred logits.
 
@@ -75,14 +74,8 @@ def distillation_loss(
 
     Raises:
         ValueError: shapes or values that do not fit.
-        TypeError: another option.
         RuntimeError: logits that are not fused, with LIGER_PATCH_RETURN_LOGITS=0.
     """
-    if others:
-        raise TypeError(
-            f"distillation_loss takes no {', '.join(others)}: heads, their biases, softcaps and "
-            "scales are those of the models, which the outputs tell"
-        )
     what = checked_divergence(divergence, beta, temperature, ce_weight, reduction, labels)
     student = _logits_of("student_outputs", student_outputs)
     teacher = _logits_of("teacher_outputs", teacher_outputs)

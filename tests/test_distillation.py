@@ -326,10 +326,3 @@ def test_errors_name_argument_value_and_what_was_expected(change: dict, message:
             given = {"student_outputs": student(**batch), "teacher_outputs": teacher(**batch)}
         with pytest.raises(ValueError, match=message):
             distillation_loss(**{**given, "labels": labels, **change})
-
-
-@pytest.mark.parametrize("name", ["softcap", "teacher_hidden", "top_k"])
-def test_options_that_it_does_not_take_have_a_reason(name: str) -> None:
-    logits: Any = torch.ones(2, 3, 9)
-    with pytest.raises(TypeError, match=f"distillation_loss takes no {name}: heads, .* outputs"):
-        distillation_loss(logits, logits, **{name: 1})
