@@ -245,12 +245,18 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
 
     assert step.lora_rank is not None
     head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
-    named = model.named_modules()
+    named = list(model.named_modules())
+    of_experts = [
+        f"{name}.{each}"
+        for name, module in named
+        for each in (experts.FIRST, experts.LAST)
+        if getattr(module._parameters.get(each), "ndim", 0) == 3
+    ]
     lora = LoraConfig(
         r=step.lora_rank,
         # by name: of "all-linear", PEFT 0.21 doubles the rank on some models' experts
         target_modules=[n for n, each in named if isinstance(each, linear) and each is not head],
-        target_parameters=_expert_weights(model) or None,
+        target_parameters=of_experts or None,
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
@@ -258,16 +264,6 @@ def _with_adapters(model: Any, step: TrainingStep) -> Any:
         if each.requires_grad:
             each.data = each.data.to(step.adapter_dtype)
     return model
-
-
-def _expert_weights(model: Any) -> list[str]:
-    """Return the names of the weights of all experts."""
-    return [
-        f"{name}.{each}"
-        for name, module in model.named_modules()
-        for each in (experts.FIRST, experts.LAST)
-        if getattr(module._parameters.get(each), "ndim", 0) == 3
-    ]
 
 
 def _sizes(model: Any, step: TrainingStep) -> Sizes:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,7 +128,9 @@ def trace_step(
         stack.enter_context(masked_attention.UsedTokens())
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
-        with operations, _offloading(inner, offload):
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "liger_patch (keeps|offloads)")  # on the device
+        with operations, nullcontext() if offload is None else offload.forward_pass(inner):
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss
             if loss is None:
@@ -173,17 +176,6 @@ def host_bytes(size: float) -> int:
     return PIECE_BYTES * math.ceil(size / PIECE_BYTES)
 
 
-@contextmanager
-def _offloading(model: Any, offload: MetaOffload | None) -> Iterator[None]:
-    if offload is None:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of inputs that stay on the device
-        with offload.forward_pass(model):
-            yield
-
-
 def _is_autocast_enabled(device_type: str | None = None) -> bool:
     if device_type == "meta":
         return False
@@ -201,16 +193,13 @@ def _autocast(device_type: str, *arguments: Any, **options: Any) -> Any:
     return AUTOCAST(device_type, *arguments, **options)
 
 
-class QuantizedReader:
-    """A reader of ``quantized_weights`` for a ``QuantizedLinear``."""
-
-    @staticmethod
-    def read(layer: nn.Linear, dtype: torch.dtype) -> Unpacked:
-        return Unpacked(layer.weight, dtype)
-
-
 def _reader_of(layer: nn.Module) -> Any:
-    return QuantizedReader if isinstance(layer, QuantizedLinear) else reader_of(layer)
+    is_quantized = isinstance(layer, QuantizedLinear)
+    return SimpleNamespace(read=_unpacked) if is_quantized else reader_of(layer)
+
+
+def _unpacked(layer: nn.Linear, dtype: torch.dtype) -> Unpacked:
+    return Unpacked(layer.weight, dtype)
 
 
 # What runs in the place of functions that need a GPU or values: module, name, what stands in.
