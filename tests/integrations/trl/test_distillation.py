@@ -98,6 +98,9 @@ def trls_losses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         pytest.param("Distillation", "granite", {"beta": 0.0}, id="forward, scale"),
         pytest.param("Distillation", "llama", {"adapters": {}}, id="lora"),
         pytest.param(
+            "Distillation", "llama", {"adapters": {"modules_to_save": ["lm_head"]}}, id="head saved"
+        ),
+        pytest.param(
             "Distillation",
             "llama",
             {"beta": 0.5, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},

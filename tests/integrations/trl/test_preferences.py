@@ -27,16 +27,22 @@ pytestmark = MARKS
 
 
 def preference_trainer(
-    kind: str, model_type: str, folder: Path, *, reference: bool = True, **arguments: Any
+    kind: str,
+    model_type: str,
+    folder: Path,
+    *,
+    reference: bool = True,
+    saved: list[str] | None = None,
+    **arguments: Any,
 ) -> Any:
-    """DPO or KTO, with a reference model whose weights are others."""
+    """DPO or KTO, with a reference model whose weights are others, or adapters."""
     import trl
 
     trainer, config, data = {
         "dpo": (trl.DPOTrainer, trl.DPOConfig, preferences),
         "kto": (trl.KTOTrainer, trl.KTOConfig, judgements),
     }[kind]
-    options = {} if reference else lora()
+    options = {} if reference else lora(modules_to_save=saved)
     if "moe" in model_type:
         arguments["router_aux_loss_coef"] = 0.5
     samples = data()
@@ -58,6 +64,9 @@ def preference_trainer(
         pytest.param("dpo", "gemma2", {}, id="dpo, softcap"),
         pytest.param("dpo", "qwen3_moe", {}, id="dpo, auxiliary loss"),
         pytest.param("dpo", "llama", {"reference": False}, id="dpo, lora"),
+        pytest.param(
+            "dpo", "llama", {"reference": False, "saved": ["lm_head"]}, id="dpo, head saved"
+        ),
         pytest.param("dpo", "llama", {"use_weighting": True}, id="dpo, weighted"),
         pytest.param("dpo", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
         pytest.param("dpo", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
