@@ -32,7 +32,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,14 +46,10 @@ from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
 from .names import FP8
-from .row_search import Search, width
+from .row_search import LIMITS, TIMED, WHOLE, Limits, Search, width
 
-LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
 POSITIONS = 2**21
-MOST = 2**20 + 2**18  # tokens
 CONTENDERS = tuple(name for name in LORA_CONTENDERS if name != FP8)
-WHOLE = 65536  # tokens of a row that attends to all before
-TIMED = (16384, 65536, 262144)
 QWEN_CONFIG = copy.deepcopy(QWEN.config)
 QWEN_CONFIG.max_position_embeddings = POSITIONS
 # gaps of the allocator are part of the limit: no contender shall have more of them than need be
@@ -76,41 +72,6 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What is searched, and how long.
-
-    Attributes:
-        gib: of memory, ascending.
-        step: tokens; rows are multiples.
-        most: tokens of the longest row that is tried.
-        timed: lengths whose steps are timed with all memory.
-        whole: tokens of the longest row that attends to all before.
-        rounds: timed steps.
-        seconds: of each process; None for no limit.
-        tries: GiB with a length each: only these are tried.
-        host_gib: of host memory, for offloaded checkpoints; None for no limit.
-        total: seconds of all processes of a model, each of which may take an even share of what is
-            left; None for no limit.
-    """
-
-    gib: Sequence[float] = LIMITS
-    step: int = BLOCK
-    most: int = MOST
-    timed: Sequence[int] = TIMED
-    whole: int = WHOLE
-    rounds: int = 2
-    seconds: float | None = None
-    tries: Sequence[tuple[float, int]] = ()
-    host_gib: float | None = None
-    total: float | None = None
-
-    def seconds_left(self, elapsed: float, processes: int) -> float | None:
-        """Return how long the next of so many processes may run; None for no limit."""
-        shares = [] if self.total is None else [max(0.0, self.total - elapsed) / processes]
-        return min([*shares, *([] if self.seconds is None else [self.seconds])], default=None)
-
-
 def run_case(
     model: Model,
     settings: Sequence[Setting],
@@ -130,61 +91,42 @@ def run_case(
         release_memory()
         for setting in settings:
             for contender in contenders:
-                search = _search(model, folder, setting, contender, limits, device)
+                search = Search(contender, model.name, folder, setting, limits, device)
                 print(f"{model.name}, {setting.name}: {contender} ...", flush=True)
                 if isinstance(saved, Failure):
-                    yield from summary(search, [], saved.failure, limits.whole)
+                    yield from summary(search, [], saved.failure)
                     continue
                 left = limits.seconds_left(time.monotonic() - start, to_run)
                 to_run -= 1
-                yield from _searched(search, limits, left, place)
+                yield from _searched(search, left, place)
 
 
-def _search(
-    model: Model, folder: str, setting: Setting, contender: str, limits: Limits, device: str
-) -> Search:
-    return Search(
-        contender,
-        model.name,
-        folder,
-        setting,
-        tuple(sorted(limits.gib)),
-        limits.step,
-        limits.most,
-        tuple(limits.timed),
-        limits.rounds,
-        device,
-        tuple(limits.tries),
-        limits.host_gib,
-    )
-
-
-def _searched(search: Search, limits: Limits, seconds: float | None, place: Path) -> Iterator[dict]:
+def _searched(search: Search, seconds: float | None, place: Path) -> Iterator[dict]:
     """Run one process, which compiles its kernels into ``place``, and yield its rows."""
     before = f"{ALLOCATOR}from benchmarks import attention_blocks; "
-    before += f"attention_blocks.install({limits.whole}); "
+    before += f"attention_blocks.install({search.limits.whole}); "
     before += "import unsloth; " if search.contender == "Unsloth" else ""
     steps, failure = [], "not reached: ended"
     try:
         request = json.dumps(asdict(search))
         failure = run_process("row_search", request, before, seconds, steps, place)
     finally:
-        yield from summary(search, steps, failure, limits.whole)
+        yield from summary(search, steps, failure)
 
 
-def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iterator[dict]:
+def summary(search: Search, steps: list[dict], failure: str) -> Iterator[dict]:
     """Yield a row for each limit and each timed length, of the steps that a process has made.
 
     Args:
         failure: why there are no more steps, if some are missing.
-        whole: tokens of the longest row that attends to all before.
     """
+    limits = search.limits
     name = {
         "model": f"{search.model}, {search.setting.name}",
         "contender": search.contender,
-        "whole_attention": whole,
+        "whole_attention": limits.whole,
     }
-    for tokens in search.timed:
+    for tokens in limits.timed:
         row = next((each for each in steps if each.get("timed") == tokens), {"failure": failure})
         yield {
             **name,
@@ -192,7 +134,7 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
             **{k: v for k, v in row.items() if k not in (*name, "timed")},
         }
     known = 0
-    for gib in search.limits:
+    for gib in sorted(limits.gib):
         tried = {each["tokens"]: each.get("failure") for each in steps if each.get("gib") == gib}
         fitting = (each for each in steps if each.get("reserved_mib", math.inf) <= 1024 * gib)
         known = max([known, *(each.get("timed", each.get("tokens", 0)) for each in fitting)])
@@ -202,11 +144,11 @@ def summary(search: Search, steps: list[dict], failure: str, whole: int) -> Iter
         longest = max([known, *(tokens for tokens, why in tried.items() if why is None)])
         failed = {tokens: why for tokens, why in tried.items() if why is not None}
         shortest = min(failed, default=None)
-        if search.tries and shortest is not None and not longest:
+        if limits.tries and shortest is not None and not longest:
             yield {**name, "gib": gib, "failure": f"{failed[shortest]} at {shortest:,} tokens"}
             continue
         known, row = longest, {**name, "gib": gib, "tokens": longest}
-        if shortest is None or shortest - longest > width(shortest, search.step):
+        if shortest is None or shortest - longest > width(shortest, limits.step):
             row["at_least"] = True
         elif failed[shortest] != OUT_OF_MEMORY:
             row["ends_with"] = failed[shortest]

@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from . import lora_contenders
+from .attention_blocks import BLOCK
 from .lora_contenders import CONTENDERS, Setting
 from .measure import MIB, Failure, attempt, release_memory
 from .models import Model
@@ -26,7 +27,46 @@ from .training_step import run_step
 
 GIB = 2**30
 SHARE = 50  # of a row: what the search leaves open, 2 %
+LIMITS = (24.0, 48.0, 80.0, 139.0)  # GiB
+MOST = 2**20 + 2**18  # tokens
+WHOLE = 65536  # tokens of a row that attends to all before
+TIMED = (16384, 65536, 262144)
 ALL_ON_HOST = ("Unsloth",)  # whose checkpoints wait in host memory, however much they take
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is searched, and how long.
+
+    Attributes:
+        gib: of memory, ascending.
+        step: tokens; rows are multiples.
+        most: tokens of the longest row that is tried.
+        timed: lengths whose steps are timed with all memory.
+        whole: tokens of the longest row that attends to all before.
+        rounds: timed steps.
+        seconds: of each process; None for no limit.
+        tries: GiB with a length each: only these are tried.
+        host_gib: of host memory, for offloaded checkpoints; None for no limit.
+        total: seconds of all processes of a model, each of which may take an even share of what is
+            left; None for no limit.
+    """
+
+    gib: Sequence[float] = LIMITS
+    step: int = BLOCK
+    most: int = MOST
+    timed: Sequence[int] = TIMED
+    whole: int = WHOLE
+    rounds: int = 2
+    seconds: float | None = None
+    tries: Sequence[tuple[float, int]] = ()
+    host_gib: float | None = None
+    total: float | None = None
+
+    def seconds_left(self, elapsed: float, processes: int) -> float | None:
+        """Return how long the next of so many processes may run; None for no limit."""
+        shares = [] if self.total is None else [max(0.0, self.total - elapsed) / processes]
+        return min([*shares, *([] if self.seconds is None else [self.seconds])], default=None)
 
 
 @dataclass(frozen=True)
@@ -38,36 +78,21 @@ class Search:
         model: name of the model in the report.
         folder: of its config, weights and tokenizer.
         setting: how it is trained.
-        limits: GiB of the GPU that may be used, ascending; None for all.
-        step: tokens; lengths are multiples.
-        most: tokens beyond which nothing is looked for.
-        timed: lengths whose steps are timed with all memory.
-        rounds: timed steps of each.
-        tries: limits with a length each: only these are tried, none is searched for.
-        host_gib: of host memory for the checkpoints of those that offload them: ours beyond it stay
-            on the GPU, rows of others are not tried; None: unlimited.
     """
 
     contender: str
     model: str
     folder: str
     setting: Setting
-    limits: tuple[float | None, ...]
-    step: int
-    most: int
-    timed: tuple[int, ...]
-    rounds: int
+    limits: Limits
     device: str = "cuda"
-    tries: tuple[tuple[float, int], ...] = ()
-    host_gib: float | None = None
 
 
 def main(request: Path, results: Path) -> None:
     """Search for what a file asks for."""
     fields = json.loads(request.read_text(encoding="utf-8"))
     fields["setting"] = Setting(**fields["setting"])
-    fields["tries"] = tuple((gib, tokens) for gib, tokens in fields["tries"])
-    fields |= {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
+    fields["limits"] = Limits(**fields["limits"])
     lora_contenders.write(rows(Search(**fields)), results)
 
 
@@ -81,7 +106,7 @@ def rows(search: Search) -> Iterator[dict]:
         raise
     known: dict[int, dict] = {}  # the peaks of each length that fits
     too_long = _beyond_host(search)
-    for tokens in search.timed:
+    for tokens in search.limits.timed:
         why = _why_not(tokens, too_long)
         found = why or attempt(partial(_timed, step, tokens, search))
         yield {**named, "timed": tokens, **_result(found)}
@@ -90,14 +115,14 @@ def rows(search: Search) -> Iterator[dict]:
         elif not why:
             too_long[tokens] = found
     longest = 0
-    for limit in search.limits:
+    for limit in sorted(search.limits.gib):
         room = limit_memory(limit, search.device)
         fits = _Fits(step, search.device, room, known, longest, too_long)
         for tokens in fits.tried(search, limit):
             yield {**named, "gib": limit, "tokens": tokens, **_result(fits.results[tokens])}
         longest = fits.longest
         shortest = min(too_long, default=None)
-        if shortest is not None and shortest not in fits.results and not search.tries:
+        if shortest is not None and shortest not in fits.results and not search.limits.tries:
             why = too_long[shortest]
             yield {**named, "gib": limit, "tokens": shortest, "failure": why.failure}
 
@@ -129,12 +154,13 @@ class _Fits:
 
     def tried(self, search: Search, limit: float | None) -> Iterator[int]:
         """Yield each length that is tried."""
-        if not search.tries:
-            most = min([search.most, *(n - search.step for n in self._too_long)])
+        limits = search.limits
+        if not limits.tries:
+            most = min([limits.most, *(n - limits.step for n in self._too_long)])
             start = self.longest
-            yield from candidates(self.fits, start, most, search.step, self._expected)
+            yield from candidates(self.fits, start, most, limits.step, self._expected)
             return
-        for gib, tokens in sorted(search.tries):
+        for gib, tokens in sorted(limits.tries):
             if gib == limit and tokens > self.longest:
                 is_fitting = self.fits(tokens)
                 yield tokens
@@ -166,12 +192,13 @@ class _Fits:
 
 def _beyond_host(search: Search) -> dict[int, Failure]:
     """Return the shortest row whose checkpoints the host has no memory for, and the failure."""
-    if search.host_gib is None or search.contender not in ALL_ON_HOST:
+    limits = search.limits
+    if limits.host_gib is None or search.contender not in ALL_ON_HOST:
         return {}
     config = AutoConfig.from_pretrained(search.folder)
     bytes_of_token = 2 * config.hidden_size * config.num_hidden_layers
-    tokens = int(search.host_gib * GIB) // bytes_of_token // search.step * search.step
-    return {tokens + search.step: Failure(f"{search.host_gib:g} GiB of host memory are full")}
+    tokens = int(limits.host_gib * GIB) // bytes_of_token // limits.step * limits.step
+    return {tokens + limits.step: Failure(f"{limits.host_gib:g} GiB of host memory are full")}
 
 
 def _why_not(tokens: int, too_long: Mapping[int, Failure]) -> Failure | None:
@@ -217,16 +244,16 @@ def _peaks(row: dict) -> dict[str, float]:
 
 def _stepper(search: Search) -> Callable[[int], None]:
     """Build the model, and return what trains it on a row of so many tokens."""
-    sizes = (1, search.most)
+    sizes = (1, search.limits.most)
     request = lora_contenders.Request(
         search.contender,
         search.model,
         search.folder,
         *sizes,
         (search.setting,),
-        search.rounds,
+        search.limits.rounds,
         search.device,
-        host_gib=search.host_gib,
+        host_gib=search.limits.host_gib,
     )
     config = AutoConfig.from_pretrained(search.folder)
     model = CONTENDERS[search.contender](request, search.setting)
@@ -246,7 +273,7 @@ def _timed(step: Callable[[int], None], tokens: int, search: Search) -> dict[str
     step(tokens)  # compiles kernels
     reset_peaks(search.device)
     times = []
-    for _ in range(search.rounds):
+    for _ in range(search.limits.rounds):
         start = time.perf_counter()
         step(tokens)
         times.append(1000 * (time.perf_counter() - start))

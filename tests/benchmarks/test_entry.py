@@ -12,7 +12,7 @@ import pytest
 import torch
 from slow_cases import slow_but
 
-from benchmarks.__main__ import BENCHMARKS, main, run
+from benchmarks.__main__ import BENCHMARKS, _options, main, run
 from benchmarks.benchmark import Benchmark
 from benchmarks.markdown import measured
 from benchmarks.report import RESULTS, read, tables
@@ -63,15 +63,8 @@ def test_a_benchmark_has_help_without_a_gpu_and_needs_one_to_run(name: str, caps
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "convergence"])
 def test_every_benchmark_has_cases(name: str):
-    options = argparse.Namespace(rounds=1, case=None, part=None, no_compile=True)
-    options.model = options.contender = options.compile = None
-    options.layers = options.tokens = options.sequences = options.limit = options.gpus = None
-    options.gib = options.timed = options.whole_attention = None
-    options.engine = options.steps = options.host_gib = options.all_blocks = None
-    options.total = options.generation = options.run = None
-    setattr(options, "try", None)
-    options.device = "cuda"
-    lists = import_module(f"benchmarks.{name}").BENCHMARK.cases(options)
+    module = import_module(f"benchmarks.{name}")
+    lists = module.BENCHMARK.cases(_options(name, None, module.BENCHMARK, []))
     assert all(lists.values())
 
 

@@ -17,7 +17,7 @@ from benchmarks.lora_contenders import Request, Setting, is_measured, rows
 from benchmarks.lora_step import CHECKPOINTED, SETTINGS
 from benchmarks.models import Model
 from benchmarks.names import FP8, LOWER_BOUND
-from benchmarks.row_search import Search
+from benchmarks.row_search import Limits, Search
 from benchmarks.sft_step import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -76,7 +76,8 @@ def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
     assert not is_measured(FP8, SETTINGS[1])  # QLoRA
 
 
-SEARCH = Search("eager", "tiny", "", CHECKPOINTED[0], (1.0, 2.0), 8, 96, (16,), 1, "cpu")
+LIMITS = Limits((1.0, 2.0), step=8, most=96, timed=(16,), whole=8, rounds=1)
+SEARCH = Search("eager", "tiny", "", CHECKPOINTED[0], LIMITS, "cpu")
 
 
 @pytest.mark.parametrize("contender", ["eager", "liger_patch"])
@@ -89,7 +90,7 @@ def test_a_contender_searches_up_to_the_most(request_of: Callable[..., Request],
     steps = found[1:]
     assert [row["tokens"] for row in steps if row["gib"] == 1.0] == [8, 16, 32, 64, 96]
     assert not [row for row in steps if row["gib"] == 2.0]  # known
-    _, small, large = summary(search, found, "does not run: exit status 0: ", 8)
+    _, small, large = summary(search, found, "does not run: exit status 0: ")
     assert (small["tokens"], large["tokens"]) == (96, 96)
     assert small["at_least"]
     assert large["at_least"]
