@@ -77,21 +77,11 @@ def test_what_does_not_fit_is_named() -> None:
         compute_metrics(EvalPrediction(predictions=batches, label_ids=batches))
     with pytest.raises(ValueError, match=r"got \(2, 9\) and \(2, 3\)"):
         preprocess_logits_for_metrics(torch.zeros(2, 9), torch.zeros(2, 3, dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("logits", "labels", "message"),
-    [
-        (torch.zeros(2, 3, 9), None, "labels must be a tensor or a tuple with it, got None"),
-        (torch.zeros(2, 3, 9), (), r"labels must be a tensor or a tuple with it, got \(\)"),
-        (None, torch.zeros(2, 3), "logits must be a tensor or a tuple with it, got None"),
-        ((), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(\)"),
-        ((None,), torch.zeros(2, 3), r"logits must be a tensor or a tuple with it, got \(None,\)"),
-    ],
-)
-def test_what_is_no_tensor_is_named(logits: Any, labels: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preprocess_logits_for_metrics(logits, labels)
+    nothing: Any = None
+    with pytest.raises(ValueError, match="labels must be a tensor or a tuple with it, got None"):
+        preprocess_logits_for_metrics(torch.zeros(2, 3, 9), nothing)
+    with pytest.raises(ValueError, match=r"logits must be .* got \(None,\)"):
+        preprocess_logits_for_metrics((nothing,), torch.zeros(2, 3))
 
 
 def test_the_models_budget_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

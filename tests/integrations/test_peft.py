@@ -13,7 +13,6 @@ from exactness import assert_no_worse
 from slow_cases import slow_but
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import call, step, tell_apart, widened
 
 from liger_patch import apply_patch, patch_status, revert_patch
@@ -119,33 +118,6 @@ def test_every_adapters_gradient_is_eagers(name: str, patch: str) -> None:
     assert (status.reason or "").startswith(case.reason or "")
     assert any(value is not None for name, value in truth.items() if name != "loss")
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-class ProductShapes(TorchDispatchMode):
-    """The shapes of all matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if "mm" in func.__name__ and isinstance(result, Tensor):
-            self.shapes.add(tuple(result.shape))
-        return result
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_frozen_head_costs_no_gradient_product(frozen: bool) -> None:
-    config = lora() if frozen else lora(modules_to_save=["lm_head"])
-    model = wrapped(tiny_model(ROWS["llama"]), config, "after")
-    batch = tiny_batch(model)
-    with ProductShapes() as products:
-        call(model, batch).loss.backward()
-    assert (tuple(model.get_output_embeddings().weight.shape) in products.shapes) is not frozen
-    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert any("lora_" in name for name in gradients)
-    assert any("lm_head" in name for name in gradients) is not frozen
 
 
 def test_adapters_of_transformers_own_integration_train_as_eager() -> None:

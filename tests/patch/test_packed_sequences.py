@@ -147,15 +147,6 @@ def test_sequences_without_a_supervised_token_do_not_count() -> None:
         torch.testing.assert_close(step(model, positions_only(samples)), truth)
 
 
-def test_no_supervised_token_at_all_gives_zero() -> None:
-    model, samples = make_model(), make_samples(9, 4)
-    for sample in samples:
-        sample["labels"] = [IGNORED] * len(sample["labels"])
-    with patched(model):
-        results = step(model, positions_only(samples))
-    assert all(value is None or not value.any() for value in results.values())
-
-
 @pytest.mark.parametrize("row", every_row(), ids=model_type)
 @pytest.mark.filterwarnings("ignore:liger_patch computes ordinary logits:UserWarning")
 @pytest.mark.filterwarnings("ignore:liger_patch packed .* recurrent layers:UserWarning")
@@ -281,18 +272,6 @@ def test_what_says_nothing_of_the_sequences_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         starts_of(6, **arguments)
-
-
-def test_rows_start_sequences_of_their_own() -> None:
-    shape = torch.Size((2, 3))
-    for arguments in (
-        {"position_ids": torch.arange(3)[None]},
-        {"position_ids": torch.tensor([[0, 1, 2], [3, 4, 5]])},
-        {"cu_seq_lens_q": torch.tensor([0, 6])},
-    ):
-        starts = sequence_starts(shape, arguments)
-        assert starts is not None
-        assert starts.tolist() == [[True, False, False]] * 2
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
