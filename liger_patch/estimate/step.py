@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from liger_patch.deferred.capture import replace_attribute
 from liger_patch.estimate.model import QuantizedLinear, Sizes, TrainingStep, build
 from liger_patch.estimate.trace import (
     HEAD,
@@ -124,7 +124,7 @@ def trace_step(
         if offload is not None:
             stand_ins.append((checkpoints, "LayerInput", _noting_input(memory)))
         for place in stand_ins:
-            stack.enter_context(_replaced(*place))
+            replace_attribute(stack, *place)
         stack.enter_context(masked_attention.UsedTokens())
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
@@ -261,16 +261,6 @@ def _note_places(model: Any, head: nn.Module, memory: MemoryTrace) -> None:
             module.register_forward_pre_hook(lambda *_: memory.enter(LAYER))
             module.register_forward_hook(lambda *_: memory.leave_layer())
     head.register_forward_pre_hook(enter_head)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def chunk_bytes(weight: Tensor, step: TrainingStep) -> int:

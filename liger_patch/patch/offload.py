@@ -24,7 +24,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from liger_patch.deferred.capture import replace_attribute
 from liger_patch.patch.layer_input import PIECE_BYTES, Kept, Lane, LayerInput
 
 GIB = 2**30
@@ -71,18 +72,14 @@ class CheckpointOffload:
     def forward_pass(self, model: nn.Module) -> Iterator[None]:
         """Offload what this forward pass of the model checkpoints."""
         self._running = checkpoints = _Checkpoints(self)
-        replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
-        try:
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_running", None)
             for module in _checkpointing_modules(model):
                 function = vars(module)[FUNCTION]
                 if not isinstance(function, _OffloadingCheckpoint):  # the model calls itself
-                    replaced.append((module, function))
-                    setattr(module, FUNCTION, _OffloadingCheckpoint(function, checkpoints))
+                    offloading = _OffloadingCheckpoint(function, checkpoints)
+                    replace_attribute(stack, module, FUNCTION, offloading)
             yield
-        finally:
-            self._running = None
-            for module, function in replaced:
-                setattr(module, FUNCTION, function)
         if model.training:
             self._status = str(checkpoints)
             if checkpoints.reason is None:
