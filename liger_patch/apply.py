@@ -178,7 +178,7 @@ def _choose_layers(
             "hook of accelerate. The activation of gated layers and experts must be silu or gelu, "
             "with no dropout behind it, "
             "an attention must be causal and take its function from Transformers' table; gated "
-            f"delta nets need Transformers 5.15, got {transformers.__version__}"
+            f"delta nets need Transformers 5.15 or newer (installed: {transformers.__version__})"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes
