@@ -1,8 +1,8 @@
 """Every Triton kernel is compiled to machine code ahead of time, which needs no GPU.
 
-The cases are in loss_, layer_, lora_, expert_ and delta_compilations. A quick run compiles the most
-demanding case of each kernel for one target, `make test-all` all cases for all targets. A kernel
-that has no row in KERNELS fails `test_every_kernel_is_in_the_matrix`.
+The cases are in loss_compilations and layer_compilations. A quick run compiles the most demanding
+case of each kernel for one target, `make test-all` all cases for all targets. A kernel without
+cases fails `test_every_kernel_is_in_the_matrix`.
 """
 
 import importlib
@@ -20,12 +20,18 @@ import liger_patch
 
 pytest.importorskip("triton")
 
-import delta_compilations as delta
-import expert_compilations as experts
-import layer_compilations as layer
-import lora_compilations as lora
-import loss_compilations as loss
-from compile_targets import FULL, MULTIPLE, SHARED_KIB, TARGETS, spilled_bytes
+import layer_compilations  # noqa: F401 - its kernels' cases are in CASES
+import loss_compilations  # noqa: F401
+from compile_targets import (
+    CASES,
+    FULL,
+    MULTIPLE,
+    SHARED_KIB,
+    TARGETS,
+    Compilation,
+    compilations,
+    spilled_bytes,
+)
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -59,66 +65,23 @@ SPILLED_BYTES_OF = {
 SPILLED_BYTES_OF_RADEON = 2048  # half of the threads of an MI300 for the same tile: slow, but right
 GEFORCE = GPUTarget("cuda", 89, 32)
 LARGEST_OF = {  # the case that a quick run compiles, and the most KiB of shared memory on GEFORCE
-    "_add_thin_kernel": ("bf16-64-256", 26),
-    "_chunk_gradients_kernel": ("bf16-128-2-True", 80),
+    "_add_thin_kernel": ("bf16-64-True-256", 26),
+    "_chunk_gradients_kernel": ("bf16-128-2-True-True", 80),
     "_dropped_gradients_kernel": ("bf16-64-*fp32", 32),
-    "_experts_gated_kernel": ("bf16-clamped-64-32", 28),
+    "_experts_gated_kernel": ("bf16-clamped-True-True-64-64-32", 28),
     "_gated_lora_backward_kernel": ("bf16-64-silu-True-False", 48),
     "_gated_lora_kernel": ("bf16-64-silu-True-False", 28),
     "_order_slots_kernel": ("512", 64),
-    "_outputs_kernel": ("bf16-128-2-True", 80),
-    "_prepare_kernel": ("bf16-128-2-True", 32),
+    "_outputs_kernel": ("bf16-128-2-True-True", 80),
+    "_prepare_kernel": ("bf16-128-2-True-True", 32),
     "_rms_norm_backward_kernel": ("bf16-10240-*bf16-99", 97),  # with Triton 3.9; 81 with 3.7
-    "_state_gradients_kernel": ("bf16-128-2-True", 40),
-    "_states_kernel": ("bf16-128-2-True", 40),
+    "_state_gradients_kernel": ("bf16-128-2-True-True", 40),
+    "_states_kernel": ("bf16-128-2-True-True", 40),
 }
 SMALL_KIB = 24  # of kernels that have no row there
 OPTIONS_OF = {"_nf4_kernel": {"enable_fp_fusion": False}}  # as it is launched
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 CUDA = [target for target in TARGETS if target.backend == "cuda"]
-KERNELS = {
-    "_add_label_rows_kernel": loss.add_label_rows,
-    "_add_thin_kernel": experts.add_thin,
-    "_causal_conv_backward_kernel": delta.causal_conv_backward,
-    "_causal_conv_kernel": delta.causal_conv,
-    "_chunk_gradients_kernel": delta.chunk_gradients,
-    "_count_slots_kernel": experts.count_slots,
-    "_cross_entropy_kernel": loss.cross_entropy,
-    "_divergence_kernel": loss.divergence,
-    "_dropped_gradients_kernel": lora.dropped_gradients,
-    "_dropped_product_kernel": lora.dropped_product,
-    "_experts_gated_backward_kernel": experts.gated_backward,
-    "_experts_gated_kernel": experts.gated,
-    "finish_kernel": loss.finish,
-    "_gated_backward_kernel": layer.gated_backward,
-    "_gated_kernel": layer.gated,
-    "_gated_lora_backward_kernel": lora.gated_lora_backward,
-    "_gated_lora_kernel": lora.gated_lora,
-    "_gated_norm_backward_kernel": layer.gated_norm_backward,
-    "_gated_norm_kernel": layer.gated_norm,
-    "_gather_kernel": experts.gather,
-    "label_logit_kernel": loss.label_logit,
-    "odds_kernel": loss.odds,
-    "_nf4_kernel": lora.nf4,
-    "_order_slots_kernel": experts.order_slots,
-    "_order_tokens_kernel": loss.order_tokens,
-    "_outputs_kernel": delta.outputs,
-    "_prepare_kernel": delta.prepare,
-    "_quantize_rows_kernel": lora.quantize_rows,
-    "_rms_norm_backward_kernel": layer.rms_norm_backward,
-    "_rms_norm_kernel": layer.rms_norm,
-    "_rotary_kernel": layer.rotary,
-    "_row_gradients_kernel": loss.row_gradients,
-    "_row_odds_kernel": loss.row_odds,
-    "_row_sums_kernel": loss.row_sums,
-    "_scale_kernel": loss.scale,
-    "_scale_rows_kernel": loss.scale_rows,
-    "_state_gradients_kernel": delta.state_gradients,
-    "_states_kernel": delta.states,
-    "_sum_parts_kernel": layer.sum_parts,
-    "_sum_slots_kernel": experts.sum_slots,
-    "_transpose_kernel": lora.transpose,
-}
 
 
 def jit_functions() -> dict[str, JITFunction]:
@@ -134,16 +97,14 @@ def jit_functions() -> dict[str, JITFunction]:
 
 def compiled(
     function: JITFunction,
-    arguments: dict[str, Any],
-    warps: int,
+    case: Compilation,
     target: GPUTarget,
     options: dict[str, Any] | None = None,
 ) -> Any:
     if options is None:
         options = OPTIONS_OF.get(function.__name__, {})
-    assert sorted(arguments) == sorted(function.arg_names)
-    multiples = {n for n, v in arguments.items() if v == MULTIPLE}
-    types = arguments | dict.fromkeys(multiples, "i32")
+    multiples = {n for n, v in case.arguments.items() if v == MULTIPLE}
+    types = case.arguments | dict.fromkeys(multiples, "i32")
     constants = {n: v for n, v in types.items() if not isinstance(v, str)}
     if "constexprs" in inspect.signature(ASTSource).parameters:
         signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
@@ -157,7 +118,7 @@ def compiled(
     else:  # Triton 3.2
         signature = {n: types[n] for n in function.arg_names if n not in constants}
         source = ASTSource(function, signature, constants=constants)
-    return compile_kernel(source, target=target, options={"num_warps": warps} | options)
+    return compile_kernel(source, target=target, options={"num_warps": case.warps} | options)
 
 
 def lacking(target: GPUTarget) -> str:
@@ -180,12 +141,14 @@ def quick_case(name: str) -> str:
     with most switches on.
     """
 
-    def demand(case: tuple[str, dict[str, Any], int]) -> tuple[int, int]:
-        values = case[1].values()
+    def demand(case: Compilation) -> tuple[int, int]:
+        values = case.arguments.values()
         tiles = (value for value in values if type(value) is int and value > 0)
         return math.prod(tiles), sum(value not in (None, False) for value in values)
 
-    return LARGEST_OF[name][0] if name in LARGEST_OF else max(KERNELS[name](FULL), key=demand)[0]
+    if name in LARGEST_OF:
+        return LARGEST_OF[name][0]
+    return max(compilations(KERNELS[name], FULL), key=demand).name
 
 
 def marks_of(target: GPUTarget, name: str, case: str) -> list[pytest.MarkDecorator]:
@@ -202,53 +165,55 @@ def spilled_at_most(name: str, target: GPUTarget) -> int:
 
 
 # an old Triton has no descriptors: then a kernel that needs them has no case
-SERVED = [] if INTERPRETED else [name for name in KERNELS if any(True for _ in KERNELS[name](FULL))]
+KERNELS = jit_functions()
+SERVED = [name for name in CASES if name in KERNELS and compilations(KERNELS[name], FULL)]
 QUICK = {name: quick_case(name) for name in SERVED}
 MATRIX = [
     pytest.param(
         target,
         name,
         case,
-        id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case[0]}",
-        marks=marks_of(target, name, case[0]),
+        id=f"{target.backend}-{target.arch}-{name.strip('_')}-{case.name}",
+        marks=marks_of(target, name, case.name),
     )
     for target in TARGETS
     for name in QUICK
-    for case in KERNELS[name](target)
+    for case in compilations(KERNELS[name], target)
 ]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> dict[str, JITFunction]:
-    return jit_functions()
-
-
 def test_the_largest_cases_are_in_the_matrix():
-    cases = {(name, case[0]) for name in LARGEST_OF for case in KERNELS[name](GEFORCE)}
+    cases = {(n, case.name) for n in LARGEST_OF for case in compilations(KERNELS[n], GEFORCE)}
     served = {name for name, _ in cases}  # not all are by Triton 3.2
     assert {(name, case) for name, (case, _) in LARGEST_OF.items() if name in served} <= cases
     assert len(served) >= len(LARGEST_OF) / 2
 
 
-def test_every_kernel_is_in_the_matrix(kernels):
-    sources = {name: kernel.src for name, kernel in kernels.items()}
+def test_cases_name_parameters_of_their_kernels():
+    for function in set(CASES.values()):
+        alike = [KERNELS[name] for name, other in CASES.items() if other is function]
+        parameters = {name for kernel in alike for name in kernel.arg_names}
+        assert all(case.given.keys() <= parameters for case in function(FULL)), alike
+
+
+def test_every_kernel_is_in_the_matrix():
+    sources = {name: kernel.src for name, kernel in KERNELS.items()}
     helpers = {
         name
         for name in sources
         for other in sources
         if other != name and re.search(rf"\b{name}\(", sources[other])
     }
-    assert kernels.keys() - helpers == KERNELS.keys()
+    assert KERNELS.keys() - helpers == CASES.keys()
     quick = [name for _, name, _ in (c.values for c in MATRIX if pytest.mark.slow not in c.marks)]
     assert sorted(quick) == sorted(SERVED)
-    assert TensorDescriptor is None or list(KERNELS) == SERVED
+    assert TensorDescriptor is None or list(CASES) == SERVED
 
 
 @pytest.mark.parametrize(("target", "name", "case"), MATRIX)
-def test_compiles(target, name, case, kernels):
+def test_compiles(target, name, case):
     """And fits a GPU of its kind; with -rP, pytest prints what it needs there."""
-    _, arguments, warps = case
-    compilation = compiled(kernels[name], arguments, warps, target)
+    compilation = compiled(KERNELS[name], case, target)
     assert len(compilation.asm[BINARY[target.backend]])
     shared, spilled = compilation.metadata.shared, spilled_bytes(compilation, target)
     print(f"{shared / 1024:.0f} KiB of {SHARED_KIB[target]} shared, {spilled} bytes spilled")
@@ -262,24 +227,25 @@ def test_compiles(target, name, case, kernels):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA, ids=str)
-def test_tiles_on_their_way_fit_the_gpu(target, kernels):
+def test_tiles_on_their_way_fit_the_gpu(target):
     """Of the backward pass of a norm: the last part of a case's name is the memory there is."""
     if reason := lacking(target):
         pytest.skip(reason)
-    for case, arguments, warps in layer.rms_norm_backward(target):
-        compilation = compiled(kernels["_rms_norm_backward_kernel"], arguments, warps, target)
-        *_, shared_kib = case.split("-")
-        assert compilation.metadata.shared <= int(shared_kib) * 1024, case
+    kernel = KERNELS["_rms_norm_backward_kernel"]
+    for case in compilations(kernel, target):
+        compilation, arguments = compiled(kernel, case, target), case.arguments
+        *_, shared_kib = case.name.split("-")
+        assert compilation.metadata.shared <= int(shared_kib) * 1024, case.name
         if arguments["STAGES"] > 1 and "constexprs" in inspect.signature(ASTSource).parameters:
             pair = (arguments["dy_ptr"], arguments["x_ptr"])
             element_bytes = sum(4 if each == "*fp32" else 2 for each in pair)
             tile_bytes = element_bytes * arguments["BLOCK_ROWS"]
             tile_bytes *= arguments["BLOCK_H"] + arguments["BLOCK_REST"]
             on_their_way = arguments["STAGES"] - 1
-            assert compilation.metadata.shared >= on_their_way * tile_bytes, case
+            assert compilation.metadata.shared >= on_their_way * tile_bytes, case.name
 
 
-def test_scales_of_nf4_are_rounded_between_product_and_sum(kernels, monkeypatch):
+def test_scales_of_nf4_are_rounded_between_product_and_sum(monkeypatch):
     """By the options of a launch: others have a fused multiply-add there."""
     from liger_patch.kernels.triton import nf4
 
@@ -289,12 +255,12 @@ def test_scales_of_nf4_are_rounded_between_product_and_sum(kernels, monkeypatch)
         def __getitem__(self, grid):
             return lambda *_, **options: launches.append(options)
 
-    kernel, ((_, arguments, warps), *_) = kernels["_nf4_kernel"], lora.nf4(FULL)
+    kernel, case = KERNELS["_nf4_kernel"], compilations(KERNELS["_nf4_kernel"], FULL)[0]
     monkeypatch.setattr(nf4, "_nf4_kernel", Launched())
     packed = torch.zeros(64, dtype=torch.uint8)
     nf4.dequantized(packed, torch.ones(16), torch.ones(2), None, 64, 0, 128, torch.float32)
     (launch,) = launches
     options = OPTIONS_OF["_nf4_kernel"]
     assert launch.items() >= options.items()
-    assert "fma.rn" not in compiled(kernel, arguments, warps, FULL, options).asm["ptx"]
-    assert "fma.rn" in compiled(kernel, arguments, warps, FULL, {}).asm["ptx"]
+    assert "fma.rn" not in compiled(kernel, case, FULL, options).asm["ptx"]
+    assert "fma.rn" in compiled(kernel, case, FULL, {}).asm["ptx"]
