@@ -16,137 +16,76 @@ TILES = [[IMAGE_SIZE, 2 * IMAGE_SIZE], [2 * IMAGE_SIZE, IMAGE_SIZE]]  # sizes of
 MINICPM = {"image_token_id": IMAGE, "video_token_id": VIDEO, "insert_layer_id": 0}
 WAVEFORM = {"num_filters": 2, "depths": [1] * 3, "downsampling_ratios": [2, 2]}
 
+
+def each(names: str, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
+
+
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "num_hidden_layers": 2,
-    "encoder_layers": 1,
-    "depth": 1,
-    "num_global_layers": 1,
-    "conf_num_hidden_layers": 1,
-    "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [0],
-    "hidden_size": 32,
-    "d_model": 32,
-    "embed_dim": 32,
-    "audio_embed_dim": 32,
-    "mm_embed_dim": 32,
-    "lru_width": 32,
-    "out_hidden_size": 32,
-    "output_dim": 32,
-    "output_proj_dims": 32,
-    "projection_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "projector_hidden_size": 48,
-    "vision_output_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "hc_lowrank": 8,
-    "laurel_rank": 4,
-    "downsample_hidden_size": 8,
-    "subsampling_conv_channels": [8, 8],
-    "sscp_conv_channel_size": [8, 8],
-    "intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_layers": 2,
-    "n_head": 4,
-    "n_heads": 4,
-    "n_positions": 32,
-    "n_ctx": 32,
-    "rotary_dim": 4,
-    "emb_dim": 32,
-    "dff": 48,
-    "d_ff": 48,
-    "d_kv": 8,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "encoder_num_hidden_layers": 2,
-    "decoder_num_hidden_layers": 2,
-    "decoder_layers": 2,
-    "decoder_ffn_dim": 48,
-    "decoder_attention_heads": 4,
-    "decoder_start_token_id": BOS,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "expert_ffn_hidden_size": 24,
-    "word_embed_proj_dim": 32,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_topk": 2,
-    "zero_expert_num": 2,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 4,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_head_dim": 8,
+    **each(
+        "conf_num_hidden_layers depth encoder_layers mamba_n_groups n_group n_groups"
+        " num_global_layers topk_group",
+        1,
+    ),
+    **each(
+        "decoder_layers decoder_num_hidden_layers encoder_num_hidden_layers index_n_heads"
+        " linear_num_key_heads moe_topk n_layer n_layers num_decoder_layers num_experts_per_tok"
+        " num_hidden_layers num_key_value_heads num_layers zero_expert_num",
+        2,
+    ),
+    **each(
+        "attention_heads conf_num_attention_heads decoder_attention_heads encoder_attention_heads"
+        " index_topk laurel_rank linear_num_heads linear_num_value_heads mamba_dt_rank n_head"
+        " n_heads n_routed_experts num_attention_heads num_experts num_heads num_local_experts"
+        " rotary_dim",
+        4,
+    ),
+    **each(
+        "chunk_size d_kv downsample_hidden_size hc_lowrank head_dim hidden_size_per_layer_input"
+        " linear_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size mamba_d_head"
+        " mamba_d_state mamba_head_dim mamba_n_heads mamba_num_heads qk_nope_head_dim"
+        " qk_rope_head_dim ssm_state_size state_size v_head_dim",
+        8,
+    ),
+    **each(
+        "index_head_dim input_feat_size kv_lora_rank max_source_positions mm_posemb_size"
+        " mm_tokens_per_image num_mel_bins num_position_embeddings position_embedding_size"
+        " q_lora_rank",
+        16,
+    ),
+    **each("expert_ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size", 24),
+    **each(
+        "audio_embed_dim d_model emb_dim embed_dim hidden_size lru_width mm_embed_dim n_ctx"
+        " n_embd n_positions out_hidden_size output_dim output_proj_dims projection_dim"
+        " projector_input_dim projector_output_dim vision_output_dim word_embed_proj_dim",
+        32,
+    ),
+    **each(
+        "d_ff decoder_ffn_dim dff encoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size"
+        " intermediate_size_mlp projector_hidden_size",
+        48,
+    ),
     "mamba_d_ssm": 64,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_dt_rank": 4,
-    "ssm_state_size": 8,
-    "chunk_size": 8,
-    "state_size": 8,
-    "n_groups": 1,
-    "encoder_ffn_dim": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "conf_num_attention_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
+    **each("deepstack_visual_indexes fullatt_block_indexes", [0]),
+    **each("sscp_conv_channel_size subsampling_conv_channels", [8, 8]),
+    **each("vocab_size vocab_size_per_layer_input", VOCAB_SIZE),
+    "pad_token_id": PAD,
+    **each("bos_token_id decoder_start_token_id", BOS),
+    "eos_token_id": EOS,
     "image_size": IMAGE_SIZE,
     "patch_size": PATCH_SIZE,
-    "spatial_merge_size": MERGE_SIZE,
-    "pooling_kernel_size": MERGE_SIZE,
-    "num_position_embeddings": 16,
-    "position_embedding_size": 16,
-    "mm_posemb_size": 16,
-    "mm_tokens_per_image": 16,
+    **each("pooling_kernel_size spatial_merge_size", MERGE_SIZE),
     "max_num_tiles": NUM_TILES,
-    "input_feat_size": 16,
-    "num_mel_bins": 16,
-    "max_source_positions": 16,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "image_token_id": IMAGE,
-    "image_token_index": IMAGE,
-    "video_token_id": VIDEO,
-    "video_token_index": VIDEO,
-    "audio_token_id": AUDIO,
-    "audio_token_index": AUDIO,
+    **each("image_token_id image_token_index", IMAGE),
+    **each("video_token_id video_token_index", VIDEO),
+    **each("audio_token_id audio_token_index", AUDIO),
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
     "audio_start_token_id": AUDIO_START,
     "audio_end_token_id": AUDIO_END,
     # Wide enough that logits differ, low enough that a cap or a scale of them changes the loss.
     "initializer_range": 0.3,
-    "final_logit_softcapping": 3.0,
-    "logits_soft_cap": 3.0,
-    "output_logit_soft_cap": 3.0,
+    **each("final_logit_softcapping logits_soft_cap output_logit_soft_cap", 3.0),
     "logits_scaling": 4.0,
     "logit_scale": 0.5,
 }
@@ -176,10 +115,6 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "mllama_text_model": {"cross_attention_layers": [1]},
     # The outputs of the listed layers and of the last one are concatenated.
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
-    # The sections of a multimodal rotary embedding sum to half of a head.
-    "qwen2_5_omni_text": {"rope_parameters": MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": MROPE},
-    "qwen2_vl_text": {"rope_parameters": MROPE},
     # The token indexer has no default sizes.
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -194,15 +129,11 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     # Groups of four state-space attention heads are twice as wide as the model.
     "mamba2": {"num_heads": 8},
     # The cache of a decoder counts the layers of an encoder.
-    "bart": {"encoder_layers": 2},
+    **each(
+        "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart",
+        {"encoder_layers": 2},
+    ),
     "bigbird_pegasus": {"encoder_layers": 2, "attention_type": "original_full"},
-    "blenderbot": {"encoder_layers": 2},
-    "blenderbot-small": {"encoder_layers": 2},
-    "marian": {"encoder_layers": 2},
-    "mbart": {"encoder_layers": 2},
-    "mvp": {"encoder_layers": 2},
-    "pegasus": {"encoder_layers": 2},
-    "plbart": {"encoder_layers": 2},
     # Blocks of the sparse attention are drawn at random.
     "big_bird": {"attention_type": "original_full"},
     # The default pattern has its attention layer, or its mixtures, behind the first two.
@@ -220,18 +151,18 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "step3p5": {"sliding_window": 4},
     "xmod": {"default_language": "en_XX"},
-    # Which sections a multimodal rotary embedding has. Transformers 5.0 has no default for padding.
-    "cosmos3_edge_text": {"rope_parameters": MROPE},
+    # The sections of a multimodal rotary embedding sum to half of a head: some have no default for
+    # them, and in Transformers 5.0 none for padding.
+    **each(
+        "cosmos3_edge_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text"
+        " qwen2_vl_text",
+        {"rope_parameters": MROPE},
+    ),
     "glm4v_text": {"rope_parameters": MROPE, "pad_token_id": PAD},
     "glm46v_text": {"rope_parameters": MROPE, "pad_token_id": PAD},
     "glm4v_moe_text": {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
-    "glm_ocr_text": {"rope_parameters": MROPE},
-    "paddleocr_vl_text": {"rope_parameters": MROPE},
     # The id that a decoder begins with is no field of these.
-    "longt5": {"decoder_start_token_id": BOS},
-    "pop2piano": {"decoder_start_token_id": BOS},
-    "switch_transformers": {"decoder_start_token_id": BOS},
-    "t5": {"decoder_start_token_id": BOS},
+    **each("longt5 pop2piano switch_transformers t5", {"decoder_start_token_id": BOS}),
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     # Its cache reads a number of layers that is no field. Hashes of bytes have 500,002 embeddings.
