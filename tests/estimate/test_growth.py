@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import layer_calls
+import layer_checks
 import pytest
 import torch
 import transformers
@@ -147,7 +147,7 @@ def test_two_slices_take_what_all_do(
         weights = [each.requires_grad_(trains) for each in (gate, up, down)]
         memory = MemoryTrace([x, *weights])
         with memory:
-            y = layer_calls.gated_mlp(x, *weights, slice_tokens=slices)
+            y = layer_checks.gated_mlp(x, *weights, slice_tokens=slices)
             memory.start_backward()
             y.backward(torch.empty_like(y))
             return memory.finish([]).peak()[0]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, linear, silu
 
 EPS = 1e-5
+MLP_SIZE = 40  # features inside a feed-forward layer
 GATES = {"silu": silu, "sigmoid": torch.sigmoid}  # of norms
 
 
@@ -50,6 +51,16 @@ def causal_conv(
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str = "silu") -> Tensor:
     return linear(ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
+
+
+def mlp_tensors(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Random x of this shape, and weights."""
+    hidden_size = shape[-1]
+    inside = (MLP_SIZE, hidden_size)
+    sizes = {"x": shape, "gate": inside, "up": inside, "down": inside[::-1]}
+    return {n: (torch.randn(size) / 2).to(device, dtype) for n, size in sizes.items()}
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 
 import layer_checks
 import torch
-from layer_calls import SWIGLU, experts
-from layer_checks import ACTIVATIONS
+from layer_checks import ACTIVATIONS, SWIGLU, experts
 from torch import Tensor
 
 from liger_patch.kernels.expert_steps import Activation, ExpertProjection
@@ -142,21 +141,9 @@ def check(
     tensors: Mapping[str, Tensor],
     activation: Activation = SWIGLU,
     *,
-    autocast: str = "",
     slice_tokens: int | None = None,
     **how: Any,
 ) -> None:
-    """Hold the operator to the rule; ``autocast``: the device's type, ``how`` as of
-    ``results_and_gradients``.
-    """
-    ours, eager = calls(activation, slice_tokens)
-    if autocast:
-        ours, eager = (partial(_under_autocast, each, autocast) for each in (ours, eager))
+    """Hold the operator to the rule; ``how`` as of ``layer_checks.check``."""
     frozen = {"index", *how.pop("frozen", ())}
-    layer_checks.check(ours, eager, tensors, frozen=frozen, **how)
-
-
-def _under_autocast(function: Any, device_type: str, **tensors: Tensor) -> Tensor:
-    is_truth = tensors["x"].dtype == torch.float64
-    with torch.autocast(device_type, torch.bfloat16, enabled=not is_truth):
-        return function(**tensors)
+    layer_checks.check(*calls(activation, slice_tokens), tensors, frozen=frozen, **how)

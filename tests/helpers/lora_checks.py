@@ -1,5 +1,5 @@
-"""LoRA operators held to the rule: no worse than PEFT's arithmetic in the same dtypes, measured
-against float64.
+"""Random inputs of LoRA operators, and these held to the rule: no worse than PEFT's arithmetic in
+the same dtypes, measured against float64.
 
 A gradient is named by its projection's place and field: "0.weight", "1.a".
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import layer_checks
 import torch
-from exactness import assert_no_worse
-from layer_calls import gated_mlp
-from layer_checks import ACTIVATIONS
+from layer_checks import ACTIVATIONS, gated_mlp
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -35,6 +34,29 @@ WAYS = {
     "autocast": (torch.bfloat16, torch.float32, True),
     "autocast of float32": (torch.float32, torch.float32, True),
     "autocast of float64": (torch.float64, torch.float64, True),
+}
+HIDDEN, SIZE = 40, 56
+SHAPES = {
+    "batch": (5, 7, HIDDEN),
+    "row": (HIDDEN,),
+    "three": (2, 3, 5, HIDDEN),
+    "none": (0, HIDDEN),
+    "none of a batch": (2, 0, HIDDEN),
+}
+RANKS = {
+    "equal": (16, 16, 16),
+    "unequal": (8, 20, 16),
+    "of 1": (1, 1, 1),
+    "of 64": (64, 1, 33),
+    "of 70": (8, 16, 70),  # more than a tile of the Triton form holds
+}
+# (O, R, whether it has a bias) of each projection
+PROJECTIONS = {
+    "one": ((56, 16, False),),
+    "one with a bias": ((33, 8, True),),
+    "of unequal ranks": ((56, 8, True), (24, 16, False), (24, 20, True)),
+    "of rank 1": ((56, 1, False), (24, 1, True)),
+    "of large ranks": ((56, 64, False), (24, 70, False)),
 }
 
 
@@ -79,6 +101,36 @@ def projection(
     )
 
 
+def linears_inputs(
+    device: Any, way: str = "float64", shape: Any = "batch", which: str = "", **how: Any
+) -> tuple[Tensor, list[LoraProjection]]:
+    """Return x, and some of PROJECTIONS; ``how`` as of ``projection``."""
+    dtype, adapters, _ = WAYS[way]
+    x = (torch.randn(SHAPES.get(shape, shape)) / 2).to(device, dtype)
+    sizes = PROJECTIONS[which or "of unequal ranks"]
+    options = {"dtype": dtype, "adapters": adapters, "device": device, **how}
+    parts = [projection(o, HIDDEN, rank, bias=bias, **options) for o, rank, bias in sizes]
+    return x, parts
+
+
+def mlp_inputs(
+    device: Any,
+    way: str = "float64",
+    shape: Any = "batch",
+    ranks: str = "unequal",
+    size: int = SIZE,
+    **how: Any,
+) -> tuple[Tensor, list[LoraProjection]]:
+    """Return x, and the projections gate, up and down; ``how`` as of ``projection``."""
+    dtype, adapters, _ = WAYS[way]
+    x = (torch.randn(SHAPES.get(shape, shape)) / 2).to(device, dtype)
+    hidden_size = x.shape[-1]
+    sizes = (size, hidden_size), (size, hidden_size), (hidden_size, size)
+    options = {"dtype": dtype, "adapters": adapters, "device": device, **how}
+    each = zip(sizes, RANKS[ranks], strict=True)
+    return x, [projection(*features, rank, **options) for features, rank in each]
+
+
 def dense(weight: Any) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantized()
 
@@ -104,8 +156,9 @@ def eager_mlp(activation: str) -> Layer:
     return layer
 
 
-def our_mlp(activation: str) -> Layer:
-    return lambda x, parts: (gated_mlp(x, *parts, activation=activation),)
+def our_mlp(activation: str, slice_tokens: int | None = None) -> Layer:
+    how: dict[str, Any] = {"activation": activation, "slice_tokens": slice_tokens}
+    return lambda x, parts: (gated_mlp(x, *parts, **how),)
 
 
 class Wide(QuantizedWeight):
@@ -118,62 +171,47 @@ class Wide(QuantizedWeight):
         return self._weight.dequantized().double()
 
 
-def widened(part: LoraProjection) -> LoraProjection:
-    """In float64."""
-    tensors = {n: getattr(part, n) for n in FIELDS if isinstance(getattr(part, n), Tensor)}
-    wide: dict[str, Any] = {name: value.double() for name, value in tensors.items()}
-    if "weight" not in wide:
-        wide["weight"] = Wide(part.weight)
-    return part._replace(**wide)
+def tensors_of(x: Tensor, parts: Sequence[LoraProjection]) -> dict[str, Tensor]:
+    """By name, "x" first."""
+    fields = [(i, part, name) for i, part in enumerate(parts) for name in FIELDS]
+    named = {f"{i}.{name}": getattr(part, name) for i, part, name in fields}
+    return {"x": x, **{name: v for name, v in named.items() if isinstance(v, Tensor)}}
+
+
+def of_tensors(layer: Callable[..., Any], parts: Sequence[LoraProjection]) -> Callable[..., Any]:
+    """A function of x and projections as one of tensors by name; ``parts`` have the rest."""
+
+    def call(x: Tensor, **tensors: Tensor) -> Any:
+        given = list(parts)
+        for name, value in tensors.items():
+            place, field = name.split(".")
+            given[int(place)] = given[int(place)]._replace(**{field: value})
+        return layer(x, given)
+
+    return call
 
 
 def trainable(
     x: Tensor, parts: Sequence[LoraProjection], wanted: str = ADAPTERS
 ) -> tuple[dict[str, Tensor], list[LoraProjection]]:
-    """Return leaves by name, "x" first, and the projections of them. Names that match ``wanted``
-    take a gradient.
+    """Return leaves by name, and the projections of them. Names that match ``wanted`` take a
+    gradient.
     """
-    leaves, given = {"x": x.detach()}, []
-    for i, part in enumerate(parts):
-        tensors = {n: getattr(part, n) for n in FIELDS if isinstance(getattr(part, n), Tensor)}
-        tensors = {name: value.detach() for name, value in tensors.items()}
-        leaves |= {f"{i}.{name}": value for name, value in tensors.items()}
-        given.append(part._replace(**tensors))
+    leaves = {name: value.detach() for name, value in tensors_of(x, parts).items()}
     for name, value in leaves.items():
         value.requires_grad_(re.fullmatch(wanted, name) is not None)
-    return leaves, given
+    return leaves, of_tensors(lambda _, given: given, parts)(**leaves)
 
 
 def results(
-    layer: Layer,
-    x: Tensor,
-    parts: Sequence[LoraProjection],
-    *,
-    wanted: str = ADAPTERS,
-    autocast: bool = False,
-    unused: Collection[int] = (),
-    upstream_dtype: torch.dtype | None = None,
+    layer: Layer, x: Tensor, parts: Sequence[LoraProjection], *, wanted: str = ADAPTERS, **how: Any
 ) -> Results:
-    """Return outputs and gradients by name; None of what takes none.
-
-    Args:
-        wanted: pattern of the names that take a gradient.
-        autocast: whether the forward pass runs under autocast to bf16.
-        unused: outputs that get no upstream gradient.
-        upstream_dtype: whose values the upstream gradients have; by default that of the outputs.
+    """Return results and gradients by name, of names that match ``wanted``; ``how`` as of
+    ``results_and_gradients``.
     """
-    leaves, parts = trainable(x, parts, wanted)
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-        ys = layer(leaves["x"], parts)
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(y.shape, generator=generator).to(y.device) for y in ys]
-    upstream = [
-        u.to(upstream_dtype or y.dtype).to(y.dtype) for u, y in zip(upstream, ys, strict=True)
-    ]
-    used = [i for i, y in enumerate(ys) if i not in unused and y.requires_grad]
-    torch.autograd.backward([ys[i] for i in used], [upstream[i] for i in used])
-    found: Results = {f"y {i}": y.detach() for i, y in enumerate(ys)}
-    return found | {name: value.grad for name, value in leaves.items()}
+    tensors = tensors_of(x, parts)
+    frozen = [name for name in tensors if not re.fullmatch(wanted, name)]
+    return layer_checks.results_and_gradients(of_tensors(layer, parts), tensors, frozen, **how)
 
 
 def check(
@@ -182,25 +220,22 @@ def check(
     x: Tensor,
     parts: Sequence[LoraProjection],
     *,
-    eps: int = 1,
+    wanted: str = ADAPTERS,
+    autocast: bool = False,
     **how: Any,
 ) -> Results:
-    """Hold ours to the rule, with so many ``eps``, dtypes included; return our results. ``how`` as
-    of ``results``.
-    """
-    plain = results(eager, x, parts, **how)
-    our = results(ours, x, parts, **how)
-    for name, value in plain.items():
-        got = our[name]
-        assert (got is None) == (value is None), name
-        if value is not None and got is not None:
-            assert (got.dtype, got.shape) == (value.dtype, value.shape), name
-    product = plain["y 0"]
-    assert product is not None
-    how |= {"autocast": False, "upstream_dtype": product.dtype}
-    truth = results(eager, x.double(), [widened(part) for part in parts], **how)
-    if product.dtype == torch.float64:
-        torch.testing.assert_close(our, truth)
-    else:
-        assert_no_worse(our, plain, truth, product.dtype, eps=eps)
-    return our
+    """Hold ours to the rule; return our results. ``how`` as of ``layer_checks.check``."""
+    tensors = tensors_of(x, parts)
+    dtype = torch.bfloat16 if autocast and x.dtype != torch.float64 else x.dtype
+    wide = [p if isinstance(p.weight, Tensor) else p._replace(weight=Wide(p.weight)) for p in parts]
+    return layer_checks.check(
+        of_tensors(ours, parts),
+        of_tensors(eager, parts),
+        tensors,
+        truth=of_tensors(eager, wide),
+        frozen=[name for name in tensors if not re.fullmatch(wanted, name)],
+        autocast=autocast,
+        dtype=dtype,
+        upstream_dtype=dtype,
+        **how,
+    )

@@ -16,10 +16,9 @@ import expert_cases
 import layer_checks
 import torch
 from distillation_ways import check_distillation, heads
-from layer_calls import gated_mlp, gated_norm, lora_linears
+from layer_checks import gated_mlp, gated_norm, lora_linears
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
-from lora_checks import FIELDS, eager_linears, eager_mlp
-from lora_inputs import linears_inputs, mlp_inputs
+from lora_checks import eager_linears, eager_mlp, linears_inputs, mlp_inputs, of_tensors, tensors_of
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs, paired
 from torch import Tensor
 
@@ -190,22 +189,14 @@ def made_rotary(pairs: bool, tokens: int) -> Tensors:
 
 
 def of_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of x and projections as one of tensors by name."""
-
-    def call(x: Tensor, **tensors: Tensor) -> Any:
-        parts = []
-        for i in range(3):
-            fields = {field: tensors.get(f"{i}.{field}") for field in FIELDS}
-            parts.append(LoraProjection(**fields, scaling=1.5 / (i + 1)))  # type: ignore[arg-type]
-        return layer(x, parts)
-
-    return call
+    """A function of x and three projections as one of tensors by name."""
+    nothing: Any = None
+    parts = [LoraProjection(*[nothing] * 4, scaling=1.5 / (i + 1)) for i in range(3)]
+    return of_tensors(layer, parts)
 
 
 def made_parts(inputs: Callable[..., Any], tokens: int) -> Tensors:
-    x, parts = inputs("cpu", "float32", (2, tokens, 40), bias=True)
-    named = {f"{i}.{field}": getattr(p, field) for i, p in enumerate(parts) for field in FIELDS}
-    return {"x": x, **{name: value for name, value in named.items() if value is not None}}
+    return tensors_of(*inputs("cpu", "float32", (2, tokens, 40), bias=True))
 
 
 def lora_mlp(x: Tensor, parts: Any, **how: Any) -> Tensor:

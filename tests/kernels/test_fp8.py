@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_forms import FORMS, INTERPRETED, form
-from layer_calls import gated_mlp, lora_linears
+from layer_checks import gated_mlp, lora_linears
 from lora_checks import (
     ADAPTERS,
     WAYS,
@@ -189,10 +189,6 @@ FEED_FORWARD = ((96, 48), (96, 48), (48, 96))
 BF16 = ["bfloat16", "autocast"]
 
 
-def fp8_linears(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
-    return lora_linears(x, parts)
-
-
 @EMULATED
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [QKV[:1], QKV, QKV + QKV[:2]], ids=len)
@@ -200,7 +196,7 @@ def fp8_linears(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...
 def test_linears(way: str, sizes: Any, bias: bool, products: list) -> None:
     x, parts = inputs(way, sizes, bias=bias)
     check(
-        fp8_linears,
+        lora_linears,
         eager_linears,
         x,
         parts,
@@ -215,9 +211,9 @@ def test_linears(way: str, sizes: Any, bias: bool, products: list) -> None:
 def test_a_base_in_16_bits_beside_others(products: list) -> None:
     x, parts = inputs("bfloat16", QKV)
     parts[1] = parts[1]._replace(weight=parts[1].weight.to(torch.bfloat16))
-    check(fp8_linears, eager_linears, x, parts, wanted=ADAPTERS)
+    check(lora_linears, eager_linears, x, parts, wanted=ADAPTERS)
     assert products == [(35, 48, 64), (35, 48, 32), (35, 96, 48)]
-    check(fp8_linears, eager_linears, x, parts, wanted=ADAPTERS, unused=(0, 2))
+    check(lora_linears, eager_linears, x, parts, wanted=ADAPTERS, unused=(0, 2))
 
 
 @EMULATED
@@ -226,7 +222,7 @@ def test_an_output_that_is_not_used(unused: Any, products: list) -> None:
     x, parts = inputs("autocast", QKV)
     used = "".join(str(i) for i in range(3) if i not in unused)
     how: dict[str, Any] = {"wanted": rf"x|[{used}]\.[ab]", "unused": unused, "autocast": True}
-    check(fp8_linears, eager_linears, x, parts, **how)
+    check(lora_linears, eager_linears, x, parts, **how)
 
 
 @EMULATED
@@ -234,11 +230,8 @@ def test_an_output_that_is_not_used(unused: Any, products: list) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("way", BF16)
 def test_a_feed_forward_layer(way: str, activation: str, tokens: Any, products: list) -> None:
-    def ours(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor]:
-        return (gated_mlp(x, *parts, activation=activation, slice_tokens=tokens),)
-
     x, parts = inputs(way, FEED_FORWARD)
-    check(ours, eager_mlp(activation), x, parts, autocast=way == "autocast")
+    check(our_mlp(activation, tokens), eager_mlp(activation), x, parts, autocast=way == "autocast")
     if tokens is None:
         forward = [(35, 48, 96), (35, 48, 96), (35, 96, 48)]
         assert products == [*forward, (35, 48, 96), (35, 192, 48)]
@@ -258,9 +251,9 @@ def test_without_adapters(products: list) -> None:
 
 
 @EMULATED
-@pytest.mark.parametrize("layer", [fp8_linears, our_mlp("silu")], ids=["linears", "mlp"])
+@pytest.mark.parametrize("layer", [lora_linears, our_mlp("silu")], ids=["linears", "mlp"])
 def test_checkpoints_and_dropout_give_the_same_bits(layer: Layer, products: list) -> None:
-    sizes = QKV if layer is fp8_linears else FEED_FORWARD
+    sizes = QKV if layer is lora_linears else FEED_FORWARD
     x, parts = inputs("autocast", sizes, dropout=0.25)
 
     def checkpointed(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
@@ -278,7 +271,7 @@ def test_checkpoints_and_dropout_give_the_same_bits(layer: Layer, products: list
 def test_other_dtypes_read_the_dequantized_weight(dtype: torch.dtype, products: list) -> None:
     way = {torch.float16: "float16", torch.float32: "float32"}[dtype]
     x, parts = inputs(way, QKV)
-    check(fp8_linears, eager_linears, x, parts)
+    check(lora_linears, eager_linears, x, parts)
     assert products == []
 
 
@@ -305,7 +298,7 @@ def test_products_of_a_gpu(which: str, scale: str) -> None:
         (o * 4 * factor, h * 4 * factor) for o, h in (QKV if which == "linears" else FEED_FORWARD)
     ]
     x, _, parts = gaussian(device, sizes, 128 * factor)
-    layer: Callable = fp8_linears if which == "linears" else our_mlp("silu")
+    layer: Callable = lora_linears if which == "linears" else our_mlp("silu")
     dense = [part._replace(weight=part.weight.to(torch.bfloat16)) for part in parts]
     ours = results(layer, x, parts, autocast=True)
     truth = results(layer, x, dense, autocast=True)
@@ -317,5 +310,5 @@ def test_products_of_a_gpu(which: str, scale: str) -> None:
             continue
         off = (ours[name].double() - value.double()).norm() / value.double().norm()  # type: ignore[union-attr]
         assert off <= most, (name, off)
-        if name == "y 0" or name == "x":
+        if name == "result 0" or name == "x":
             assert off > 1e-3, (name, off)  # they ran in FP8

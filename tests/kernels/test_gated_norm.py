@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from eager_layers import EPS, GATES, gate_behind, gate_in_front
-from layer_calls import gated_norm
-from layer_checks import check
+from layer_checks import check, gated_norm
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor

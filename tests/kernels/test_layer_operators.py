@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from layer_calls import gated_norm
+from layer_checks import gated_norm
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

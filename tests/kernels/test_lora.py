@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from layer_calls import lora_linears
+from layer_checks import lora_linears
 from lora_checks import (
     ADAPTERS,
     EVERYTHING,
+    PROJECTIONS,
+    SHAPES,
     WAYS,
     check,
     eager_linears,
+    linears_inputs,
+    mlp_inputs,
     our_mlp,
     projection,
     results,
     trainable,
 )
-from lora_inputs import PROJECTIONS, SHAPES, linears_inputs, mlp_inputs
 from slow_cases import pairwise
 from torch import Tensor
 

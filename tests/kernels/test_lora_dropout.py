@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from layer_calls import lora_linears
+from layer_checks import lora_linears
 from lora_checks import (
     EVERYTHING,
+    HIDDEN,
     WAYS,
     check,
+    linears_inputs,
     projection,
     results,
 )
-from lora_inputs import HIDDEN, linears_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -66,10 +67,10 @@ def test_dropout_of_some_projections(device: torch.device) -> None:
     expected = results(lora_linears, x, parts)
     parts[1] = parts[1]._replace(dropout=0.5)
     ours = results(lora_linears, x, parts)
-    names = [name for name in expected if name in ("y 0", "y 2") or name[0] in "02"]
+    names = [name for name in expected if name in ("result 0", "result 2") or name[0] in "02"]
     chosen, same = ({name: run[name] for name in names} for run in (ours, expected))
     assert_no_worse(chosen, same, same, torch.float32)
-    assert not torch.allclose(ours["y 1"], expected["y 1"])
+    assert not torch.allclose(ours["result 1"], expected["result 1"])
 
 
 def seeded(x: Tensor, parts: Any) -> tuple[Tensor, ...]:

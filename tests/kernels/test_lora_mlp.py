@@ -4,23 +4,41 @@ against float64, no worse than PEFT's arithmetic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from layer_checks import ACTIVATIONS
-from lora_checks import ADAPTERS, EVERYTHING, WAYS, check, eager_linear, eager_mlp, our_mlp
-from lora_inputs import HIDDEN, RANKS, mlp_inputs
+from lora_checks import (
+    ADAPTERS,
+    EVERYTHING,
+    HIDDEN,
+    RANKS,
+    WAYS,
+    check,
+    eager_linear,
+    eager_mlp,
+    mlp_inputs,
+    our_mlp,
+)
 from slow_cases import pairwise
 from torch.nn.functional import linear
 
+FORMS = [  # activation, tokens of a slice, whether there are biases
+    *((activation, None, False) for activation in ACTIVATIONS),
+    *(("silu", tokens, True) for tokens in (1, 4, 100)),
+]
+
 
 @pytest.mark.parametrize(
-    ("wanted", "activation", "way"),
-    pairwise([ADAPTERS, EVERYTHING], ACTIVATIONS, WAYS),
+    ("wanted", "form", "way"),
+    pairwise([ADAPTERS, EVERYTHING], FORMS, WAYS),
 )
-def test_lora_mlp(way: str, activation: str, wanted: str, device: torch.device) -> None:
-    x, parts = mlp_inputs(device, way)
+def test_lora_mlp(way: str, form: Any, wanted: str, device: torch.device) -> None:
+    activation, slice_tokens, bias = form
+    x, parts = mlp_inputs(device, way, bias=bias)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}
-    check(our_mlp(activation), eager_mlp(activation), x, parts, **how)
+    check(our_mlp(activation, slice_tokens), eager_mlp(activation), x, parts, **how)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

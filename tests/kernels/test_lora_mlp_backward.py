@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from layer_calls import gated_mlp
-from lora_checks import ADAPTERS, EVERYTHING, Quantized, our_mlp, results, trainable
-from lora_inputs import SIZE, mlp_inputs
+from layer_checks import gated_mlp
+from lora_checks import (
+    ADAPTERS,
+    EVERYTHING,
+    SIZE,
+    Quantized,
+    mlp_inputs,
+    our_mlp,
+    results,
+    trainable,
+)
 from slow_cases import pairwise
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from layer_calls import gated_mlp
-from layer_checks import ACTIVATIONS
-from lora_checks import EVERYTHING, WAYS, check, our_mlp, projection, results
-from lora_inputs import HIDDEN, mlp_inputs
+from layer_checks import ACTIVATIONS, gated_mlp
+from lora_checks import EVERYTHING, HIDDEN, WAYS, check, mlp_inputs, our_mlp, projection, results
 from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import linear
@@ -97,7 +95,7 @@ def test_dropout_of_one_projection(way: str, which: int, device: torch.device) -
         assert other is not None
         assert torch.equal(value, again), name
         assert value.isfinite().all(), name
-    assert not torch.equal(runs[0]["y 0"], runs[2]["y 0"])  # type: ignore[arg-type]
+    assert not torch.equal(runs[0]["result 0"], runs[2]["result 0"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["float64", "float16"])

@@ -9,8 +9,17 @@ import pytest
 import torch
 from kernel_forms import INTERPRETED
 from layer_checks import ACTIVATIONS
-from lora_checks import EVERYTHING, WAYS, check, eager_mlp, our_mlp, results
-from lora_inputs import HIDDEN, RANKS, mlp_inputs
+from lora_checks import (
+    EVERYTHING,
+    HIDDEN,
+    RANKS,
+    WAYS,
+    check,
+    eager_mlp,
+    mlp_inputs,
+    our_mlp,
+    results,
+)
 from slow_cases import slow_but
 
 
@@ -110,7 +119,7 @@ def test_tiles_and_pointers_give_the_same_numbers(monkeypatch: pytest.MonkeyPatc
     tiled = check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
     monkeypatch.setattr(gated_lora, "takes_descriptors", lambda device: False)
     ours = check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
-    torch.testing.assert_close(ours["y 0"], tiled["y 0"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["result 0"], tiled["result 0"], rtol=0, atol=0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
